@@ -1,0 +1,95 @@
+"""The process groups of one rank, made from a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_ptdp.layout import Axis, Coordinates, ParallelLayout
+
+__all__ = ["Group", "ProcessMesh"]
+
+_AXES: tuple[Axis, ...] = ("tensor", "context", "data", "replica_sum", "pipeline", "model", "embedding")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as its member sees it.
+
+    Attributes:
+        handle: What ``torch.distributed`` calls take as ``group``; None where the group is one rank, which needs no
+            communication at all.
+        ranks: Global ranks of the members, in the order of the axis.
+        rank: This process's place in ``ranks``.
+    """
+
+    handle: Any = None
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessMesh:
+    """This rank's coordinates and its group on every axis.
+
+    Every rank only takes part in making the groups that it belongs to, so the cost does not grow with the world.
+    """
+
+    layout: ParallelLayout
+    rank: int = 0
+    groups: dict[str, Group] = field(default_factory=dict)
+    channels: dict[tuple[int, int, str], Any] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, *, layout: ParallelLayout, rank: int, timeout: timedelta | None = None) -> ProcessMesh:
+        """Make the groups; collective over the world. The default process group must exist if the world has two ranks."""
+        groups: dict[str, Group] = {}
+        made: dict[tuple[int, ...], Any] = {}
+        for axis in _AXES:
+            ranks = layout.group_of(axis, rank)
+            handle = None
+            if len(ranks) > 1:
+                handle = made[ranks] if ranks in made else _new_group(ranks, timeout)
+                made[ranks] = handle
+            groups[axis] = Group(handle, ranks, ranks.index(rank))
+        return cls(layout=layout, rank=rank, groups=groups, channels=_channels(groups["pipeline"].ranks, rank, timeout))
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands."""
+        return self.layout.coordinates(self.rank)
+
+    def group(self, axis: Axis) -> Group:
+        """This rank's group on ``axis``."""
+        return self.groups[axis]
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+def _channels(ranks: tuple[int, ...], rank: int, timeout: timedelta | None) -> dict[tuple[int, int, str], Any]:
+    """One communicator for each (source, destination, direction) between ring neighbours of a pipeline.
+
+    Sends and receives on one NCCL communicator run in the order in which they were issued: with both directions on one, two
+    ranks that each send before they receive wait for each other forever. A channel of its own for every direction of traffic
+    removes the case (p = 2 needs it most: there the next rank and the previous one are the same).
+    """
+    size = len(ranks)
+    if size == 1:
+        return {}
+    channels = {}
+    for direction, step in (("forward", 1), ("backward", -1)):
+        for index in range(size):
+            source, target = ranks[index], ranks[(index + step) % size]
+            if rank in (source, target):
+                channels[source, target, direction] = _new_group(tuple(sorted((source, target))), timeout)
+    return channels

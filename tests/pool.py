@@ -1,0 +1,134 @@
+"""A persistent pool of worker processes for distributed tests.
+
+``run(function, world_size=4, args=(...))`` calls ``function(rank, *args)`` on that many real processes joined by gloo and returns
+the results by rank. Workers are forked from a server that has torch and Lightning loaded, so that a test costs milliseconds and
+not the 8 seconds of an import; every call has a hard time limit, after which all workers are killed and the test fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_ptdp"]
+
+
+class WorkerFailure(AssertionError):
+    """A worker raised, died or was too late; the message holds every rank's traceback."""
+
+
+def _serve(connection: Connection, started_in: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(started_in)
+    while True:
+        try:
+            task = connection.recv_bytes()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            function, rank, world_size, store, limit, args, env = pickle.loads(task)
+            reply = (True, _call(function, rank, world_size, store, limit, args, env))
+            payload = pickle.dumps(reply)
+        except BaseException:
+            payload = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(payload)
+
+
+def _call(
+    function: Callable[..., Any], rank: int, world_size: int, store: str, limit: float, args: Sequence[Any], env: dict
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    saved = dict(os.environ)
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=limit)
+        )
+    try:
+        return function(rank, *args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+class Pool:
+    """Workers kept between tests; ``close`` ends them."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *,
+        world_size: int,
+        args: Sequence[Any] = (),
+        limit: float = 90.0,
+        env: dict[str, str] | None = None,
+    ) -> list[Any]:
+        """Results of ``function(rank, *args)`` by rank; ``limit`` is in seconds."""
+        self._grow(world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world_size):
+                task = (function, rank, world_size, os.path.join(folder, "store"), limit, args, env or {})
+                self._workers[rank][1].send_bytes(pickle.dumps(task))
+            return self._collect(world_size, time.monotonic() + limit, getattr(function, "__name__", "function"))
+
+    def _collect(self, world_size: int, deadline: float, name: str) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        for rank in range(world_size):
+            connection = self._workers[rank][1]
+            # A failed peer leaves the others waiting for it: do not wait the whole limit for them too.
+            left = min(deadline - time.monotonic(), 5.0) if failures else deadline - time.monotonic()
+            try:
+                if not connection.poll(max(left, 0.05)):
+                    failures[rank] = "no answer within the time limit"
+                    continue
+                good, value = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionError):
+                good, value = False, "the worker process died"
+            if good:
+                results[rank] = value
+            else:
+                failures[rank] = value
+        if failures:
+            self.close()
+            raise WorkerFailure(f"{name} failed:\n" + "\n".join(f"--- rank {r}:\n{t}" for r, t in failures.items()))
+        return [results[rank] for rank in range(world_size)]
+
+    def _grow(self, size: int) -> None:
+        while len(self._workers) < size:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there, os.getcwd()), daemon=False)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def close(self) -> None:
+        """End every worker."""
+        for process, connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join(10)
+        self._workers = []

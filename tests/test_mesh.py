@@ -1,0 +1,36 @@
+"""The groups that a mesh makes really join the ranks that the layout names."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from tests.pool import Pool
+
+
+def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, tuple[int, ...]]]:
+    mesh = ProcessMesh.create(layout=layout, rank=rank)
+    found = {}
+    for axis in ("tensor", "context", "data", "replica_sum", "pipeline", "model", "embedding"):
+        group = mesh.group(axis)
+        value = torch.tensor([float(rank)])
+        if group.size > 1:
+            dist.all_reduce(value, group=group.handle)
+        found[axis] = (value.item(), group.ranks)
+    for (source, target, _), handle in mesh.channels.items():
+        message = torch.tensor([float(source)])
+        if rank == source:
+            dist.send(message, target, group=handle)
+        else:
+            dist.recv(message, source, group=handle)
+            assert message.item() == source
+    return found
+
+
+def test_every_group_sums_over_its_ranks(pool: Pool) -> None:
+    layout = ParallelLayout(world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2)
+    for found in pool.run(_sum_of_ranks, world_size=8, args=(layout,)):
+        for total, ranks in found.values():
+            assert total == sum(ranks)
