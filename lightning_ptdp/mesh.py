@@ -12,7 +12,7 @@ from lightning_ptdp.layout import Axis, Coordinates, ParallelLayout
 
 __all__ = ["Group", "ProcessMesh"]
 
-_AXES: tuple[Axis, ...] = ("tensor", "context", "data", "replica_sum", "pipeline", "model", "embedding")
+_AXES: tuple[Axis, ...] = ("tensor", "context", "data", "replica_sum", "pipeline", "model")
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,14 @@ class Group:
 class ProcessMesh:
     """This rank's coordinates and its group on every axis.
 
-    Every rank only takes part in making the groups that it belongs to, so the cost does not grow with the world.
+    Every rank only takes part in making the groups that it belongs to, so the cost does not grow with the world. torch finds the
+    members of such a group by its ranks and by *how many groups each of them has made before*; so all ranks must make equally many,
+    in the same order. Where only some ranks need a group, the others make one among themselves.
     """
 
     layout: ParallelLayout
     rank: int = 0
+    timeout: timedelta | None = None
     groups: dict[str, Group] = field(default_factory=dict)
     channels: dict[tuple[int, int, str], Any] = field(default_factory=dict)
 
@@ -60,7 +63,11 @@ class ProcessMesh:
                 handle = made[ranks] if ranks in made else _new_group(ranks, timeout)
                 made[ranks] = handle
             groups[axis] = Group(handle, ranks, ranks.index(rank))
-        return cls(layout=layout, rank=rank, groups=groups, channels=_channels(groups["pipeline"].ranks, rank, timeout))
+        channels = _channels(groups["pipeline"].ranks, rank, timeout)
+        mesh = cls(layout=layout, rank=rank, timeout=timeout, groups=groups, channels=channels)
+        ends = tuple(dict.fromkeys((0, groups["pipeline"].size - 1)))
+        groups["embedding"] = mesh.pipeline_subgroup(ends) or Group(None, (rank,), 0)
+        return mesh
 
     @property
     def coordinates(self) -> Coordinates:
@@ -71,25 +78,43 @@ class ProcessMesh:
         """This rank's group on ``axis``."""
         return self.groups[axis]
 
+    def pipeline_subgroup(self, places: tuple[int, ...]) -> Group | None:
+        """The group of the pipeline ranks at ``places`` (ascending), made on first use; None for the ranks that are not in it.
+
+        Collective over the pipeline: every rank must ask for the same subgroups in the same order.
+        """
+        pipeline = self.group("pipeline")
+        inside = pipeline.rank in places
+        if len(places) == pipeline.size:
+            return pipeline
+        key = f"pipeline{places}"
+        if key not in self.groups:
+            mine = places if inside else tuple(place for place in range(pipeline.size) if place not in places)
+            ranks = tuple(pipeline.ranks[place] for place in mine)
+            self.groups[key] = Group(_new_group(ranks, self.timeout), ranks, mine.index(pipeline.rank))
+        return self.groups[key] if inside else None
+
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def _channels(ranks: tuple[int, ...], rank: int, timeout: timedelta | None) -> dict[tuple[int, int, str], Any]:
-    """One communicator for each (source, destination, direction) between ring neighbours of a pipeline.
+    """The communicator for each (source, destination, direction) between ring neighbours of a pipeline.
 
-    Sends and receives on one NCCL communicator run in the order in which they were issued: with both directions on one, two
-    ranks that each send before they receive wait for each other forever. A channel of its own for every direction of traffic
-    removes the case (p = 2 needs it most: there the next rank and the previous one are the same).
+    Sends and receives between two ranks on one NCCL communicator run in the order in which they were issued: with both directions on
+    one, two ranks that each send before they receive wait for each other forever. With three ranks or more, a communicator for the
+    forward direction and one for the backward carry messages one way between any two ranks. With two, the next rank and the previous
+    one are the same, and each way needs its own.
     """
     size = len(ranks)
     if size == 1:
         return {}
     channels = {}
     for direction, step in (("forward", 1), ("backward", -1)):
+        ways = [_new_group(ranks, timeout) for _ in range(2 if size == 2 else 1)]
         for index in range(size):
             source, target = ranks[index], ranks[(index + step) % size]
             if rank in (source, target):
-                channels[source, target, direction] = _new_group(tuple(sorted((source, target))), timeout)
+                channels[source, target, direction] = ways[index % len(ways)]
     return channels

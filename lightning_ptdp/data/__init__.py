@@ -1,0 +1,38 @@
+"""Text to token batches.
+
+``prepare(PrepareConfig(output=..., source=...))`` turns text into a folder of tokens once; ``TextDataModule`` hands it to a
+Trainer. Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks of tokens by number, and
+``TokenLoader`` and ``EvaluationLoader`` decide which replica reads which. litdata and sentencepiece are imported when they are used.
+"""
+
+from lightning_ptdp.data.config import PrepareConfig
+from lightning_ptdp.data.corpus import Corpus, Document, ReadReport, iter_documents
+from lightning_ptdp.data.datamodule import TextDataModule
+from lightning_ptdp.data.errors import CorpusError, DataError, StoreError, TokenizerError
+from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
+from lightning_ptdp.data.manifest import Manifest, verify_store
+from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
+from lightning_ptdp.data.stream import TokenStream
+from lightning_ptdp.data.tokenizer import Tokenizer
+
+__all__ = [
+    "Corpus",
+    "CorpusError",
+    "DataError",
+    "Document",
+    "EvaluationLoader",
+    "Manifest",
+    "PrepareConfig",
+    "PreparedData",
+    "ReadReport",
+    "StoreError",
+    "TextDataModule",
+    "TokenLoader",
+    "TokenStream",
+    "Tokenizer",
+    "TokenizerError",
+    "check_prepare",
+    "iter_documents",
+    "prepare",
+    "verify_store",
+]

@@ -1,0 +1,73 @@
+"""The names of Lightning that the strategy needs, private ones included, for either of its two namespaces.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names with unrelated classes. Everything that is not public
+API is named here and nowhere else (tests/test_lightning_names.py watches them).
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["LightningNames", "NAMESPACES", "lightning_names"]
+
+NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningNames:
+    """One namespace's classes and functions."""
+
+    namespace: str
+    ParallelStrategy: Any
+    MisconfigurationException: Any
+    TrainerFn: Any
+    rank_zero_only: Any
+    fabric_rank_zero_only: Any
+    is_overridden: Any
+    WeightAveragingCallbacks: tuple[Any, ...]
+    TunerCallbacks: tuple[Any, ...]
+    SubprocessLauncher: Any
+    MultiProcessingLauncher: Any
+    init_process_group: Any
+    default_backend: Any
+    reset_seed: Any
+    sync_tensor: Any
+    optimizers_to_device: Any
+
+
+@lru_cache(maxsize=len(NAMESPACES))
+def lightning_names(namespace: str) -> LightningNames:
+    """The names of ``namespace``.
+
+    Raises:
+        ValueError: It is not one of Lightning's two namespaces.
+    """
+    if namespace not in NAMESPACES:
+        raise ValueError(f"namespace={namespace!r} must be one of {sorted(NAMESPACES)}")
+    fabric = NAMESPACES[namespace]
+
+    def take(module: str, name: str) -> Any:
+        return getattr(importlib.import_module(module), name)
+
+    callbacks = f"{namespace}.callbacks"
+    return LightningNames(
+        namespace=namespace,
+        ParallelStrategy=take(f"{namespace}.strategies", "ParallelStrategy"),
+        MisconfigurationException=take(f"{namespace}.utilities.exceptions", "MisconfigurationException"),
+        TrainerFn=take(f"{namespace}.trainer.states", "TrainerFn"),
+        rank_zero_only=take(f"{namespace}.utilities.rank_zero", "rank_zero_only"),
+        fabric_rank_zero_only=take(f"{fabric}.utilities.rank_zero", "rank_zero_only"),
+        is_overridden=take(f"{namespace}.utilities.model_helpers", "is_overridden"),
+        WeightAveragingCallbacks=(take(callbacks, "StochasticWeightAveraging"), take(callbacks, "WeightAveraging")),
+        TunerCallbacks=(take(callbacks, "BatchSizeFinder"), take(callbacks, "LearningRateFinder")),
+        SubprocessLauncher=take(f"{namespace}.strategies.launchers", "_SubprocessScriptLauncher"),
+        MultiProcessingLauncher=take(f"{namespace}.strategies.launchers", "_MultiProcessingLauncher"),
+        init_process_group=take(f"{fabric}.utilities.distributed", "_init_dist_connection"),
+        default_backend=take(f"{fabric}.utilities.distributed", "_get_default_process_group_backend_for_device"),
+        reset_seed=take(f"{fabric}.utilities.seed", "reset_seed"),
+        sync_tensor=take(f"{fabric}.utilities.distributed", "_sync_ddp_if_available"),
+        optimizers_to_device=take(f"{fabric}.utilities.optimizer", "_optimizers_to_device"),
+    )

@@ -1,0 +1,122 @@
+"""Cutting a batch into microbatches along its first dimension, and putting the outputs together again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["batch_size", "iterate_tensors", "merge_outputs", "microbatch_sizes", "signature", "split_batch"]
+
+
+def _map(value: Any, on_tensor: Callable[[Tensor], Any], on_list: Callable[[Any], Any] | None = None) -> Any:
+    """Rebuild nested mappings, sequences and dataclasses with ``on_tensor`` applied to the tensors."""
+    if isinstance(value, Tensor):
+        return on_tensor(value)
+    if isinstance(value, Mapping):
+        items = {k: _map(v, on_tensor, on_list) for k, v in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(v, on_tensor, on_list) for v in value))
+    if isinstance(value, (list, tuple)):
+        if on_list is not None and value and not any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value):
+            return on_list(value)
+        return type(value)(_map(v, on_tensor, on_list) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {f.name: _map(getattr(value, f.name), on_tensor, on_list) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **changes)
+    return value
+
+
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in a nested batch, in a fixed order."""
+    found: list[Tensor] = []
+    _map(value, lambda t: found.append(t) or t)
+    yield from found
+
+
+def batch_size(batch: Any) -> int:
+    """Number of samples: the first dimension that the batch's tensors share.
+
+    Raises:
+        ValueError: There is no tensor with a first dimension, or the tensors disagree (a dimension of 1 is taken as broadcast).
+    """
+    sizes = {t.size(0) for t in iterate_tensors(batch) if t.dim()}
+    sizes = sizes - {1} or sizes
+    if len(sizes) != 1:
+        found = f"tensors of first dimensions {sorted(sizes)}" if sizes else "no tensor with a first dimension"
+        raise ValueError(
+            f"the batch holds {found}; to cut it into microbatches every tensor needs the samples along dimension 0. "
+            "Change the collate function, or use pipeline_parallel_size=1 and num_microbatches=1"
+        )
+    return sizes.pop()
+
+
+def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
+    """``samples`` split as evenly as possible into at most ``count`` microbatches, the larger ones first."""
+    count = min(samples, count)
+    share, rest = divmod(samples, count)
+    return tuple(share + (i < rest) for i in range(count))
+
+
+def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """One batch a microbatch; tensors are views. Scalars and tensors of first dimension 1 are passed whole."""
+    total, start, parts = sum(sizes), 0, []
+    for size in sizes:
+        window = slice(start, start + size)
+        parts.append(
+            _map(
+                batch,
+                lambda t, w=window: t[w] if t.dim() and t.size(0) == total else t,
+                lambda items, w=window: items[w] if len(items) == total else items,
+            )
+        )
+        start += size
+    return parts
+
+
+def signature(batch: Any) -> Hashable:
+    """Shapes and dtypes of the tensors of a (micro)batch."""
+    return tuple((tuple(t.shape), t.dtype) for t in iterate_tensors(batch))
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    """One output from those of the microbatches.
+
+    Tensors with the samples along dimension 0 are concatenated, scalars averaged with ``weights``, lists of samples joined;
+    anything else must be equal in all microbatches, or comes back as the list of all.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if first.dim() and all(o.size(0) == n for o, n in zip(outputs, sizes, strict=True)):
+            return torch.cat(list(outputs))
+        if first.dim() == 0:
+            return _weighted_mean(outputs, weights)
+        return list(outputs)
+    if isinstance(first, Mapping):
+        merged = {k: merge_outputs([o[k] for o in outputs], sizes, weights) for k in first}
+        return merged if type(first) is dict else type(first)(merged)  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)):
+        if all(isinstance(o, (list, tuple)) and len(o) == n for o, n in zip(outputs, sizes, strict=True)) and not any(
+            isinstance(v, Tensor) for v in first
+        ):
+            return type(first)(v for o in outputs for v in o)
+        merged_items = [merge_outputs(list(items), sizes, weights) for items in zip(*outputs, strict=True)]
+        return type(first)(*merged_items) if hasattr(first, "_fields") else type(first)(merged_items)
+    if isinstance(first, float):
+        return float(_weighted_mean([torch.tensor(o, dtype=torch.float64) for o in outputs], weights))
+    return first if all(o == first for o in outputs) else list(outputs)
+
+
+def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    total = sum(weights)
+    dtype = values[0].dtype if values[0].is_floating_point() else torch.float32
+    stacked = torch.stack([v.detach().to(torch.float64) for v in values])
+    scale = torch.tensor([w / total if total else 1 / len(values) for w in weights], dtype=torch.float64, device=stacked.device)
+    # A microbatch without a single counted token weighs nothing, whatever its value (its mean may be 0/0).
+    return torch.where(scale > 0, stacked * scale, torch.zeros_like(stacked)).sum().to(dtype)

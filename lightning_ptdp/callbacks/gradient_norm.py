@@ -1,0 +1,37 @@
+"""The gradient's norm as a metric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["GradientNorm"]
+
+
+class GradientNorm(Callback):
+    """Log ``grad_norm``: the global 2-norm of the gradient before clipping.
+
+    A strategy that shards parameters computes it while it clips and offers it as ``gradient_norm`` (a scalar tensor, or None
+    before the first clipped step). Where every rank holds the whole gradient (one device, DDP) it is computed here. With any
+    other strategy nothing is logged.
+    """
+
+    def __init__(self) -> None:
+        self._norm: Tensor | None = None
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Compute the norm where the gradient is whole."""
+        if not hasattr(trainer.strategy, "gradient_norm") and isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._norm = torch.nn.utils.get_total_norm(gradients)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the last step's norm."""
+        norm = getattr(trainer.strategy, "gradient_norm", self._norm)
+        if norm is not None:
+            self.log("grad_norm", norm, batch_size=1)

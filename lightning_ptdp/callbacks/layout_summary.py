@@ -1,0 +1,50 @@
+"""The start-up table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ptdp.summary import StrategySummary, render
+
+__all__ = ["LayoutSummary"]
+
+
+class LayoutSummary(Callback):
+    """Print the strategy's layout once, on global rank 0, and keep it with the run as tags and ``layout.txt``.
+
+    Strategies without a ``summary()`` are left alone.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print; ``summary()`` is called on every rank, since it may gather."""
+        describe = getattr(trainer.strategy, "summary", None)
+        if describe is None:
+            return
+        summary = describe()
+        if not trainer.is_global_zero:
+            return
+        text = render(summary)
+        print(f"\n{text}\n", flush=True)
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_tags"):
+                logger.log_tags(_tags(summary))
+            if hasattr(logger, "log_text"):
+                logger.log_text(f"{text}\n", "layout.txt")
+
+
+def _tags(summary: StrategySummary) -> dict[str, Any]:
+    layout = summary.layout
+    return {
+        "layout": layout.describe(),
+        "world_size": layout.world_size,
+        "tensor_parallel_size": layout.tensor_parallel_size,
+        "pipeline_parallel_size": layout.pipeline_parallel_size,
+        "virtual_pipeline_size": layout.virtual_pipeline_size,
+        "context_parallel_size": layout.context_parallel_size,
+        "data_parallel_size": layout.data_parallel_size,
+        "sequence_parallel": layout.sequence_parallel,
+        "schedule": summary.schedule,
+        "num_microbatches": summary.num_microbatches,
+    }

@@ -1,0 +1,29 @@
+"""Perplexity of the training batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+__all__ = ["TrainPerplexity"]
+
+
+class TrainPerplexity(Callback):
+    """Log ``train_perplexity``: e to the logged mean loss of the step.
+
+    From the mean and not inside ``training_step``, where a mean over microbatches would be taken of the exponentials.
+
+    Args:
+        loss: Name under which the module logs its mean loss in nats a token.
+    """
+
+    def __init__(self, loss: str = "train_loss") -> None:
+        self.loss = loss
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log it, if the loss was logged."""
+        loss = trainer.callback_metrics.get(self.loss)
+        if loss is not None:
+            self.log("train_perplexity", torch.exp(loss), batch_size=1)

@@ -1,0 +1,100 @@
+"""What a run left behind, and where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ptdp.callbacks.folder import run_folder
+
+__all__ = ["RunRecord", "RunReport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Where things are.
+
+    Attributes:
+        folder: Folder of the run.
+        checkpoint_folder: Where checkpoints are written; "" without ModelCheckpoint.
+        checkpoint: The newest checkpoint, "" if there is none.
+        best_checkpoint: The best one by the monitored metric, "" if nothing is monitored.
+        tracking_uri: MLflow store, "" if the run is not logged to MLflow.
+        run_id: MLflow run.
+        finished: Whether training ended well.
+    """
+
+    folder: str
+    checkpoint_folder: str = ""
+    checkpoint: str = ""
+    best_checkpoint: str = ""
+    tracking_uri: str = ""
+    run_id: str = ""
+    finished: bool = False
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [f"run folder:  {self.folder}"]
+        if self.checkpoint:
+            found.append(f"checkpoint:  {self.checkpoint}")
+        if self.best_checkpoint and self.best_checkpoint != self.checkpoint:
+            found.append(f"best:        {self.best_checkpoint}")
+        if self.run_id:
+            found.append(f"MLflow run:  {self.run_id}")
+            found.append(f"             mlflow ui --backend-store-uri {self.tracking_uri}")
+        return found
+
+
+class RunReport(Callback):
+    """Print where the checkpoint and the MLflow run are when training has ended, on global rank 0.
+
+    Args:
+        file: Also write the record there as JSON, first when training starts and again at its end. A process that launched
+            the ranks as children of its own reads it with ``RunReport.read``, since it sees nothing of what they did.
+    """
+
+    def __init__(self, file: str | None = None) -> None:
+        self.file = file
+
+    @staticmethod
+    def read(file: str) -> RunRecord | None:
+        """The record in ``file``; None if training never started."""
+        text = Path(file).read_text(encoding="utf-8") if Path(file).exists() else ""
+        return RunRecord(**json.loads(text)) if text else None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the record of a run that has begun."""
+        if trainer.is_global_zero:
+            self._write(_record(trainer, finished=False))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the final record and print it."""
+        if trainer.is_global_zero:
+            record = _record(trainer, finished=True)
+            self._write(record)
+            for logger in trainer.loggers:
+                if record.checkpoint and hasattr(logger, "log_tags"):
+                    logger.log_tags({"checkpoint": record.checkpoint, "best_checkpoint": record.best_checkpoint})
+            print("\n" + "\n".join(record.lines()), flush=True)
+
+    def _write(self, record: RunRecord) -> None:
+        if self.file is not None:
+            Path(self.file).write_text(json.dumps(asdict(record)), encoding="utf-8")
+
+
+def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
+    callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    tracked = [logger for logger in trainer.loggers if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id")]
+    return RunRecord(
+        folder=str(run_folder(trainer)),
+        checkpoint_folder=str(next((c.dirpath for c in callbacks if c.dirpath), "")),
+        checkpoint=next((path for c in callbacks if (path := c.last_model_path or c.best_model_path)), ""),
+        best_checkpoint=next((c.best_model_path for c in callbacks if c.monitor), ""),
+        tracking_uri=str(tracked[0].tracking_uri) if tracked else "",
+        run_id=str(tracked[0].run_id) if tracked else "",
+        finished=finished,
+    )

@@ -1,0 +1,45 @@
+"""Keep the resolved configuration beside the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ptdp.callbacks.folder import run_folder
+
+__all__ = ["SaveResolvedConfig"]
+
+
+class SaveResolvedConfig(Callback):
+    """Write ``config.yaml`` into the run folder once, and as an artifact where the logger has artifacts.
+
+    A run that is resumed in the same folder with another configuration writes ``config-1.yaml`` and so on; nothing is
+    overwritten.
+
+    Args:
+        text: The configuration, resolved, as YAML.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write it, on global rank 0."""
+        if stage != "fit" or not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        path = _unused(run_folder(trainer), self.text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.text, encoding="utf-8")
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_text"):
+                logger.log_text(self.text, path.name)
+
+
+def _unused(folder: Path, text: str) -> Path:
+    """The first of config.yaml, config-1.yaml, … that is free or already holds ``text``."""
+    path, number = folder / "config.yaml", 0
+    while path.exists() and path.read_text(encoding="utf-8") != text:
+        number += 1
+        path = folder / f"config-{number}.yaml"
+    return path

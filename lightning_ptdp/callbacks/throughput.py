@@ -1,0 +1,117 @@
+"""How fast training is: samples, tokens and model operations a second, over all devices."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+__all__ = ["Throughput"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    seconds: float
+    samples: int
+    tokens: int
+    flops: float
+
+
+class Throughput(Callback):
+    """Log ``samples_per_s``, ``tokens_per_s`` and ``model_tflops_per_s``, the mean over the last steps.
+
+    Time runs from the end of one step to the end of the next, so that loading data counts; the first step and validation
+    do not count. All three are totals over the replicas. Tokens are counted if the batch holds token ids: ``input_ids``
+    (b, s), or else an integer first tensor of two dimensions (b, s). Operations need a ``flops_per_sample(sequence_length)``
+    method on the LightningModule: model operations, forward and backward, of one sample.
+
+    Args:
+        window: Number of steps to average over.
+    """
+
+    def __init__(self, window: int = 20) -> None:
+        if window < 1:
+            raise ValueError(f"window={window} must be at least 1 step")
+        self._steps: deque[_Step] = deque(maxlen=window)
+        self._last: float | None = None
+        self._paused = 0.0
+        self._pause_began = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget an earlier run."""
+        self._steps.clear()
+        self._last = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self._pause_began = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the clock run on."""
+        self._paused += time.perf_counter() - self._pause_began
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Measure and log."""
+        now = time.perf_counter()
+        if self._last is not None:
+            samples, length = _batch_size(batch)
+            replicas = _replicas(trainer)
+            self._steps.append(
+                _Step(
+                    now - self._last - self._paused,
+                    replicas * samples,
+                    replicas * samples * length,
+                    replicas * samples * _flops_per_sample(pl_module, length),
+                )
+            )
+            self._log_rates()
+        self._last, self._paused = now, 0.0
+
+    def _log_rates(self) -> None:
+        seconds = sum(step.seconds for step in self._steps)
+        tokens = sum(step.tokens for step in self._steps)
+        flops = sum(step.flops for step in self._steps)
+        self.log("samples_per_s", sum(step.samples for step in self._steps) / seconds, batch_size=1)
+        if tokens:
+            self.log("tokens_per_s", tokens / seconds, prog_bar=True, batch_size=1)
+        if flops:
+            self.log("model_tflops_per_s", flops / seconds / 1e12, batch_size=1)
+
+
+def _replicas(trainer: Trainer) -> int:
+    """Ranks that read different data."""
+    layout = getattr(trainer.strategy, "layout", None)
+    return trainer.world_size if layout is None else layout.data_parallel_size
+
+
+def _flops_per_sample(module: LightningModule, length: int) -> float:
+    count = getattr(module, "flops_per_sample", None)
+    return float(count(length)) if callable(count) and length else 0.0
+
+
+def _batch_size(batch: Any) -> tuple[int, int]:
+    """(samples, tokens in each) of this rank's batch; 0 tokens where it does not look like token ids."""
+    tensor = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if tensor is None:
+        tensor = next(_tensors(batch), None)
+    if tensor is None or tensor.dim() == 0:
+        return 1, 0
+    is_tokens = tensor.dim() == 2 and tensor.dtype in (torch.int16, torch.int32, torch.int64)
+    return tensor.size(0), tensor.size(1) if is_tokens else 0
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        for value in batch:
+            yield from _tensors(value)

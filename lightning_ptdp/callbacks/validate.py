@@ -1,0 +1,21 @@
+"""A last validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+__all__ = ["ValidateAtEnd"]
+
+
+class ValidateAtEnd(Callback):
+    """Validate after the last step also where ``max_steps`` ends training between two validations.
+
+    It only asks the Trainer to stop, one step before the Trainer would stop by itself: Lightning validates when asked to.
+    """
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Ask on the last step."""
+        if 0 < trainer.max_steps <= trainer.global_step:
+            trainer.should_stop = True

@@ -1,0 +1,212 @@
+"""All that this project says to torch's Distributed Checkpoint, and the private names of it (tests/checkpoint/test_dcp.py).
+
+Tensors go through planners of our own, subclasses of the public default ones: they emit one item a rectangle, where the default
+ones know whole tensors, DTensors and ShardedTensors only.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from lightning_ptdp.checkpoint.boxes import Box
+from lightning_ptdp.checkpoint.errors import CheckpointError, explain
+from lightning_ptdp.checkpoint.metadata import DCP_FILE, TensorEntry
+
+__all__ = ["read_boxes", "write_boxes"]
+
+# The classes in DCP's pickled index. `_StorageInfo` and `_MEM_FORMAT_ENCODING` are private names of torch.
+_INDEX_CLASSES = {
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath"},
+}
+
+
+def write_boxes(folder: Path, boxes: Iterable[Box]) -> dict[str, TensorEntry]:
+    """Write every rank's rectangles; collective over the default process group if there is one.
+
+    A rectangle that several ranks hold is written by one of them, chosen so that the ranks write about the same amount.
+
+    Returns:
+        Every full tensor by name, the same on all ranks.
+
+    Raises:
+        CheckpointException: Writing failed on some rank (raised by DCP on all of them).
+        CheckpointError: The written files cannot all be seen from here.
+    """
+    with _quiet():
+        metadata = dcp.save({}, storage_writer=_Writer(folder), planner=_SavePlanner(boxes))
+    for name, size in _file_sizes(metadata).items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size < size:
+            raise CheckpointError(f"{file} was written but is not seen here: all ranks must write to one shared file system")
+    return {
+        name: TensorEntry(shape=tuple(entry.size), dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, dcp.TensorStorageMetadata)
+    }
+
+
+def read_boxes(folder: Path, boxes: Iterable[Box]) -> None:
+    """Fill this process's rectangles from the stored ones that overlap them; not collective.
+
+    Raises:
+        CheckpointError: Reading failed, or the stored rectangles do not cover what is asked for.
+    """
+    try:
+        with _quiet():
+            dcp.load({}, storage_reader=_Reader(folder), planner=_LoadPlanner(boxes), no_dist=True)
+    except dcp.CheckpointException as error:  # not an Exception: it would pass through the handlers of callers
+        cause, _ = next(iter(error.failures.values()))
+        raise CheckpointError(f"{folder} cannot be read: {explain(cause)}") from cause
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._boxes = {_index(box): box for box in boxes}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(index, box) for index, box in self._boxes.items()])
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
+        _check_same_tensors(all_plans)
+        plans, metadata = super().create_global_plan(all_plans)
+        for name, entry in metadata.state_dict_metadata.items():  # torch does not look when there is one plan only
+            assert isinstance(entry, dcp.TensorStorageMetadata)
+            _check_volume(name, sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.size), "to save")
+        return plans, metadata
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._boxes[MetadataIndex(index.fqn, index.offset)].values.contiguous()
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._boxes = {_index(box): box for box in boxes}
+
+    def set_up_planner(self, state_dict: Any, metadata: dcp.Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.metadata = metadata
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for index, box in self._boxes.items():
+            entry = self.metadata.state_dict_metadata.get(box.name)
+            assert isinstance(entry, dcp.TensorStorageMetadata), f"{box.name} is in metadata.json but not in {DCP_FILE}"
+            reads = create_read_items_for_chunk_list(index.fqn, entry, [_chunk(box)])
+            _check_volume(box.name, sum(math.prod(item.lengths) for item in reads), box.values.numel(), "to load")
+            items += reads
+        return dcp.LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._boxes[MetadataIndex(index.fqn, index.offset)].values
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Tells errors in full: DCP pickles them for the other ranks, which loses what they came from."""
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[Any]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise CheckpointError(explain(error)) from None
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads DCP's index, a pickle, without running code that somebody may have put in it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        try:
+            with open(folder / DCP_FILE, "rb") as stream:
+                self._index = _IndexUnpickler(stream).load()
+        except Exception as error:
+            raise CheckpointError(f"{folder / DCP_FILE} cannot be read: {explain(error)}") from error
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        return self._index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _INDEX_CLASSES.get(module, ())
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(f"it names {module}.{name}, which has no place in a checkpoint's index")
+
+
+def _index(box: Box) -> MetadataIndex:
+    return MetadataIndex(box.name, torch.Size(box.offset))
+
+
+def _chunk(box: Box) -> dcp.ChunkStorageMetadata:
+    return dcp.ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=box.values.size())
+
+
+def _write_item(index: MetadataIndex, box: Box) -> dcp.WriteItem:
+    properties = TensorProperties(dtype=box.values.dtype)
+    data = TensorWriteData(chunk=_chunk(box), properties=properties, size=torch.Size(box.full_shape))
+    return dcp.WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _check_same_tensors(plans: list[SavePlan]) -> None:
+    """All ranks mean the same tensor by a name: torch takes the first rank's word for it."""
+    known: dict[str, tuple[Any, Any, int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None
+            shape, dtype = tuple(item.tensor_data.size), item.tensor_data.properties.dtype
+            first = known.setdefault(item.index.fqn, (shape, dtype, rank))
+            if first[:2] != (shape, dtype):
+                raise CheckpointError(
+                    f"{item.index.fqn!r} is {first[1]} of full shape {first[0]} on rank {first[2]}, "
+                    f"but {dtype} of {shape} on rank {rank}"
+                )
+
+
+def _check_volume(name: str, found: int, wanted: int, doing: str) -> None:
+    if found != wanted:
+        raise CheckpointError(f"{name!r}: the rectangles {doing} cover {found} of {wanted} elements")
+
+
+def _file_sizes(metadata: dcp.Metadata) -> dict[str, int]:
+    """Least size of every data file, from the index (its entries are of a private class of torch)."""
+    sizes: dict[str, int] = {}
+    for entry in (metadata.storage_data or {}).values():
+        sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
+    return sizes
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns when it runs in one process, which is what a single-device run asks for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

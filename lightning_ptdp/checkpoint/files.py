@@ -1,0 +1,98 @@
+"""Files and folders that survive a crash: written, synced, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from lightning_ptdp.checkpoint.errors import CheckpointError
+
+__all__ = ["check_replaceable", "leftovers", "open_synced", "part_name", "remove", "replace", "sha256", "sync_folder"]
+
+_PART, _OLD = ".tmp-", ".old-"
+
+
+def sha256(content: bytes) -> str:
+    """Hexadecimal digest."""
+    return hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def open_synced(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write; at the end waits until the disk has it."""
+    with open(path, "wb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the names in a folder (a renamed file can be lost otherwise)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def part_name(target: Path) -> str:
+    """A fresh name beside ``target`` to write under."""
+    return f"{target}{_PART}{uuid.uuid4().hex[:12]}"
+
+
+def leftovers(target: Path) -> list[Path]:
+    """What a save of ``target`` that was killed left beside it."""
+    if not target.parent.is_dir():
+        return []
+    marks = (target.name + _PART, target.name + _OLD)
+    return sorted(entry for entry in target.parent.iterdir() if entry.name.startswith(marks))
+
+
+def replace(part: Path, target: Path) -> None:
+    """Put ``part`` in the place of ``target``; what was there is moved aside first and removed last.
+
+    A crash at any point leaves the old or the new one whole, under its name or, between the two renames, beside it.
+    """
+    aside = None
+    if os.path.lexists(target):
+        aside = Path(f"{target}{_OLD}{uuid.uuid4().hex[:12]}")
+        os.rename(target, aside)
+    try:
+        os.rename(part, target)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
+    sync_folder(target.parent)
+    for path in leftovers(target):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there and if we may: what is removed here is never needed again."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def check_replaceable(path: str | os.PathLike[str], *, marker: str) -> None:
+    """Refuse to replace a folder that is not a checkpoint.
+
+    Raises:
+        CheckpointError: ``path`` is a URL, or a folder with content but without the file ``marker``.
+    """
+    target = Path(path)
+    if "://" in str(path):
+        raise CheckpointError(f"{path} is not a path of a mounted file system; checkpoints are written to folders only")
+    if target.is_dir() and not (target / marker).is_file() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is a folder with other content and would be lost: choose another path")

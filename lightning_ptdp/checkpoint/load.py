@@ -1,0 +1,98 @@
+"""Reading tensors of a checkpoint into any layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from lightning_ptdp.checkpoint import _dcp
+from lightning_ptdp.checkpoint.agreement import gather, same_outcome
+from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of
+from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_metadata, read_verified
+
+__all__ = ["fill", "load_tensors"]
+
+_SHOWN = 5
+
+
+def load_tensors(
+    path: str | os.PathLike[str],
+    tensors: Tensors,
+    *,
+    strict: bool = True,
+    prefix: str | None = None,
+) -> list[str]:
+    """Fill local tensors in place from a checkpoint of any layout; collective over the default process group, if there is one.
+
+    Every rank reads only the stored rectangles that overlap its own. Values are converted to the target's dtype; local elements
+    that no piece of the sharding covers (padding) keep their values.
+
+    Args:
+        path: The checkpoint folder.
+        tensors: This rank's local tensors with their shardings under global names; may differ between ranks, or be empty.
+        strict: Whether a name that the checkpoint lacks is an error; otherwise that tensor is left as it is.
+        prefix: With ``strict``, a tensor of the checkpoint whose name begins with this and that *no* rank asks for is an error
+            too (a checkpoint of 12 layers does not load into a model of 6).
+
+    Returns:
+        The names that the checkpoint lacks; empty if ``strict``.
+
+    Raises:
+        CheckpointError: On every rank, if on any: the checkpoint is damaged, names are missing or unexpected, full shapes
+            differ, a floating-point tensor meets an integer one, or what is stored does not cover a tensor.
+    """
+    doing = f"loading the checkpoint {path}"
+    with same_outcome(doing):
+        metadata = read_metadata(path)
+        missing = _check(metadata, tensors, strict=strict)
+    if strict and prefix is not None:
+        asked = set().union(*gather({name for name in tensors if name.startswith(prefix)}))
+        if unexpected := metadata.names(prefix) - asked:
+            raise CheckpointError(f"{doing} failed: {_shown(unexpected)} in the checkpoint but not in the model")
+    with same_outcome(doing):
+        fill(path, metadata, {name: value for name, value in tensors.items() if name not in missing})
+    return sorted(missing)
+
+
+def fill(path: str | os.PathLike[str], metadata: CheckpointMetadata, tensors: Tensors) -> None:
+    """Read checked tensors in this process alone."""
+    folder = Path(path)
+    read_verified(folder, metadata, DCP_FILE)
+    _dcp.read_boxes(folder, boxes_of(tensors))
+
+
+def _check(metadata: CheckpointMetadata, tensors: Tensors, *, strict: bool) -> set[str]:
+    """Names that the checkpoint lacks; everything else fits."""
+    missing = {name for name in tensors if name not in metadata.tensors}
+    if missing and strict:
+        raise CheckpointError(f"{_shown(missing)} not in the checkpoint")
+    wrong = []
+    for name, (tensor, sharding) in tensors.items():
+        if name in missing:
+            continue
+        entry = metadata.tensors[name]
+        if entry.shape != sharding.full_shape:
+            wrong.append(f"{name!r} has the shape {entry.shape} in the checkpoint and {sharding.full_shape} here")
+        elif not _convertible(entry, tensor):
+            wrong.append(f"{name!r} is {entry.dtype} in the checkpoint and {tensor.dtype} here")
+    if wrong:
+        raise CheckpointError("; ".join(wrong[:_SHOWN]) + _more(len(wrong)))
+    return missing
+
+
+def _convertible(entry: TensorEntry, tensor: torch.Tensor) -> bool:
+    """By value: float to float, integer to integer; a fraction that silently becomes an integer is a mistake."""
+    same_kind = entry.dtype.is_floating_point == tensor.is_floating_point()
+    return same_kind and entry.dtype.is_complex == tensor.is_complex()
+
+
+def _shown(names: set[str]) -> str:
+    shown = ", ".join(repr(name) for name in sorted(names)[:_SHOWN])
+    return f"{shown}{_more(len(names))} {'is' if len(names) == 1 else 'are'}"
+
+
+def _more(count: int) -> str:
+    return f" and {count - _SHOWN} more" if count > _SHOWN else ""

@@ -1,0 +1,236 @@
+"""Optimizer states under the names of their parameters, never under indices.
+
+Two layouts hold different parameters, in a different order: index 3 of one is not index 3 of the other (nor need it be after the
+model was edited). So ``exp_avg`` of the first optimizer is stored as ``optimizer/0/exp_avg/<parameter>``, cut like the parameter;
+a Python number, such as a step count kept as int, as ``optimizer/0/step:number/<parameter>``, so that it comes back as a number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_ptdp.checkpoint.agreement import same_outcome
+from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.load import load_tensors
+from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
+from lightning_ptdp.tensor_parallel.sharding import Sharding
+
+__all__ = ["load_optimizer", "merge_groups", "optimizer_groups", "optimizer_tensors"]
+
+Names = Mapping[torch.nn.Parameter, str]
+_NUMBER = ":number"
+# How this machine computes the update, not what the update is: kept from the optimizer at hand when a checkpoint is loaded.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def optimizer_tensors(
+    optimizer: Optimizer,
+    *,
+    names: Names,
+    shardings: Mapping[str, Sharding],
+    index: int = 0,
+) -> dict[str, tuple[torch.Tensor, Sharding]]:
+    """This rank's optimizer state as :func:`save_checkpoint` takes it.
+
+    Args:
+        optimizer: Any whose states are tensors of the parameter's shape, 0-d tensors, numbers or None (which is left out).
+        names: Global name of every local parameter of the optimizer.
+        shardings: The parameters' records, by global name.
+        index: Which of the module's optimizers this is.
+
+    Raises:
+        CheckpointError: A parameter has no name, or a state has another shape or type; names optimizer, state and parameter.
+    """
+    found = {}
+    for parameter, name in _named(optimizer, names).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            sharding = shardings[name]
+            if isinstance(value, int | float):
+                key, value = key + _NUMBER, torch.tensor(value, dtype=_number_dtype(value))
+            if not isinstance(key, str) or "/" in key or not isinstance(value, torch.Tensor):
+                raise CheckpointError(_unsupported(optimizer, key, name, f"is a {type(value).__name__}"))
+            if value.shape != parameter.shape and value.dim() > 0:
+                raise CheckpointError(
+                    _unsupported(
+                        optimizer, key, name, f"has the shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+                    )
+                )
+            found[f"{_prefix(index)}{key}/{name}"] = (
+                value,
+                sharding if value.shape == parameter.shape else Sharding.replicated(()),
+            )
+    return found
+
+
+def optimizer_groups(optimizer: Optimizer, names: Names) -> list[dict[str, Any]]:
+    """Hyperparameters of every parameter group, with the global names of its local parameters as ``"params"``."""
+    _named(optimizer, names)
+    return [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+
+
+def merge_groups(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One list of groups from every rank's (pipeline ranks hold different parameters): the same hyperparameters, all the names.
+
+    Raises:
+        CheckpointError: The ranks differ in the number of groups or in a hyperparameter.
+    """
+    first = ranks[0]
+    for rank, groups in enumerate(ranks):
+        if len(groups) != len(first):
+            raise CheckpointError(f"the optimizer has {len(first)} parameter groups on rank 0, but {len(groups)} on rank {rank}")
+        for position, (group, other) in enumerate(zip(first, groups, strict=True)):
+            for key in sorted((group.keys() | other.keys()) - {"params"}):
+                if not _equal(group.get(key), other.get(key)):
+                    raise CheckpointError(
+                        f"parameter group {position} has {key}={group.get(key)!r} on rank 0, "
+                        f"but {other.get(key)!r} on rank {rank}"
+                    )
+    merged = []
+    for position, group in enumerate(first):
+        names = [name for groups in ranks for name in groups[position]["params"]]
+        merged.append({**group, "params": list(dict.fromkeys(names))})
+    return merged
+
+
+def load_optimizer(
+    path: str | os.PathLike[str],
+    optimizer: Optimizer,
+    *,
+    names: Names,
+    shardings: Mapping[str, Sharding],
+    groups: Sequence[Mapping[str, Any]],
+    index: int = 0,
+) -> None:
+    """Restore an optimizer from a checkpoint of any layout; collective over the default process group, if there is one.
+
+    State tensors are made as the checkpoint lists them, in its dtypes, on the parameters' devices (0-d ones, which are step
+    counts, on the CPU unless the group is ``capturable`` or ``fused``). Hyperparameters are restored group by group, in order;
+    ``foreach``, ``fused``, ``capturable`` and ``differentiable`` stay as they are.
+
+    Args:
+        path: The checkpoint folder.
+        optimizer: The optimizer to fill; its old state is dropped.
+        names: Global name of every local parameter of the optimizer.
+        shardings: The parameters' records, by global name.
+        groups: The saved groups of all ranks, from :func:`merge_groups`.
+        index: Which of the module's optimizers this is.
+
+    Raises:
+        CheckpointError: On every rank, if on any: the groups do not fit, or the tensors cannot be loaded (see
+            :func:`load_tensors`). The optimizer is then as it was.
+    """
+    with same_outcome(f"loading optimizer {index} from the checkpoint {path}"):
+        named = _named(optimizer, names)
+        _check_groups(optimizer, names, groups)
+        states = _empty_states(read_metadata(path), optimizer, named, shardings, index)
+    tensors = {}
+    for parameter, state in states.items():
+        for key, (value, sharding) in state.items():
+            tensors[f"{_prefix(index)}{key}/{named[parameter]}"] = (value, sharding)
+    load_tensors(path, tensors, prefix=_prefix(index))
+    optimizer.state.clear()
+    for parameter, state in states.items():
+        optimizer.state[parameter] = {key.removesuffix(_NUMBER): _restored(key, value) for key, (value, _) in state.items()}
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        _restore_group(group, saved)
+
+
+def _prefix(index: int) -> str:
+    return f"optimizer/{index}/"
+
+
+def _named(optimizer: Optimizer, names: Names) -> dict[torch.nn.Parameter, str]:
+    """The optimizer's parameters with their names, in its order; nothing of its state belongs to anything else."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if parameter not in names:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not in the model"
+            )
+    known = {id(parameter) for parameter in parameters}
+    for key in optimizer.state:
+        if id(key) not in known:
+            raise CheckpointError(f"{type(optimizer).__name__} keeps a state that belongs to none of its parameters: {key!r:.80}")
+    return {parameter: names[parameter] for parameter in parameters}
+
+
+def _empty_states(
+    metadata: CheckpointMetadata,
+    optimizer: Optimizer,
+    named: Names,
+    shardings: Mapping[str, Sharding],
+    index: int,
+) -> dict[torch.nn.Parameter, dict[str, tuple[torch.Tensor, Sharding]]]:
+    """Parameter -> state key -> tensor to fill, for all that the checkpoint has of this rank's parameters."""
+    stored: dict[str, dict[str, TensorEntry]] = {}
+    for full_name in sorted(metadata.names(_prefix(index))):
+        key, _, name = full_name.removeprefix(_prefix(index)).partition("/")
+        stored.setdefault(name, {})[key] = metadata.tensors[full_name]
+    states: dict[torch.nn.Parameter, dict[str, tuple[torch.Tensor, Sharding]]] = {}
+    for group in optimizer.param_groups:
+        scalars_on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            sharding = shardings[named[parameter]]
+            states[parameter] = {}
+            for key, entry in stored.get(named[parameter], {}).items():
+                whole = entry.shape == () and sharding.full_shape != ()
+                record = Sharding.replicated(()) if whole else sharding
+                device = parameter.device if scalars_on_device or not whole else torch.device("cpu")
+                states[parameter][key] = (torch.zeros(record.local_shape, dtype=entry.dtype, device=device), record)
+    return {parameter: state for parameter, state in states.items() if state}
+
+
+def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Mapping[str, Any]]) -> None:
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint's has {len(groups)}"
+        )
+    where = {name: position for position, group in enumerate(groups) for name in group["params"]}
+    for position, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = names[parameter]
+            if where.get(name) != position:
+                found = f"in group {where[name]}" if name in where else "in no group"
+                raise CheckpointError(
+                    f"{name!r} is in parameter group {position} here, but {found} of the checkpoint's optimizer"
+                )
+
+
+def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if key == "params" or key in _IMPLEMENTATION:
+            continue
+        here = group.get(key)
+        if isinstance(here, torch.Tensor):  # a captured or compiled step reads this very tensor
+            here.fill_(value)
+        else:
+            group[key] = value.item() if isinstance(here, float) and isinstance(value, torch.Tensor) else value
+
+
+def _restored(key: str, value: torch.Tensor) -> torch.Tensor | float:
+    return value.item() if key.endswith(_NUMBER) else value
+
+
+def _number_dtype(value: float) -> torch.dtype:
+    kinds = {bool: torch.bool, int: torch.int64}
+    return kinds.get(type(value), torch.float64)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) == isinstance(other, torch.Tensor) and bool(torch.equal(one, other))
+    return bool(one == other)
+
+
+def _unsupported(optimizer: Optimizer, key: Any, name: str, what: str) -> str:
+    return (
+        f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of {name!r} {what}; only tensors of the "
+        "parameter's shape, 0-d tensors and numbers are independent of the layout"
+    )

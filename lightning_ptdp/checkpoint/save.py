@@ -1,0 +1,73 @@
+"""Writing a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_ptdp.checkpoint import _dcp, files
+from lightning_ptdp.checkpoint.agreement import from_rank_zero, is_rank_zero, same_outcome
+from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of
+from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.metadata import (
+    METADATA_FILE,
+    STATE_FILE,
+    Json,
+    check_json,
+    describe_folder,
+    write_metadata,
+)
+from lightning_ptdp.checkpoint.state import dump_state
+
+__all__ = ["save_checkpoint"]
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    tensors: Tensors,
+    state: dict[str, Any],
+    metadata: Mapping[str, Json],
+) -> None:
+    """Write a checkpoint folder; collective over the default process group, if there is one.
+
+    Everything is written under a temporary name beside ``path`` and renamed at the end: ``path`` holds the old checkpoint or the
+    new one, whole. It must be on a file system that all ranks share.
+
+    Args:
+        path: The folder to make; a checkpoint or a file that is there is replaced.
+        tensors: This rank's local tensors under their global names (``"model/blocks.0.attn.qkv.weight"``). A rectangle that
+            several ranks hold is written once; together the ranks must hold every element of every tensor.
+        state: What else belongs to the checkpoint; rank 0's is written. For its types see :func:`portable`.
+        metadata: Facts about the run in JSON types, such as the layout. ``"aliases"``, if there, maps names of tied parameters
+            to the names that they are stored under (both without ``model/``): :func:`read_full` gives them back.
+
+    Raises:
+        CheckpointError: On every rank, if anything failed on any; what was at ``path`` is untouched, nothing else is left.
+    """
+    target = Path(os.path.abspath(path))
+    doing = f"saving the checkpoint {target}"
+    with same_outcome(doing):
+        boxes = boxes_of(tensors)
+        if is_rank_zero():
+            files.check_replaceable(path, marker=METADATA_FILE)
+            check_json(metadata)
+            content = dump_state(state)
+    part = Path(from_rank_zero(lambda: files.part_name(target)))
+    try:
+        with same_outcome(doing):
+            entries = _dcp.write_boxes(part, boxes)
+        with same_outcome(doing):
+            if is_rank_zero():
+                with files.open_synced(part / STATE_FILE) as stream:
+                    stream.write(content)
+                write_metadata(part, describe_folder(part, run=metadata, tensors=entries))
+                files.sync_folder(part)
+                files.replace(part, target)
+    except CheckpointError:
+        with same_outcome(f"cleaning up after {doing}"):
+            if is_rank_zero():
+                files.remove(part)
+        raise

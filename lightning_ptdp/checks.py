@@ -1,0 +1,127 @@
+"""What can be known to be wrong before a process is started."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ptdp._lightning import LightningNames
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.parallelize import layer_ranges
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.tensor_parallel import ParallelPlan
+
+__all__ = ["check_loader", "check_model", "check_trainer", "plan_of"]
+
+CUT_MARK = "_ptdp_layout"
+
+
+def plan_of(module: Any, config: PTDPConfig) -> ParallelPlan:
+    """The plan: the strategy's own, else the module's ``configure_parallel()``, else an empty one.
+
+    Raises:
+        ValueError: ``configure_parallel`` returned something else, or tensor parallelism has nothing to shard.
+    """
+    plan = config.plan
+    if plan is None and hasattr(module, "configure_parallel"):
+        plan = module.configure_parallel()
+        if not isinstance(plan, ParallelPlan):
+            raise ValueError(f"configure_parallel() returned {type(plan).__name__}; return a ParallelPlan")
+    plan = plan if plan is not None else ParallelPlan()
+    if config.tensor_parallel_size > 1 and not plan.tensor:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size}, but nothing says which modules to shard: give "
+            'PTDPStrategy(plan=ParallelPlan(tensor={"model.blocks.*.mlp.up": "column", ...})), define configure_parallel() on the '
+            "LightningModule, or use tensor_parallel_size=1"
+        )
+    return plan
+
+
+def check_trainer(module: Any, trainer: Any, config: PTDPConfig, layout: ParallelLayout, names: LightningNames) -> None:
+    """Refuse what the schedule cannot honour.
+
+    Raises:
+        MisconfigurationException: Names what is asked for, why it cannot be, and what would work.
+    """
+    refuse = names.MisconfigurationException
+    if not module.automatic_optimization and layout.world_size > 1:
+        raise refuse(
+            "automatic_optimization=False (manual optimization) cannot run under the ptdp strategy with several processes: the "
+            "schedule, not training_step, decides when backward runs. Use automatic optimization"
+        )
+    if layout.model_parallel_size > 1:
+        for callback in trainer.callbacks:
+            if isinstance(callback, (*names.WeightAveragingCallbacks, *names.TunerCallbacks)):
+                raise refuse(
+                    f"the callback {type(callback).__name__} copies or re-runs the whole model, which no rank holds under tensor or "
+                    "pipeline parallelism. Use it with tensor_parallel_size=1 and pipeline_parallel_size=1"
+                )
+        if names.is_overridden("backward", module):
+            raise refuse(
+                "LightningModule.backward is overridden, but under tensor or pipeline parallelism the schedule runs the backward. Use "
+                "torch.autograd hooks or on_after_backward instead"
+            )
+    if str(trainer.precision).startswith("16-") and layout.model_parallel_size > 1:
+        raise refuse(
+            f"precision={trainer.precision!r} needs a loss scale that all ranks of the model agree on, which this version does not do "
+            "yet; use precision='bf16-mixed' or '32-true', or tensor_parallel_size=1 and pipeline_parallel_size=1"
+        )
+
+
+def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None:
+    """Check the sizes of the model against the layout, on a copy built on the meta device where ``configure_model`` builds it.
+
+    Raises:
+        ValueError: Names the field, the value and what would work.
+    """
+    if layout.model_parallel_size == 1:
+        return
+    if CUT_MARK in vars(module):
+        raise ValueError(
+            f"this {type(module).__name__} was already cut for the layout {vars(module)[CUT_MARK]!r}; make a new module (and load the "
+            "checkpoint) to run it under another Trainer"
+        )
+    whole = _whole_model(module, config)
+    plan = plan_of(whole, config)
+    check = getattr(whole, "check_parallel", None)
+    if check is not None:
+        check(layout)
+    plan.check(whole, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
+    if layout.tensor_parallel_size > 1:
+        plan.resolve(whole)
+    if layout.pipeline_parallel_size > 1:
+        parts = find_parts(whole, blocks=plan.blocks, before=plan.before, after=plan.after)
+        layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
+
+
+def check_loader(loader: Any, config: PTDPConfig) -> None:
+    """Compare a loader's batch size with the number of microbatches.
+
+    Raises:
+        ValueError: The batch is smaller than num_microbatches.
+    """
+    size, wanted = getattr(loader, "batch_size", None), config.num_microbatches
+    if isinstance(size, int) and wanted is not None and size < wanted:
+        raise ValueError(
+            f"num_microbatches={wanted} is larger than the batch of {size} samples that the train dataloader gives each replica; use "
+            f"num_microbatches={size} or less, or a batch size of at least {wanted}"
+        )
+
+
+def _whole_model(module: Any, config: PTDPConfig) -> nn.Module:
+    """The uncut module; if it is built in ``configure_model``, a copy built without allocating anything."""
+    if any(True for _ in module.parameters()) or not config.meta_init:
+        return module
+    trainer = getattr(module, "_trainer", None)
+    module._trainer = None
+    try:
+        clone = copy.deepcopy(module)
+    finally:
+        module._trainer = trainer
+    with torch.device("meta"):
+        clone.configure_model()
+    return clone

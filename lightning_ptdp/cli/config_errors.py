@@ -1,0 +1,84 @@
+"""jsonargparse's errors, which list every type that did not match, as the one line that a user needs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+
+from lightning_ptdp.cli.errors import nearest
+
+__all__ = ["readable"]
+
+_BASES: Mapping[str, type] = {
+    "model": LightningModule,
+    "data": LightningDataModule,
+    "trainer.callbacks": Callback,
+    "trainer.logger": Logger,
+    "trainer.strategy": Strategy,
+}
+_UNKNOWN = re.compile(
+    r"Group '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'"
+    r"|Option '(?P<alone>[^']+)' is not accepted"
+    r"|unrecognized arguments: --(?P<flag>[\w.+-]+)"
+)
+_WRONG_TYPE = re.compile(r'Parser key "(?P<key>[^"]+)":\s+(?P<reason>Expected a [^\n]+)\s*(?:\n|$)')
+
+
+def readable(message: str, known: Iterable[str]) -> str:
+    """One line for an unknown key, an unknown class or a value of the wrong type; else the message as it is.
+
+    Args:
+        message: What jsonargparse says.
+        known: Dotted names of the parser's own keys.
+    """
+    outer = re.match(r'Parser key "([^"]+)":', message)
+    key = outer.group(1) if outer else ""
+    unknown = _UNKNOWN.search(message)
+    if unknown:
+        return _unknown_key(message, key, unknown, known)
+    missing = re.search(r"Expected a dot import path string: (\S+)", message)
+    if missing:
+        names = [kind.__name__ for kind in _subclasses(_BASES[key])] if key in _BASES else []
+        return f"{key}={missing.group(1)}: there is no such class{nearest(missing.group(1), names)}"
+    wrong = list(_WRONG_TYPE.finditer(message))
+    if wrong:
+        inner = wrong[-1]["key"]
+        name = key if inner == key else f"{key}.{inner}"
+        reason = re.sub(r"<class '(.+?)'>", r"\1", wrong[-1]["reason"].strip())
+        return f"{name}: {reason}"
+    return message
+
+
+def _unknown_key(message: str, key: str, match: re.Match[str], known: Iterable[str]) -> str:
+    name = match["alone"] or match["flag"] or f"{match['group']}.{match['option']}"
+    before = re.findall(r"given class_path '([^']+)'", message[: match.start()])
+    if not before:
+        return f"there is no key {name!r}{nearest(name, known)}"
+    found = nearest(name, _class_keys(before[-1]))
+    return f"there is no key {f'{key}.{name}'!r} ({before[-1]} has no {name!r}{found})"
+
+
+def _class_keys(class_path: str) -> list[str]:
+    parser = ArgumentParser(exit_on_error=False)
+    module, _, name = class_path.rpartition(".")
+    parser.add_class_arguments(getattr(importlib.import_module(module), name), fail_untyped=False, sub_configs=True)
+    return list(dotted(parser.get_defaults()))
+
+
+def dotted(config: Namespace) -> Iterator[str]:
+    """Dotted names of all keys, groups included."""
+    for key in config.keys(branches=True):
+        yield str(key)
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    found: list[type] = base.__subclasses__()
+    for kind in found:
+        yield kind
+        yield from _subclasses(kind)

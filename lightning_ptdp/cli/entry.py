@@ -1,0 +1,113 @@
+"""``ptdp``: find the verb, run it, and turn what the user did wrong into one message and an exit code.
+
+Exit codes: 0 done, 1 something broke, 2 the user can mend it, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from lightning_ptdp.cli.errors import Terminated, UserError, explain, nearest, terminate_on_sigterm, worker_failure
+from lightning_ptdp.cli.recipes import resolve_configs
+from lightning_ptdp.version import __version__
+
+__all__ = ["main"]
+
+# verb: (module with a function run(verb, arguments), what it does). Nothing here may import torch: help must be quick.
+_RUN = "lightning_ptdp.cli.run"
+_VERBS = {
+    "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
+    "validate": (_RUN, "evaluate a checkpoint on the validation data"),
+    "test": (_RUN, "evaluate a checkpoint with the module's test_step"),
+    "prepare": (_RUN, "tokenizer and token chunks of a recipe's data, without training"),
+    "generate": ("lightning_ptdp.cli.generate", "write text with a trained checkpoint"),
+    "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one"),
+    "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``ptdp`` with ``argv`` (None: the process's own arguments); the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        with terminate_on_sigterm():
+            return _run(arguments)
+    except SystemExit as exit_:
+        return 130 if isinstance(exit_.__context__, KeyboardInterrupt) else _code(exit_)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except Terminated:
+        _say("ended by SIGTERM")
+        return 143
+    except BrokenPipeError:  # ptdp recipes list | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return _report(error, debug)
+
+
+def _run(arguments: list[str]) -> int:
+    verb = arguments[0] if arguments else "--help"
+    if verb in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if verb in ("-V", "--version"):
+        print(f"lightning-ptdp {__version__}")
+        return 0
+    if verb not in _VERBS:
+        raise UserError(f"there is no verb {verb!r}{nearest(verb, _VERBS)}; ptdp --help lists all")
+    name, rest = _VERBS[verb][0], arguments[1:]
+    if name == _RUN:
+        rest = resolve_configs(rest)  # before the seconds that an import of torch takes
+    return int(importlib.import_module(name).run(verb, rest))
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:10}{text}" for verb, (_, text) in _VERBS.items())
+    return f"""usage: ptdp VERB [options]
+
+Pipeline, tensor, sequence and data parallel training (PTD-P) on PyTorch Lightning.
+
+verbs:
+{verbs}
+
+options:
+  -h, --help     this text; ptdp VERB --help tells all about a verb
+  -V, --version  the version
+  --debug        with any verb: show the whole traceback of an error
+
+A configuration is a YAML file or the name of a recipe (ptdp recipes list); every key of it can be set on the command line,
+for example --trainer.max_steps 20. ptdp fit --config gpt/nano --print_config shows the result."""
+
+
+def _report(error: Exception, debug: bool) -> int:
+    """Tell the user; 2 for what can be mended, 1 for what is broken."""
+    message = explain(error)
+    failure = worker_failure(error)
+    if debug or (message is None and failure is None):
+        traceback.print_exception(error)
+    if message is not None:
+        _say(message)
+        return 2
+    if failure is not None:
+        _say(failure.message)
+        return 2 if failure.mendable else 1
+    return 1
+
+
+def _code(exit_: SystemExit) -> int:
+    if exit_.code is None or isinstance(exit_.code, int):
+        return exit_.code or 0
+    _say(str(exit_.code))
+    return 1
+
+
+def _say(message: str) -> None:
+    print(f"ptdp: {message}", file=sys.stderr, flush=True)

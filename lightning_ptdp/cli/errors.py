@@ -1,0 +1,81 @@
+"""Which errors are the user's, and how they are said."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import signal
+import threading
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+__all__ = ["Terminated", "UserError", "WorkerFailure", "explain", "nearest", "terminate_on_sigterm", "worker_failure"]
+
+
+# By name: the classes live in modules that import torch, and from a worker only the name comes back.
+_MENDABLE = ("ValueError", "FileNotFoundError", "PermissionError", "MisconfigurationException")
+_OUR_VALUE_ERRORS = ("UserError", "CheckpointError", "CorpusError", "TokenizerError", "StoreError", "PlanError")
+
+
+class UserError(ValueError):
+    """What was asked for cannot be done; the message says what would work."""
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Not an ``Exception``, so that nobody mistakes it for a failure that can be survived."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure:
+    """An error in a worker process, of which only the text came back."""
+
+    message: str
+    mendable: bool
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"``, or "" if nothing is close."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def explain(error: BaseException) -> str | None:
+    """The message for an error that the user can mend; None for any other."""
+    if isinstance(error, ArgumentError):
+        return str(error.message)
+    if any(kind.__name__ in _MENDABLE for kind in type(error).__mro__):
+        return str(error)
+    return None
+
+
+def worker_failure(error: BaseException) -> WorkerFailure | None:
+    """The failure behind torch's ``ProcessRaisedException``: which process, and the error's last line if that says it all."""
+    text = getattr(error, "msg", None)
+    if not isinstance(text, str) or type(error).__name__ != "ProcessRaisedException":
+        return None
+    last = re.findall(r"^([A-Za-z_][\w.]*): (.*)", text, re.MULTILINE)
+    if last and last[-1][0].rpartition(".")[2] in (*_MENDABLE, *_OUR_VALUE_ERRORS):
+        start = text.rindex(f"{last[-1][0]}: {last[-1][1]}") + len(last[-1][0]) + 2
+        return WorkerFailure(message=text[start:].strip(), mendable=True)
+    return WorkerFailure(message=text.strip(), mendable=False)
+
+
+@contextmanager
+def terminate_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into ``Terminated``, which unwinds like Ctrl-C does: loggers are closed and children ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break the clean-up
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

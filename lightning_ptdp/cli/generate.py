@@ -1,0 +1,140 @@
+"""``ptdp generate``: text from a checkpoint alone."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ptdp.cli.errors import UserError
+
+__all__ = ["SampleOptions", "run", "write_text"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """How text is written.
+
+    Args:
+        prompt: Text to continue.
+        max_new_tokens: Number of tokens to write.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Sample among the k most likely tokens only; None: among all.
+        seed: Seed of the draws.
+    """
+
+    prompt: str = "def "
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    top_k: int | None = 50
+    seed: int = 0
+
+
+def run(verb: str, arguments: list[str]) -> int:
+    """Parse the command line and print the text."""
+    defaults = SampleOptions()
+    parser = argparse.ArgumentParser(
+        prog=f"ptdp {verb}",
+        description="Write text with a trained checkpoint, on one process; the layout it was trained in does not matter.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", required=True, help="a checkpoint that ptdp fit wrote")
+    parser.add_argument("--tokenizer", help="folder that ptdp prepare made; without it the one that the checkpoint names")
+    parser.add_argument("--prompt", default=defaults.prompt, help="text to continue")
+    parser.add_argument("--max_new_tokens", type=int, default=defaults.max_new_tokens, help="tokens to write")
+    parser.add_argument("--temperature", type=float, default=defaults.temperature, help="0 takes the most likely token")
+    parser.add_argument("--top_k", type=int, default=defaults.top_k, help="sample among the k most likely tokens; 0: all")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of the draws")
+    given = parser.parse_args(arguments)
+    options = SampleOptions(
+        prompt=given.prompt,
+        max_new_tokens=given.max_new_tokens,
+        temperature=given.temperature,
+        top_k=given.top_k or None,
+        seed=given.seed,
+    )
+    print(write_text(given.checkpoint, options, tokenizer_folder=given.tokenizer))
+    return 0
+
+
+def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str | None = None) -> str:
+    """The prompt and its continuation.
+
+    Args:
+        checkpoint: A checkpoint folder, or a single file of Lightning's.
+        options: How to write.
+        tokenizer_folder: Folder of the tokenizer; None: the data folder that the checkpoint names.
+
+    Raises:
+        UserError: The checkpoint is missing, holds no model of ours, or names no tokenizer.
+        CheckpointError, TokenizerError: One of them is damaged.
+    """
+    import torch
+
+    from lightning_ptdp.data import Tokenizer
+    from lightning_ptdp.models import generate
+
+    state, weights = _read(checkpoint)
+    tokenizer = Tokenizer.load(tokenizer_folder or _tokenizer_folder(state, checkpoint))
+    module = _build(state, weights, checkpoint)
+    if tokenizer.vocabulary_size > module.config.vocabulary_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocabulary_size} pieces and the model {module.config.vocabulary_size}: name the "
+            "tokenizer that the model was trained with (--tokenizer)"
+        )
+    # A document begins after the end token of the one before it.
+    prompt = tokenizer.encode(options.prompt) or [tokenizer.eos_id]
+    ids = generate(
+        module,
+        torch.tensor([prompt]),
+        options.max_new_tokens,
+        sequence_length=module.config.sequence_length,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        generator=torch.Generator().manual_seed(options.seed),
+    )
+    return tokenizer.decode(ids[0].tolist())
+
+
+def _read(checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Lightning's state and the model's whole tensors, by name."""
+    import torch
+
+    from lightning_ptdp.checkpoint import read_full, read_state
+    from lightning_ptdp.cli.checks import check_checkpoint
+
+    check_checkpoint("--checkpoint", checkpoint)
+    if Path(checkpoint).is_dir():
+        return read_state(checkpoint), read_full(checkpoint)
+    try:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        return state, state["state_dict"]
+    except Exception as error:
+        raise UserError(f"--checkpoint {checkpoint} is not a Lightning checkpoint ({type(error).__name__}: {error})") from error
+
+
+def _build(state: dict[str, Any], weights: dict[str, Any], checkpoint: str) -> Any:
+    """The LightningModule with its weights; LitGPT unless the checkpoint names another class."""
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.cli import instantiate_module
+
+    from lightning_ptdp.models import LitGPT
+
+    arguments = {name: value for name, value in state.get("hyper_parameters", {}).items() if name != "_instantiator"}
+    if "_class_path" in arguments:
+        module = instantiate_module(LightningModule, arguments)
+    elif "config" in arguments:
+        module = LitGPT(**arguments)
+    else:
+        raise UserError(f"--checkpoint {checkpoint} does not say which model it holds: save_hyperparameters() was not called")
+    module.configure_model()
+    module.load_state_dict(weights)
+    return module.eval()
+
+
+def _tokenizer_folder(state: dict[str, Any], checkpoint: str) -> str:
+    folder = state.get("datamodule_hyper_parameters", {}).get("data_dir")
+    if folder is None:
+        raise UserError(f"--checkpoint {checkpoint} does not name its tokenizer: give the prepared folder with --tokenizer")
+    return str(folder)

@@ -1,0 +1,98 @@
+"""LightningCLI as ``ptdp`` uses it: one flat configuration a verb, any LightningModule and LightningDataModule."""
+
+from __future__ import annotations
+
+from argparse import ArgumentError
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+# Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
+from lightning_ptdp import callbacks, data, loggers, models  # noqa: F401
+from lightning_ptdp.callbacks import (
+    GradientNorm,
+    LayoutSummary,
+    RunReport,
+    SaveResolvedConfig,
+    Throughput,
+    TrainPerplexity,
+    ValidateAtEnd,
+)
+from lightning_ptdp.cli.config_errors import dotted, readable
+from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.generate import SampleOptions
+
+__all__ = ["PTDPCLI", "print_config"]
+
+
+class PTDPCLI(LightningCLI):
+    """Parse a configuration and build what it describes; running it is the caller's business.
+
+    Args:
+        verb: Shown in the help; "fit" also gets the callbacks that only training needs.
+        arguments: The command line after the verb.
+
+    Raises:
+        UserError: A key, a class or a value is wrong.
+    """
+
+    def __init__(self, verb: str, arguments: list[str]) -> None:
+        self.verb = verb
+        super().__init__(
+            args=arguments,
+            run=False,
+            save_config_callback=None,
+            seed_everything_default=1234,
+            auto_configure_optimizers=False,
+            parser_kwargs={"prog": f"ptdp {verb}", "description": _DESCRIPTIONS[verb], "exit_on_error": False},
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The verb's own keys."""
+        parser.add_lightning_class_args(Throughput, "throughput")
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help=_CKPT_HELP)
+        parser.add_argument(
+            "--sample",
+            type=SampleOptions | None,
+            default=SampleOptions(),
+            help="Text written with the new checkpoint when training has ended; null: none.",
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse; an error becomes one line."""
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            raise UserError(readable(str(error.message), dotted(parser.get_defaults()))) from error
+
+    def before_instantiate_classes(self) -> None:
+        """The callbacks that every training gets, beside those of the configuration."""
+        self.report = RunReport()
+        if self.verb == "fit":
+            resolved = self.parser.dump(self.config, skip_none=False)
+            self.trainer_defaults["callbacks"] = [
+                LayoutSummary(),
+                GradientNorm(),
+                TrainPerplexity(),
+                ValidateAtEnd(),
+                SaveResolvedConfig(resolved),
+                self.report,
+            ]
+
+
+def print_config(file: str) -> None:
+    """Print the configuration in ``file`` with every default filled in."""
+    try:
+        PTDPCLI("fit", ["--config", file, "--print_config"])
+    except SystemExit as exit_:
+        if exit_.code:
+            raise
+
+
+_CKPT_HELP = "Checkpoint to continue from (fit: with the whole state of training) or to evaluate; 'last' and 'best' work too."
+_DESCRIPTIONS = {
+    "fit": "Train a model. Prepares the data first, validates at the end, and says where everything is.",
+    "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data.",
+    "test": "Evaluate a checkpoint (--ckpt_path) with the module's test_step.",
+    "prepare": "Make the tokenizer and the token chunks of a configuration's data, without training.",
+}

@@ -1,0 +1,106 @@
+"""The verbs that run a Trainer: fit, validate, test; and prepare, which stops before that."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+
+from lightning_ptdp.callbacks import RunRecord, RunReport
+from lightning_ptdp.cli.checks import check_run
+from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.generate import write_text
+from lightning_ptdp.cli.lightning_cli import PTDPCLI
+from lightning_ptdp.cli.processes import ending_workers
+
+__all__ = ["run"]
+
+
+def run(verb: str, arguments: list[str]) -> int:
+    """Run one verb; the exit code.
+
+    Raises:
+        ValueError: The configuration cannot work.
+    """
+    # torch's deprecation, seen by Lightning, once a process.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    cli = PTDPCLI(verb, arguments)
+    ckpt_path = cli.config.ckpt_path
+    if verb == "prepare":
+        if cli.datamodule is not None and hasattr(cli.datamodule, "check"):
+            cli.datamodule.check()
+        _prepare(cli)
+        return 0
+    check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=verb == "fit")
+    if _launches(cli.trainer):
+        _prepare(cli)
+    if verb == "fit":
+        return _fit(cli, ckpt_path)
+    with ending_workers(cli.trainer):
+        getattr(cli.trainer, verb)(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
+    return 0
+
+
+def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        cli.report.file = str(Path(folder) / "record.json")
+        try:
+            with ending_workers(cli.trainer):
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
+        except BaseException:
+            _tell_what_is_left(RunReport.read(cli.report.file))
+            raise
+        record = RunReport.read(cli.report.file)
+    if record is not None and cli.trainer.is_global_zero:
+        _sample(cli, record)
+    return 0
+
+
+def _prepare(cli: PTDPCLI) -> None:
+    """Prepare the data in this process, before any other starts, where it can be seen."""
+    if cli.datamodule is not None:
+        with _showing("lightning_ptdp.data"):
+            cli.datamodule.prepare_data()
+
+
+@contextmanager
+def _showing(name: str) -> Iterator[None]:
+    """Print what the loggers below ``name`` say."""
+    logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stdout)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _launches(trainer: Trainer) -> bool:
+    """Whether this process comes before the ranks; one rank of many must leave preparing to Lightning's rank 0."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return environment is None or not environment.creates_processes_externally
+
+
+def _sample(cli: PTDPCLI, record: RunRecord) -> None:
+    options = cli.config_init.sample
+    if options is None or not record.checkpoint:
+        return
+    try:
+        text = write_text(record.checkpoint, options)
+    except UserError as error:
+        print(f"no sample: {error}", flush=True)
+        return
+    print(f"\nsample (--sample.prompt {options.prompt!r}):\n{text}", flush=True)
+
+
+def _tell_what_is_left(record: RunRecord | None) -> None:
+    if record is not None and not record.finished:
+        print("\ntraining ended early\n" + "\n".join(record.lines()), file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""The strategy's options, checked when they are given."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.pipeline import build_schedule
+from lightning_ptdp.tensor_parallel import ParallelPlan
+
+__all__ = ["PTDPConfig", "StartMethod"]
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PTDPConfig:
+    """What a user asks of the strategy; see ``PTDPStrategy`` for the meaning of each field.
+
+    Raises:
+        ValueError: A field is out of range; names the field, the value and what would work.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    virtual_pipeline_size: int = 1
+    sequence_parallel: bool = False
+    num_microbatches: int | None = None
+    schedule: str = "auto"
+    partition: tuple[int, ...] | None = None
+    plan: ParallelPlan | None = None
+    meta_init: bool = True
+    seed: int | None = None
+    bucket_mb: float = 25.0
+    timeout_s: float = 1800.0
+    start_method: StartMethod = "popen"
+    process_group_backend: str | None = None
+
+    def __post_init__(self) -> None:
+        # One replica of the smallest world that holds it: all checks that do not need the world's size.
+        self.layout(self.tensor_parallel_size * self.pipeline_parallel_size)
+        if self.num_microbatches is not None and self.num_microbatches < 1:
+            raise ValueError(f"num_microbatches={self.num_microbatches!r} must be a positive integer, or None")
+        if self.start_method not in _START_METHODS:
+            near = difflib.get_close_matches(self.start_method, _START_METHODS, n=1) or ["popen"]
+            raise ValueError(f"start_method={self.start_method!r} must be one of {_START_METHODS}; did you mean {near[0]!r}?")
+        for field in ("bucket_mb", "timeout_s"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}={getattr(self, field)!r} must be greater than 0")
+        if self.partition is not None and len(self.partition) != self.num_stages:
+            raise ValueError(
+                f"partition={list(self.partition)} has {len(self.partition)} entries, but pipeline_parallel_size * "
+                f"virtual_pipeline_size = {self.num_stages}; give the number of layers of each stage"
+            )
+        build_schedule(
+            self.schedule,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            virtual_pipeline_size=self.virtual_pipeline_size,
+            num_microbatches=1,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """p * v."""
+        return self.pipeline_parallel_size * self.virtual_pipeline_size
+
+    @property
+    def timeout(self) -> timedelta:
+        """Limit of every wait for another rank."""
+        return timedelta(seconds=self.timeout_s)
+
+    def layout(self, world_size: int) -> ParallelLayout:
+        """The layout on ``world_size`` processes.
+
+        Raises:
+            ValueError: The degrees do not fit the world size.
+        """
+        return ParallelLayout(
+            world_size=world_size,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            virtual_pipeline_size=self.virtual_pipeline_size,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def microbatches(self, samples: int) -> int:
+        """m for a batch of ``samples``: as asked, else 4p with a pipeline (bubble under a quarter) and 1 without."""
+        default = 4 * self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1
+        return min(samples, self.num_microbatches or default)

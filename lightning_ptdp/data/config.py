@@ -1,0 +1,71 @@
+"""What to prepare: the settings, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES, Corpus, Source, Undecodable
+
+__all__ = ["PrepareConfig"]
+
+_NOT_SETTINGS = ("output", "overwrite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """What to prepare, and where.
+
+    Args:
+        output: The folder to make.
+        source: A text file, a JSON-lines file, a folder, or several; None is the standard library's sources.
+        suffixes: Which files of a folder are read.
+        text_field: The key that holds the text in JSON-lines.
+        undecodable: ``replace``, ``skip`` or ``error``, for text that is not UTF-8.
+        vocabulary_size: Number of ids of the tokenizer, special ones included.
+        validation_fraction: Part of the characters that is kept for validation, more than 0 and at most 0.5.
+        seed: Of the division and of the sample that the tokenizer learns from.
+        chunk_tokens: Tokens of a chunk file; a training sample never spans two chunks.
+        tokenizer_characters: How much of the training text the tokenizer learns from at most (lines drawn at random).
+        overwrite: Replace a folder that was prepared with other settings or is damaged.
+
+    Raises:
+        ValueError: A number is out of range; the message names it.
+    """
+
+    output: str | Path
+    source: Source = None
+    suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
+    text_field: str = "text"
+    undecodable: Undecodable = "replace"
+    vocabulary_size: int = 8192
+    validation_fraction: float = 0.03
+    seed: int = 0
+    chunk_tokens: int = 1 << 22
+    tokenizer_characters: int = 50_000_000
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if not str(self.output):
+            raise ValueError("output='' must be the path of a folder")
+        object.__setattr__(self, "suffixes", tuple(self.suffixes) if not isinstance(self.suffixes, str) else self.suffixes)
+        check_integer("vocabulary_size", self.vocabulary_size, least=262, most=(1 << 31) - 1)
+        check_integer("seed", self.seed, least=0, most=(1 << 63) - 1)
+        check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
+        check_integer("tokenizer_characters", self.tokenizer_characters)
+        if isinstance(self.validation_fraction, bool) or not 0 < self.validation_fraction <= 0.5:
+            raise ValueError(f"validation_fraction={self.validation_fraction!r} must be more than 0 and at most 0.5")
+        self.corpus  # noqa: B018 - raises for suffixes and undecodable
+
+    @property
+    def corpus(self) -> Corpus:
+        """The documents to read."""
+        return Corpus(source=self.source, suffixes=self.suffixes, text_field=self.text_field, undecodable=self.undecodable)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the contents of the folder, as it is kept in the manifest."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SETTINGS}
+        return {**values, "source": list(self.corpus.roots), "suffixes": list(self.suffixes)}

@@ -1,0 +1,228 @@
+"""Text from files, folders and JSON-lines, one document at a time, always in the same order.
+
+Without a source the text is the installed Python's own standard library, which every machine has (about 9 MB; read where it
+lies, nothing is copied or redistributed).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lightning_ptdp.data.errors import CorpusError
+
+__all__ = ["DEFAULT_SUFFIXES", "Corpus", "CorpusFile", "Document", "ReadReport", "Source", "Undecodable", "iter_documents"]
+
+Source: TypeAlias = str | Path | Sequence[str | Path] | None
+Undecodable: TypeAlias = Literal["replace", "skip", "error"]
+
+DEFAULT_SUFFIXES = (
+    ".txt", ".text", ".md", ".rst", ".tex", ".jsonl", ".ndjson",
+    ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".jl", ".lua", ".sh",
+)  # fmt: skip
+_JSON_LINES = (".jsonl", ".ndjson")
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "idlelib", "__pycache__"}
+_MAX_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and where it came from: a file's relative path, with ``:line`` for JSON-lines."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusFile:
+    """A file of the corpus; ``name`` is relative to the source, so that it does not depend on the machine."""
+
+    name: str
+    path: Path
+    size: int
+
+
+@dataclass
+class ReadReport:
+    """What one pass over the corpus met; filled while the documents are read."""
+
+    documents: int = 0
+    undecodable: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """One line for the log, empty if every text was UTF-8."""
+        if not self.undecodable:
+            return ""
+        more = ", …" if len(self.undecodable) > _MAX_LISTED else ""
+        return f"{len(self.undecodable)} texts are not UTF-8: {', '.join(self.undecodable[:_MAX_LISTED])}{more}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A source of documents.
+
+    Args:
+        source: A file, a folder (searched recursively), or several of them; None is the standard library's sources. Files
+            that end in ``.jsonl`` or ``.ndjson`` hold one document a line, every other file is one document.
+        suffixes: Which files of a folder are read; a file that is named itself is always read. Hidden files are not.
+        text_field: The key of a JSON line's object that holds the text.
+        undecodable: What to do with text that is not UTF-8: ``"replace"`` the bad bytes by U+FFFD, ``"skip"`` the document, or
+            raise (``"error"``).
+
+    Raises:
+        CorpusError: From ``files`` and ``documents``: a path is missing, unreadable, or holds no text.
+    """
+
+    source: Source = None
+    suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
+    text_field: str = "text"
+    undecodable: Undecodable = "replace"
+
+    def __post_init__(self) -> None:
+        if self.undecodable not in ("replace", "skip", "error"):
+            raise ValueError(f"undecodable={self.undecodable!r} must be 'replace', 'skip' or 'error'")
+        if isinstance(self.suffixes, str) or not all(isinstance(s, str) and s.startswith(".") for s in self.suffixes):
+            raise ValueError(f"suffixes={self.suffixes!r} must be a list of endings with their dot, such as ['.txt', '.jsonl']")
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The paths as they were given; empty for the standard library."""
+        if self.source is None:
+            return ()
+        paths = [self.source] if isinstance(self.source, str | Path) else list(self.source)
+        if not paths or not all(str(path) for path in paths):
+            raise CorpusError(
+                f"source={self.source!r} names no path: give a file or folder, or leave it out for the default text"
+            )
+        return tuple(str(path) for path in paths)
+
+    def files(self) -> list[CorpusFile]:
+        """All files, in the order in which they are read; every one exists and can be opened."""
+        if self.source is None:
+            found = list(_standard_library())
+        else:
+            found = [file for root in self.roots for file in _files_of(Path(root), self.suffixes)]
+        for file in found:
+            if not os.access(file.path, os.R_OK):
+                raise CorpusError(f"source file {file.path} cannot be read: permission denied")
+        if not sum(file.size for file in found):
+            raise CorpusError(f"source={self.source!r}: all {len(found)} files are empty")
+        return found
+
+    def documents(self, report: ReadReport | None = None) -> Iterator[Document]:
+        """Every document with text in it; ``report`` is filled on the way."""
+        report = ReadReport() if report is None else report
+        for file in self.files():
+            lines = file.path.suffix.lower() in _JSON_LINES
+            for document in self._json_lines(file, report) if lines else self._whole(file, report):
+                report.documents += 1
+                yield document
+
+    def _whole(self, file: CorpusFile, report: ReadReport) -> Iterator[Document]:
+        try:
+            data = file.path.read_bytes()
+        except OSError as error:
+            raise CorpusError(f"source file {file.path} cannot be read: {error.strerror or error}") from error
+        text = self._decode(data, file.name, report)
+        if text:
+            yield Document(file.name, text)
+
+    def _json_lines(self, file: CorpusFile, report: ReadReport) -> Iterator[Document]:
+        with open(file.path, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                name = f"{file.name}:{number}"
+                raw = self._decode(line, name, report)
+                if not raw or not raw.strip("\ufeff \t\r\n"):
+                    continue
+                text = self._field(raw.lstrip("\ufeff"), f"{file.path}:{number}")
+                # JSON may spell half a surrogate pair, which no encoding can hold.
+                text = self._decode(text.encode("utf-8", "surrogatepass"), name, report) or ""
+                if text:
+                    yield Document(name, text)
+
+    def _field(self, line: str, where: str) -> str:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CorpusError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
+        if not isinstance(row, dict):
+            raise CorpusError(f"{where}: a JSON object with the field {self.text_field!r} is needed, got {type(row).__name__}")
+        if self.text_field not in row:
+            raise CorpusError(f"{where}: no field text_field={self.text_field!r}; the line has {sorted(row)}")
+        text = row[self.text_field]
+        if not isinstance(text, str):
+            raise CorpusError(f"{where}: field {self.text_field!r} is {type(text).__name__}, a string is needed")
+        return text
+
+    def _decode(self, data: bytes, name: str, report: ReadReport) -> str | None:
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if self.undecodable == "error":
+                raise CorpusError(
+                    f"{name}: not UTF-8 at byte {error.start}; convert it, or set undecodable to 'replace' or 'skip'"
+                ) from error
+            report.undecodable.append(name)
+            return data.decode("utf-8", "replace") if self.undecodable == "replace" else None
+
+
+def iter_documents(
+    source: Source = None,
+    *,
+    suffixes: tuple[str, ...] = DEFAULT_SUFFIXES,
+    text_field: str = "text",
+    undecodable: Undecodable = "replace",
+    report: ReadReport | None = None,
+) -> Iterator[Document]:
+    """The documents of a source; see :class:`Corpus`."""
+    corpus = Corpus(source=source, suffixes=suffixes, text_field=text_field, undecodable=undecodable)
+    return corpus.documents(report)
+
+
+def listing_digest(files: Sequence[CorpusFile]) -> str:
+    """A hash of names and sizes: tells a changed corpus without reading it."""
+    listing = "\n".join(f"{file.size} {file.name}" for file in files)
+    return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _files_of(root: Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:
+    if not root.exists():
+        raise CorpusError(f"source path {root} does not exist")
+    if root.is_file():
+        return [CorpusFile(root.name, root, root.stat().st_size)]
+    if not root.is_dir():
+        raise CorpusError(f"source path {root} is neither a file nor a folder")
+    wanted = tuple(suffix.lower() for suffix in suffixes)
+    label = root.resolve().name
+    found = [file for file in _walk(root, label, set()) if file.name.lower().endswith(wanted)]
+    if not found:
+        raise CorpusError(f"source folder {root} holds no file that ends in {', '.join(suffixes)}; set suffixes to what it holds")
+    return found
+
+
+def _standard_library() -> list[CorpusFile]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = [file for file in _walk(root, "stdlib", _NOT_LIBRARY) if file.name.endswith(".py")] if root.is_dir() else []
+    if not found:
+        raise CorpusError(f"this Python keeps no sources of its standard library in {root}: give a source of your own")
+    return found
+
+
+def _walk(root: Path, label: str, without: set[str]) -> list[CorpusFile]:
+    def unreadable(error: OSError) -> None:
+        raise CorpusError(f"source folder {error.filename} cannot be read: {error.strerror}") from error
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=unreadable):
+        folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                found.append(CorpusFile(f"{label}/{path.relative_to(root).as_posix()}", path, path.stat().st_size))
+    return sorted(found, key=lambda file: file.name)

@@ -1,0 +1,219 @@
+"""Text for a Trainer: prepares it once, hands every replica its samples, and resumes exactly in the middle of an epoch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningDataModule
+
+from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.config import PrepareConfig
+from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
+from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
+from lightning_ptdp.data.manifest import SplitName, verify_store
+from lightning_ptdp.data.prepare import check_prepare, prepare
+from lightning_ptdp.data.stream import TokenStream
+from lightning_ptdp.data.tokenizer import Tokenizer
+
+__all__ = ["TextDataModule"]
+
+
+class TextDataModule(LightningDataModule):
+    """Any text as batches of tokens.
+
+    The text is tokenized into ``data_dir`` by the first process that trains (or by ``ptdp prepare``) and found there afterwards.
+    A replica's batch holds ``micro_batch_size * num_microbatches`` samples: ``{"input_ids", "labels"}``, int64 of shape
+    (batch, sequence_length), labels shifted by one and -100 where nothing is to be learned.
+
+    Args:
+        data_dir: Folder of the prepared data.
+        source: A text file, a JSON-lines file, a folder, or a list of them; none is the standard library's sources.
+        suffixes: Which files of a folder are read.
+        text_field: The key that holds the text in JSON-lines.
+        undecodable: What to do with text that is not UTF-8.
+        vocabulary_size: Number of ids of the tokenizer.
+        validation_fraction: Part of the text that is kept for validation.
+        split_seed: Of the division into training and validation.
+        overwrite: Prepare again where data_dir was made with other settings or is damaged.
+        sequence_length: Tokens of a sample.
+        micro_batch_size: Samples of a microbatch.
+        num_microbatches: Microbatches of a step of one replica.
+        validation_samples: Validate on the first so many samples; none is all.
+        seed: Of the order of the training samples.
+        num_workers: Processes that read ahead, for each rank.
+        verify_hashes: Compare every file's hash before training, not only its size.
+    """
+
+    def __init__(
+        self,
+        *,
+        data_dir: str,
+        source: str | list[str] | None = None,
+        suffixes: list[str] | None = None,
+        text_field: str = "text",
+        undecodable: Literal["replace", "skip", "error"] = "replace",
+        vocabulary_size: int = 8192,
+        validation_fraction: float = 0.03,
+        split_seed: int = 0,
+        overwrite: bool = False,
+        sequence_length: int = 256,
+        micro_batch_size: int = 8,
+        num_microbatches: int = 1,
+        validation_samples: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        verify_hashes: bool = True,
+    ) -> None:
+        super().__init__()
+        # Checkpoints name the data folder, in which the tokenizer is.
+        self.save_hyperparameters()
+        self.prepare_config = PrepareConfig(
+            output=data_dir,
+            source=source,
+            suffixes=DEFAULT_SUFFIXES if suffixes is None else tuple(suffixes),
+            text_field=text_field,
+            undecodable=undecodable,
+            vocabulary_size=vocabulary_size,
+            validation_fraction=validation_fraction,
+            seed=split_seed,
+            overwrite=overwrite,
+        )
+        check_integer("sequence_length", sequence_length)
+        check_integer("micro_batch_size", micro_batch_size)
+        check_integer("num_microbatches", num_microbatches)
+        check_integer("seed", seed, least=0)
+        check_integer("num_workers", num_workers, least=0)
+        if validation_samples is not None:
+            check_integer("validation_samples", validation_samples)
+        if sequence_length >= self.prepare_config.chunk_tokens:
+            raise ValueError(
+                f"sequence_length={sequence_length} must be less than {self.prepare_config.chunk_tokens} tokens, a chunk"
+            )
+        self.data_dir = Path(data_dir)
+        self.vocabulary_size = vocabulary_size
+        self.sequence_length = sequence_length
+        self.micro_batch_size = micro_batch_size
+        self.num_microbatches = num_microbatches
+        self.validation_samples = validation_samples
+        self.seed = seed
+        self.num_workers = num_workers
+        self.verify_hashes = verify_hashes
+        self._train: TokenLoader | None = None
+        self._saved: dict[str, Any] = {}
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of one replica."""
+        return self.micro_batch_size * self.num_microbatches
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The prepared data's tokenizer."""
+        return Tokenizer.load(self.data_dir)
+
+    def check(self, *, num_replicas: int = 1) -> None:
+        """Find what is wrong before a process is started: the source, the folder, and where the data are prepared already whether
+        they hold a step's samples for ``num_replicas`` replicas. Writes nothing.
+
+        Raises:
+            DataError: See ``check_prepare`` and ``TokenLoader``.
+        """
+        if check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None:
+            TokenLoader(self._stream("train"), batch_size=self.batch_size, num_replicas=num_replicas)
+            self._stream("validation")
+
+    def prepare_data(self) -> None:
+        """Make ``data_dir``; Lightning calls this in one process of a node."""
+        prepare(self.prepare_config, hashes=self.verify_hashes)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Check in every process that ``data_dir`` is what the manifest says.
+
+        Raises:
+            DataError: It is not, or the samples do not fit.
+        """
+        manifest = verify_store(self.data_dir, hashes=False)
+        wanted = self.vocabulary_size
+        if manifest.vocabulary_size != wanted:
+            raise StoreError(
+                f"data_dir={self.data_dir} has a vocabulary of {manifest.vocabulary_size}, not vocabulary_size={wanted}: use "
+                "that number, another folder, or overwrite (--overwrite)"
+            )
+
+    def train_dataloader(self) -> TokenLoader:
+        """Shuffled batches of this replica, from the checkpoint's position on."""
+        loader = self._train_loader(self._stream("train"))
+        overfit = self.trainer.overfit_batches if self.trainer is not None else 0
+        if overfit:
+            steps = overfit if isinstance(overfit, int) else max(int(overfit * len(loader)), 1)
+            loader = self._train_loader(self._stream("train", max_samples=steps * loader.step_samples))
+        if self._saved:
+            loader.load_state_dict(self._saved)
+        elif self._train is not None and self.trainer is not None and self.trainer.global_step:
+            loader.load_state_dict(self._train.state_dict())
+        self._train, self._saved = loader, {}
+        return loader
+
+    def val_dataloader(self) -> EvaluationLoader:
+        """Every validation sample once, over all replicas."""
+        num_replicas, replica_rank = self._replica()
+        return EvaluationLoader(
+            self._stream("validation", max_samples=self.validation_samples),
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            num_replicas=num_replicas,
+            replica_rank=replica_rank,
+            num_workers=self.num_workers,
+            pin_memory=self._on_cuda(),
+        )
+
+    def test_dataloader(self) -> EvaluationLoader:
+        """The validation samples: there is no third split."""
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the training data, saved in checkpoints."""
+        return self._train.state_dict() if self._train is not None else dict(self._saved)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint's place with the next training loader.
+
+        Raises:
+            DataError: Later, from ``train_dataloader``, if the place belongs to other data.
+        """
+        self._saved = dict(state_dict)
+
+    def _stream(self, split: SplitName, max_samples: int | None = None) -> TokenStream:
+        return TokenStream(self.data_dir, split=split, sequence_length=self.sequence_length, max_samples=max_samples)
+
+    def _train_loader(self, stream: TokenStream) -> TokenLoader:
+        num_replicas, replica_rank = self._replica()
+        return TokenLoader(
+            stream,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            num_replicas=num_replicas,
+            replica_rank=replica_rank,
+            num_workers=self.num_workers,
+            pin_memory=self._on_cuda(),
+            in_flight=self._in_flight,
+        )
+
+    def _replica(self) -> tuple[int, int]:
+        """(number of replicas, this replica) as the strategy has them: peers inside a replica are one reader."""
+        strategy = self.trainer.strategy if self.trainer is not None else None
+        kwargs = getattr(strategy, "distributed_sampler_kwargs", None)
+        return (1, 0) if kwargs is None else (int(kwargs["num_replicas"]), int(kwargs["rank"]))
+
+    def _on_cuda(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+    def _in_flight(self) -> int:
+        """Batches that were handed out and not trained on: one, where an exception in a step makes a checkpoint."""
+        if self.trainer is None:
+            return 0
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(progress.ready - progress.processed)

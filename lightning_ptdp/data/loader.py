@@ -1,0 +1,255 @@
+"""Which samples a replica reads, in which order, and where it stands.
+
+The order is one endless sequence of sample numbers (``order.py``). A step of d replicas with batches of B samples takes the next
+d·B numbers, replica r the r-th B of them::
+
+    numbers   0 1 2 3 4 5 6 7 8 ...          d = 2, B = 2
+    step 0    r0  r1
+    step 1            r0  r1
+
+so that the position is one number, the count of samples taken by all replicas together, and it means the same for any d and B.
+Ranks of one replica (tensor, context and pipeline peers) pass the same ``replica_rank`` and read the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.errors import DataError
+from lightning_ptdp.data.order import sample_order
+from lightning_ptdp.data.stream import PADDING, TokenStream
+
+__all__ = ["EvaluationLoader", "TokenLoader"]
+
+Batch = dict[str, torch.Tensor]
+_STATE_VERSION = 1
+_AHEAD = 64
+
+
+class TokenLoader:
+    """Endless training batches of one replica, an epoch's worth an iteration, resumable after any batch.
+
+    Iterating hands out ``len(loader)`` batches from the current position on and runs over the end of an epoch into the next:
+    after a resume in mid-epoch Lightning asks for the rest of its epoch only. Samples are counted when they are handed out, so that
+    workers that read ahead do not move the position.
+
+    Args:
+        stream: The samples.
+        batch_size: B, samples of a batch of this replica (micro-batch size times number of microbatches).
+        seed: Of the order.
+        shuffle: A new permutation every epoch; else as stored.
+        num_replicas: d.
+        replica_rank: This replica, 0 to d - 1; not the global rank.
+        num_workers: Processes that read ahead; the batches do not depend on it.
+        pin_memory: Put batches into page-locked memory, for CUDA.
+        in_flight: Returns how many batches were handed out but not yet trained on; they are taken off the saved position.
+
+    Batches are ``{"input_ids", "labels"}``, int64 of shape (B, s).
+
+    Raises:
+        DataError: A step takes more samples than there are.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_replicas: int = 1,
+        replica_rank: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        in_flight: Callable[[], int] | None = None,
+    ) -> None:
+        _check_common(batch_size, num_replicas, replica_rank, num_workers)
+        check_integer("seed", seed, least=0)
+        self.stream = stream
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_replicas = num_replicas
+        self.replica_rank = replica_rank
+        self.consumed_samples = 0
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._in_flight = in_flight
+        if len(stream) < self.step_samples:
+            raise DataError(
+                f"one step takes batch_size {batch_size} x {num_replicas} replicas = {self.step_samples} samples, but the data "
+                f"hold {len(stream)} of sequence_length {stream.sequence_length}: use a batch of at most "
+                f"{len(stream) // num_replicas}, a shorter sequence_length, or more text"
+            )
+
+    @property
+    def step_samples(self) -> int:
+        """Samples that all replicas take in one step, d·B."""
+        return self.batch_size * self.num_replicas
+
+    @property
+    def epoch(self) -> int:
+        """How many times the data have been seen in full."""
+        return self.consumed_samples // len(self.stream)
+
+    def __len__(self) -> int:
+        """Steps in a full epoch, wherever the position is."""
+        return len(self.stream) // self.step_samples
+
+    def __iter__(self) -> Iterator[Batch]:
+        start = self.consumed_samples
+        batches = _loader(self.stream, _TrainingRows(self, start), self._num_workers, self._pin_memory)
+        for number, batch in enumerate(batches, start=1):
+            self.consumed_samples = start + number * self.step_samples
+            yield batch
+
+    def indices(self, start: int, steps: int) -> np.ndarray:
+        """Samples of this replica for ``steps`` steps from sample number ``start`` on; int64 of shape (steps, B)."""
+        first = start + self.replica_rank * self.batch_size
+        numbers = first + self.step_samples * np.arange(steps)[:, None] + np.arange(self.batch_size)[None, :]
+        return sample_order(numbers, size=len(self.stream), seed=self.seed, shuffle=self.shuffle)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: equal on all ranks, and good for any number of replicas, batch size or workers."""
+        unfinished = self._in_flight() * self.step_samples if self._in_flight is not None else 0
+        return {
+            "version": _STATE_VERSION,
+            "consumed_samples": max(self.consumed_samples - unfinished, 0),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "samples": len(self.stream),
+            "sequence_length": self.stream.sequence_length,
+            "data": self.stream.fingerprint,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved position.
+
+        Raises:
+            DataError: The position belongs to other data, another sequence length or another seed.
+        """
+        here = self.state_dict()
+        differences = [
+            f"{name} is {state_dict.get(name)!r} in the checkpoint and {wanted!r} here"
+            for name, wanted in here.items()
+            if name != "consumed_samples" and state_dict.get(name) != wanted
+        ]
+        if differences:
+            raise DataError(
+                f"cannot continue at the checkpoint's place in the data: {'; '.join(differences)}. Use the same, or start "
+                "anew from the weights alone"
+            )
+        check_integer("consumed_samples", state_dict.get("consumed_samples"), least=0)
+        self.consumed_samples = state_dict["consumed_samples"]
+
+
+class EvaluationLoader:
+    """All samples once, in the same number of equally shaped batches on every replica.
+
+    The samples are dealt evenly over all microbatches of all replicas, and each microbatch is filled up with rows whose labels
+    are all ``IGNORE_INDEX``: every sample counts exactly once for any number of replicas, and no microbatch is all padding unless
+    there are fewer samples than microbatches. Weight losses by counted tokens.
+
+    Args:
+        stream: The samples.
+        batch_size: Samples of a batch of this replica.
+        micro_batch_size: Rows of a microbatch, a divisor of ``batch_size``; by default the batch is one.
+        num_replicas: d.
+        replica_rank: This replica, 0 to d - 1.
+        num_workers: Processes that read ahead.
+        pin_memory: Put batches into page-locked memory, for CUDA.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        batch_size: int,
+        micro_batch_size: int | None = None,
+        num_replicas: int = 1,
+        replica_rank: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        _check_common(batch_size, num_replicas, replica_rank, num_workers)
+        self.micro_batch_size = batch_size if micro_batch_size is None else micro_batch_size
+        check_integer("micro_batch_size", self.micro_batch_size)
+        if batch_size % self.micro_batch_size:
+            raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch_size={micro_batch_size}")
+        self.stream = stream
+        self.batch_size = batch_size
+        self.num_replicas = num_replicas
+        self.replica_rank = replica_rank
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+
+    def __len__(self) -> int:
+        """Batches of every replica."""
+        return -(-len(self.stream) // (self.batch_size * self.num_replicas))
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from _loader(self.stream, _EvaluationRows(self), self._num_workers, self._pin_memory)
+
+    def indices(self, step: int) -> list[int]:
+        """Samples of this replica's batch number ``step``, ``PADDING`` where a row fills up."""
+        microbatches = self.batch_size // self.micro_batch_size
+        slots = len(self) * self.num_replicas * microbatches
+        first = (step * self.num_replicas + self.replica_rank) * microbatches
+        rows: list[int] = []
+        for slot in range(first, first + microbatches):
+            samples = range(slot * len(self.stream) // slots, (slot + 1) * len(self.stream) // slots)
+            rows += [*samples, *[PADDING] * (self.micro_batch_size - len(samples))]
+        return rows
+
+
+class _TrainingRows(Sampler[list[int]]):
+    def __init__(self, loader: TokenLoader, start: int) -> None:
+        self._loader, self._start = loader, start
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(0, len(self), _AHEAD):
+            start = self._start + step * self._loader.step_samples
+            yield from self._loader.indices(start, min(_AHEAD, len(self) - step)).tolist()
+
+
+class _EvaluationRows(Sampler[list[int]]):
+    def __init__(self, loader: EvaluationLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(self._loader.indices, range(len(self)))
+
+
+def _loader(stream: TokenStream, rows: Sampler[list[int]], num_workers: int, pin_memory: bool) -> DataLoader:
+    return DataLoader(
+        stream,
+        batch_sampler=rows,
+        collate_fn=_as_read,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        # Else every iteration would draw from the global generator, and change what a model draws after it.
+        generator=torch.Generator(),
+    )
+
+
+def _as_read(batch: Any) -> Any:
+    return batch
+
+
+def _check_common(batch_size: int, num_replicas: int, replica_rank: int, num_workers: int) -> None:
+    check_integer("batch_size", batch_size)
+    check_integer("num_replicas", num_replicas)
+    check_integer("replica_rank", replica_rank, least=0, most=num_replicas - 1)
+    check_integer("num_workers", num_workers, least=0)

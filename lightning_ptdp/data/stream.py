@@ -1,0 +1,101 @@
+"""The token blocks of a prepared split, by number, as batches of inputs and labels.
+
+A block is ``sequence_length + 1`` consecutive tokens, and blocks do not overlap: inputs are all but the last token, labels all
+but the first, so that every input has its label and one token in ``sequence_length + 1`` is a label only. Documents are joined, each
+followed by its end token; a block may hold parts of several. The last tokens of a chunk that fill no block are left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.manifest import Manifest, SplitName
+from lightning_ptdp.data.store import BlockReader, count_blocks, longest_block, open_blocks
+
+__all__ = ["IGNORE_INDEX", "PADDING", "TokenStream"]
+
+IGNORE_INDEX = -100
+"""Label that no loss counts (the default of ``torch.nn.functional.cross_entropy``)."""
+
+PADDING = -1
+"""Sample number of a row that only fills up a batch: input ids 0, labels ``IGNORE_INDEX``."""
+
+
+class TokenStream(Dataset[dict[str, torch.Tensor]]):
+    """Random access to the blocks of one split; opened anew in every process that reads it.
+
+    Args:
+        folder: What ``prepare`` made (verify it first: ``verify_store``).
+        split: ``"train"`` or ``"validation"``.
+        sequence_length: s, tokens of a sample.
+        max_samples: Use the first so many blocks only.
+
+    Raises:
+        StoreError: The folder is not prepared data, or the split holds no block of this length.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, split: SplitName = "train", sequence_length: int, max_samples: int | None = None
+    ) -> None:
+        check_integer("sequence_length", sequence_length)
+        if max_samples is not None:
+            check_integer("max_samples", max_samples)
+        self.sequence_length = sequence_length
+        self._folder = Path(folder, split)
+        manifest = Manifest.read(folder)
+        self.fingerprint = manifest.fingerprint(split)
+        tokens = manifest.splits[split].tokens
+        blocks = count_blocks(self._folder, sequence_length + 1) if tokens else 0
+        if not blocks:
+            longest = longest_block(self._folder) if tokens else 0
+            raise StoreError(
+                f"{folder}: no {split} sample of sequence_length={sequence_length} (+ 1 label): the split has {tokens} tokens in "
+                f"chunks of at most {longest}; use sequence_length <= {max(longest - 1, 0)}, more text"
+                + (", or a bigger validation_fraction" if split == "validation" else "")
+            )
+        self._blocks = blocks if max_samples is None else min(blocks, max_samples)
+        self._reader: tuple[int, BlockReader] | None = None
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._blocks
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """One sample: ``input_ids`` and ``labels``, int64 of shape (s,)."""
+        return {name: rows[0] for name, rows in self.batch([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """A batch at once: what a DataLoader calls."""
+        return self.batch(indices)
+
+    def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, int64 of shape (b, s); the index ``PADDING`` gives an ignored row."""
+        blocks_bs = np.zeros((len(indices), self.sequence_length + 1), np.int64)
+        reader = self._open()
+        for row, index in enumerate(indices):
+            if index != PADDING:
+                if not 0 <= index < self._blocks:
+                    raise IndexError(f"sample {index} of {self._blocks}")
+                blocks_bs[row] = reader[int(index)]
+        tokens_bs = torch.from_numpy(blocks_bs)
+        labels_bs = tokens_bs[:, 1:].clone()
+        labels_bs[torch.as_tensor(indices) == PADDING] = IGNORE_INDEX
+        return {"input_ids": tokens_bs[:, :-1].contiguous(), "labels": labels_bs}
+
+    def _open(self) -> BlockReader:
+        # A reader holds maps of files, which a forked worker must not share with its parent.
+        if self._reader is None or self._reader[0] != os.getpid():
+            self._reader = (os.getpid(), open_blocks(self._folder, self.sequence_length + 1))
+        return self._reader[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}

@@ -1,0 +1,250 @@
+"""A byte-pair tokenizer that gives every text back exactly: sentencepiece in its lossless setting.
+
+Nothing is normalized, no space is added or removed, a newline is a token of its own, and characters outside the vocabulary
+become bytes. Ids: 0 padding, 1 unknown (never produced), 2 begin, 3 end of document, 4 newline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_ptdp.data.errors import TokenizerError
+
+__all__ = ["Tokenizer"]
+
+MODEL_FILE = "tokenizer.model"
+RECORD_FILE = "tokenizer.json"
+_PAD, _UNKNOWN, _BOS, _EOS = 0, 1, 2, 3
+# sentencepiece marks spaces with this character, and would read it in a text as a space.
+_SPACE_MARK = "\u2581"
+_MARK_BYTES = ("<0xE2>", "<0x96>", "<0x81>")
+# The model file embeds the number of threads, so it must not depend on the machine; the pieces do not depend on it.
+_TRAIN_THREADS = 4
+_MAX_SENTENCE = 1 << 16
+_SEGMENT = 1 << 15
+_ALWAYS = 256 + 5  # bytes, padding, unknown, begin, end, newline
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Args:
+        model: A serialized sentencepiece model, as ``train`` makes it.
+
+    Raises:
+        TokenizerError: The bytes are not a complete model, or one without the pieces that make it lossless.
+    """
+
+    def __init__(self, model: bytes) -> None:
+        import sentencepiece
+
+        if not model:
+            raise TokenizerError("the tokenizer model is empty (0 bytes)")
+        self._model = model
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+        except RuntimeError as error:
+            raise TokenizerError(f"not a sentencepiece model: {_reason(error)}") from error
+        pieces = [self._processor.id_to_piece(index) for index in range(self._processor.get_piece_size())]
+        self.fingerprint = hashlib.sha256("\n".join(map(repr, pieces)).encode("utf-8", "backslashreplace")).hexdigest()
+        self._mark_ids = [self._processor.piece_to_id(piece) for piece in _MARK_BYTES]
+        newline = self._processor.piece_to_id("\n")
+        if not all(map(self._processor.is_byte, self._mark_ids)) or newline == _UNKNOWN or self._processor.eos_id() != _EOS:
+            raise TokenizerError("the sentencepiece model lacks byte pieces, the newline piece or end of document = 3")
+
+    @classmethod
+    def train(cls, texts: Iterable[str], *, vocabulary_size: int, control_symbols: Sequence[str] = ()) -> Tokenizer:
+        """Learn a vocabulary from the texts (all are held in memory by sentencepiece: pass a sample of a big corpus).
+
+        ``control_symbols`` such as ``[MASK]`` get ids of their own that no text produces.
+
+        Raises:
+            TokenizerError: The texts cannot fill the vocabulary (the message has the largest size that works), the vocabulary
+                cannot hold the alphabet (the smallest), or there is no text.
+        """
+        import sentencepiece
+
+        # A list, because an exception inside an iterator comes out of sentencepiece as an error of its own.
+        lines = list(_sentences(texts))
+        if not lines:
+            raise TokenizerError("no text to train the tokenizer on")
+        model = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=vocabulary_size,
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                allow_whitespace_only_pieces=True,
+                user_defined_symbols=["\n"],
+                control_symbols=list(control_symbols),
+                pad_id=_PAD,
+                unk_id=_UNKNOWN,
+                bos_id=_BOS,
+                eos_id=_EOS,
+                max_sentence_length=4 * _MAX_SENTENCE,
+                num_threads=_TRAIN_THREADS,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise TokenizerError(_training_message(error, vocabulary_size)) from error
+        return cls(model.getvalue())
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read what ``save`` wrote.
+
+        Raises:
+            TokenizerError: A file is missing or damaged; the message names it.
+        """
+        model_file, record_file = Path(folder, MODEL_FILE), Path(folder, RECORD_FILE)
+        try:
+            model = model_file.read_bytes()
+            record = json.loads(record_file.read_text("utf-8"))
+            digest = record["sha256"]
+        except OSError as error:
+            raise TokenizerError(f"tokenizer file {error.filename} cannot be read: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise TokenizerError(f"tokenizer file {record_file} is damaged: {error!r}") from error
+        if hashlib.sha256(model).hexdigest() != digest:
+            raise TokenizerError(f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 is not {digest}")
+        return cls(model)
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tokenizer.model``, and beside it ``tokenizer.json`` with its hash, fingerprint and size."""
+        record = {
+            "sha256": hashlib.sha256(self._model).hexdigest(),
+            "fingerprint": self.fingerprint,
+            "vocabulary_size": self.vocabulary_size,
+        }
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, MODEL_FILE).write_bytes(self._model)
+        Path(folder, RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of ids."""
+        return int(self._processor.get_piece_size())
+
+    @property
+    def pad_id(self) -> int:
+        """Id that fills up rows; never in a text."""
+        return _PAD
+
+    @property
+    def bos_id(self) -> int:
+        """Id of the beginning of a text."""
+        return _BOS
+
+    @property
+    def eos_id(self) -> int:
+        """Id that ends every document of a token store."""
+        return _EOS
+
+    def control_id(self, symbol: str) -> int:
+        """Id of a control symbol.
+
+        Raises:
+            TokenizerError: The tokenizer was not trained with it.
+        """
+        index = int(self._processor.piece_to_id(symbol))
+        if not self._processor.is_control(index):
+            raise TokenizerError(f"the tokenizer has no control symbol {symbol!r}")
+        return index
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without begin or end; ``decode`` gives the text back exactly."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
+        """Ids of each text; the result does not depend on the number of threads."""
+        segments, owners = [], []
+        for owner, text in enumerate(texts):
+            for segment in _segments(text):
+                segments.append(segment)
+                owners.append(owner)
+        encoded = self._encode_segments(segments, num_threads)
+        results: list[list[int]] = [[] for _ in texts]
+        for owner, ids in zip(owners, encoded, strict=True):
+            results[owner].extend(ids)
+        return results
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; padding, begin, end and control symbols give nothing.
+
+        Raises:
+            TokenizerError: An id is outside the vocabulary.
+        """
+        ids = [int(index) for index in ids]
+        wrong = [index for index in ids if not 0 <= index < self.vocabulary_size]
+        if wrong:
+            raise TokenizerError(f"id {wrong[0]} is outside the vocabulary of {self.vocabulary_size}")
+        return str(self._processor.decode(ids))
+
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[bytes]]:
+        return Tokenizer, (self._model,)
+
+    def _encode_segments(self, segments: list[str], num_threads: int) -> list[list[int]]:
+        encoded: Any = self._processor.encode(segments, out_type=int, num_threads=num_threads)
+        for index, segment in enumerate(segments):
+            if _SPACE_MARK in segment:
+                encoded[index] = self._encode_marked(segment)
+        return list(encoded)
+
+    def _encode_marked(self, segment: str) -> list[int]:
+        ids: list[int] = []
+        for position, part in enumerate(segment.split(_SPACE_MARK)):
+            ids.extend((self._mark_ids if position else []) + self._processor.encode(part, out_type=int))
+        return ids
+
+
+def _segments(text: str) -> Iterator[str]:
+    """Pieces of about 32,000 characters whose ids, joined, are the ids of the whole text.
+
+    A newline is always a token of its own, so that no merge crosses it; encoding takes more than linear memory in the length.
+    """
+    start = 0
+    while len(text) - start > _SEGMENT:
+        end = text.find("\n", start + _SEGMENT) + 1
+        if not end:
+            break
+        yield text[start:end]
+        start = end
+    yield text[start:] if start else text
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    """Lines without their newline (sentencepiece drops longer ones than its limit, so they are cut)."""
+    for text in texts:
+        for line in text.split("\n"):
+            for start in range(0, len(line), _MAX_SENTENCE):
+                yield line[start : start + _MAX_SENTENCE]
+
+
+def _training_message(error: RuntimeError, wanted: int) -> str:
+    largest = re.search(r"value <= (\d+)", str(error))
+    if largest:
+        return (
+            f"vocabulary_size={wanted} is more than the text supports: the largest that works is {largest[1]}; "
+            "use that or more text"
+        )
+    smallest = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
+    if smallest or wanted < _ALWAYS:
+        need = smallest[1] if smallest else f"{_ALWAYS} and its letters"
+        return f"vocabulary_size={wanted} cannot hold the 256 bytes and the text's alphabet: it needs at least {need}"
+    return f"sentencepiece could not learn vocabulary_size={wanted}: {_reason(error)}"
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).strip() or "the bytes end early or are damaged"

@@ -1,0 +1,308 @@
+"""Runs batches: straight through Lightning's own loop where nothing is cut, under a schedule where it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp.agreement import check_same_batch
+from lightning_ptdp.batch import batch_size, microbatch_sizes, split_batch
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.metric_groups import load_metric_states, scope_metrics
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.pipeline import build_schedule
+from lightning_ptdp.pipeline.p2p import Transport
+from lightning_ptdp.pipeline.runtime import PipelineRuntime
+from lightning_ptdp.pipeline.stage import WholeModel
+from lightning_ptdp.random import derive_seed, seeded
+from lightning_ptdp.records import ReportMemory, StepReport, share_report
+from lightning_ptdp.step import LightningJob, loss_and_weight
+from lightning_ptdp.tensor_parallel import gather_full
+
+__all__ = ["Engine"]
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Engine:
+    """One rank's execution of steps.
+
+    Args:
+        module: The LightningModule, already this rank's part.
+        config: The strategy's options.
+        mesh: This rank's place and groups.
+        parallel: What was made of the module.
+        seed: Seed of the run.
+        device: This rank's device.
+    """
+
+    def __init__(
+        self, *, module: Any, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, seed: int, device: torch.device
+    ) -> None:
+        self._module, self._config, self._mesh, self._parallel = module, config, mesh, parallel
+        self._seed, self._device = seed, device
+        pipeline = mesh.group("pipeline")
+        transport = Transport(mesh=mesh, device=device) if pipeline.size > 1 else None
+        cut = parallel.cut if parallel.cut is not None else WholeModel()
+        self._runtime = PipelineRuntime(cut=cut, transport=transport, rank=pipeline.rank, ranks=pipeline.ranks)
+        self._memory = ReportMemory()
+        self._buckets: GradientBuckets | None = None
+        self._fresh, self._accumulates = True, False
+        self._factor, self._compared = 1.0, False
+        self._unscope = scope_metrics(module, mesh) if mesh.layout.model_parallel_size > 1 else lambda: None
+
+    @property
+    def runs_backward_itself(self) -> bool:
+        """Whether ``training_step`` includes the backward, because there is more than one microbatch or stage."""
+        return self._config.pipeline_parallel_size > 1 or (self._config.num_microbatches or 1) > 1
+
+    # ---- gradients ----------------------------------------------------------------------------------------------------
+
+    def prepare_gradients(self) -> None:
+        """Make the gradient buckets, if gradients have to be summed or kept apart."""
+        if self._mesh.layout.world_size == 1 and not self.runs_backward_itself:
+            return
+        tensor = self._mesh.group("tensor")
+        entries = [
+            BucketEntry(
+                parameter=parameter,
+                chunk=record.stages[0] if len(record.stages) == 1 else None,
+                sums=tensor if record.sharding.partial and tensor.size > 1 else None,
+                shared=record.shared,
+            )
+            for parameter, record in sorted(self._parallel.records.items(), key=lambda item: item[1].order)
+            if parameter.requires_grad
+        ]
+        size = int(self._config.bucket_mb * 2**20)
+        self._buckets = GradientBuckets(entries, group=self._mesh.group("replica_sum"), bucket_bytes=size)
+
+    def install_gradients(self) -> None:
+        """Show the gradients that ``training_step`` computed to Lightning and the optimizer."""
+        assert self._buckets is not None
+        self._buckets.install()
+
+    def gradients_used(self) -> None:
+        """The optimizer has stepped: the next batch starts from zero."""
+        self._fresh = True
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Batches in this context do not complete an optimizer step."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss of a straight step with this replica's weight in the mean over replicas."""
+        return loss if self._factor == 1.0 else loss * self._factor
+
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Around Lightning's own backward: sum gradients over the replicas while it runs."""
+        if self._buckets is None:
+            yield
+            return
+        self._start_gradients()
+        if self._accumulates:
+            yield
+            return
+        self._buckets.arm(0)
+        yield
+        self._buckets.reduce(0)
+        self._buckets.finish()
+
+    def close(self) -> None:
+        """Detach from the module."""
+        if self._buckets is not None:
+            self._buckets.close()
+            self._buckets = None
+        self._unscope()
+
+    def _start_gradients(self) -> None:
+        assert self._buckets is not None
+        if self._fresh:
+            self._buckets.zero()
+            self._fresh = False
+        self._buckets.install()
+
+    # ---- training -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, context: Context, args: Sequence[Any]) -> Any:
+        """One batch of one replica.
+
+        Args:
+            context: The precision plugin's context for one call of the user's step.
+            args: What Lightning passes to ``training_step``, the batch first.
+        """
+        self._compare_batch(args[0])
+        if self.runs_backward_itself:
+            return self._scheduled_training_step(context, args)
+        return self._straight_training_step(context, args)
+
+    def _straight_training_step(self, context: Context, args: Sequence[Any]) -> Any:
+        with self._step_randomness(), context():
+            output = self._module.training_step(*args)
+        group = self._mesh.group("replica_sum")
+        if group.size > 1:
+            _, tokens = loss_and_weight(output)
+            self._factor = 1 / group.size
+            if tokens is not None:
+                total = torch.tensor([tokens], dtype=torch.float64, device=self._device)
+                dist.all_reduce(total, group=group.handle)
+                self._factor = tokens / total.item() if total.item() else 0.0
+        return output
+
+    def _scheduled_training_step(self, context: Context, args: Sequence[Any]) -> Any:
+        assert self._buckets is not None
+        self._start_gradients()
+        buckets, windows = self._buckets, self._module.trainer.accumulate_grad_batches
+        # Batches that weigh their tokens differently are scaled one by one, so their gradients cannot be reduced while they grow.
+        reduces = not self._accumulates and not buckets.has_stash
+        job = self._job(
+            "training_step",
+            context,
+            args,
+            buckets=buckets,
+            scale=1 / (windows * self._mesh.group("replica_sum").size),
+            reduce_gradients=reduces,
+        )
+        self._runtime.run(self._schedule(job.count, training=True), job)
+        report = self._shared_report(job)
+        scale = 1 / (report.weight * windows) if report.counted and report.weight else None
+        if reduces:
+            buckets.finish(scale)
+        elif report.counted:
+            self._settle_counted(buckets, scale or 0.0)
+        elif not self._accumulates:
+            buckets.reduce_all()
+            buckets.finish()
+        buckets.park()
+        self._replay(report)
+        return self._training_output(report)
+
+    def _settle_counted(self, buckets: GradientBuckets, scale: float) -> None:
+        if self._accumulates:
+            buckets.stash(scale)
+            return
+        buckets.unstash(scale)
+        buckets.reduce_all()
+        buckets.finish()
+
+    def _training_output(self, report: StepReport) -> Any:
+        mean = report.loss / report.weight if report.weight else 0.0
+        loss = torch.tensor(mean, dtype=torch.float32, device=self._device)
+        if not report.counted and report.extras is None:
+            return loss
+        counted = {"num_tokens": torch.tensor(report.weight).to(torch.int64)} if report.counted else {}
+        return {**(report.extras or {}), **counted, "loss": loss}
+
+    # ---- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
+        """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
+        if self._mesh.group("pipeline").size == 1:
+            with context():
+                return gather_full(getattr(self._module, hook)(*args))
+        job = self._job(hook, context, args)
+        self._runtime.run(self._schedule(job.count, training=False), job)
+        report = self._shared_report(job)
+        self._replay(report)
+        return report.extras
+
+    # ---- shared -------------------------------------------------------------------------------------------------------
+
+    def _job(self, hook: str, context: Context, args: Sequence[Any], **training: Any) -> LightningJob:
+        batch = args[0]
+        try:
+            samples = batch_size(batch)
+        except ValueError:
+            if hook == "training_step":
+                raise
+            samples = 1  # an evaluation batch that cannot be cut is run whole
+            microbatches, sizes = [batch], (1,)
+        else:
+            sizes = microbatch_sizes(samples, self._config.microbatches(samples))
+            microbatches = split_batch(batch, sizes)
+        return LightningJob(
+            module=self._module,
+            hook=hook,
+            microbatches=microbatches,
+            sizes=sizes,
+            arguments=args[1:],
+            context=context,
+            seed=self._step_seed(hook),
+            device=self._device,
+            **training,
+        )
+
+    def _schedule(self, microbatches: int, *, training: bool) -> Any:
+        return build_schedule(
+            self._config.schedule,
+            pipeline_parallel_size=self._config.pipeline_parallel_size,
+            virtual_pipeline_size=self._config.virtual_pipeline_size,
+            num_microbatches=microbatches,
+            training=training,
+        )
+
+    def _shared_report(self, job: LightningJob) -> StepReport:
+        pipeline, replicas = self._mesh.group("pipeline"), self._mesh.group("replica_sum")
+        report = None
+        if pipeline.rank == pipeline.size - 1:
+            report = job.report()
+            if report.counted and replicas.size > 1:
+                sums = torch.tensor([report.loss, report.weight], dtype=torch.float64, device=self._device)
+                dist.all_reduce(sums, group=replicas.handle)
+                report.loss, report.weight = sums.tolist()
+        shared = share_report(report, group=pipeline, memory=self._memory, device=self._device)
+        if report is None:
+            load_metric_states(self._module, shared.metrics, self._device)
+            shared.extras = _to(shared.extras, self._device)
+        return shared
+
+    def _replay(self, report: StepReport) -> None:
+        for call in report.calls:
+            if call.metric is not None:
+                self._module.log(call.name, self._module.get_submodule(call.metric), **call.options)
+            else:
+                self._module.log(call.name, torch.tensor(call.value, dtype=torch.float32, device=self._device), **call.options)
+
+    def _step_seed(self, hook: str) -> tuple[object, ...]:
+        coordinates, layout = self._mesh.coordinates, self._mesh.layout
+        tensor = coordinates.tensor if layout.sequence_parallel else 0
+        step = self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
+        return (self._seed, hook, step, coordinates.data, tensor)
+
+    @contextlib.contextmanager
+    def _step_randomness(self) -> Iterator[None]:
+        """With other ranks around, random numbers may not depend on what this process happened to draw before."""
+        if self._mesh.layout.world_size == 1:
+            yield
+            return
+        with seeded(derive_seed(*self._step_seed("training_step"), 0, 0), self._device):
+            yield
+
+    def _compare_batch(self, batch: Any) -> None:
+        """Once a fit: all ranks of a replica must read the same samples."""
+        if not self._compared:
+            check_same_batch(batch, group=self._mesh.group("model"), rank=self._mesh.rank, device=self._device)
+            self._compared = True
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        items = {k: _to(v, device) for k, v in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_to(v, device) for v in value)
+    return value

@@ -1,0 +1,48 @@
+"""Lightning's launchers, with the checks in front and the weights brought home behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from lightning_ptdp._lightning import lightning_names
+
+__all__ = ["make_launcher"]
+
+
+def make_launcher(strategy: Any, namespace: str, start_method: str) -> Any:
+    """The launcher that starts this node's processes with ``start_method``."""
+    subprocesses, workers = _launcher_classes(namespace)
+    if start_method == "popen":
+        return subprocesses(strategy)
+    return workers(strategy, start_method)
+
+
+@lru_cache(maxsize=2)
+def _launcher_classes(namespace: str) -> tuple[Any, Any]:
+    names = lightning_names(namespace)
+
+    class CheckedSubprocessLauncher(names.SubprocessLauncher):
+        """Re-runs the script once a process."""
+
+        def __init__(self, strategy: Any) -> None:
+            super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+            self._strategy = strategy
+
+        def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            self._strategy.check_before_launch(trainer, args)
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    class CheckedMultiProcessingLauncher(names.MultiProcessingLauncher):
+        """Forks or spawns the processes, and gives the main process the whole trained model."""
+
+        def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            self._strategy.check_before_launch(trainer, args)
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+
+        def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+            with self._strategy.whole_state_dict(trainer.lightning_module):
+                return super()._collect_rank_zero_results(trainer, results)
+
+    return CheckedSubprocessLauncher, CheckedMultiProcessingLauncher

@@ -1,0 +1,278 @@
+"""Lightning's MLflow logger, made lazy, rank-safe and safe across a fork.
+
+What Lightning's own does too early: its constructor imports mlflow and creates the database on every rank (on a fresh SQLite
+file all ranks but one crash), and starts what must not cross a fork. Here nothing is touched until the first use on global
+rank 0; the other ranks get a dummy.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_ptdp.loggers.store import check_store, check_writable_folder, sqlite_path
+from lightning_ptdp.loggers.writer import BackgroundWriter
+
+__all__ = ["MLFlowLogger"]
+
+_VALUE_LIMIT = 500
+_PARAMS_PER_BATCH = 100
+
+
+class MLFlowLogger(Logger):
+    """Log to MLflow, by default to an SQLite file in ``save_dir``.
+
+    Metrics are written by a background thread and all flushed in ``finalize``. A run is FINISHED when training ends well
+    and FAILED when it does not. Checkpoints land in ``save_dir/experiment_name/run_id/checkpoints``.
+
+    MLflow's own telemetry is off unless ``MLFLOW_DISABLE_TELEMETRY`` is already set in the environment: the variable must be
+    set before mlflow is imported, so it is set to "true" at first use.
+
+    Args:
+        experiment_name: Groups runs.
+        run_name: Shown in MLflow's list of runs; None: MLflow makes one up.
+        save_dir: Folder of the database, of artifacts and of the checkpoints.
+        tracking_uri: Store or server; None: ``sqlite:///<save_dir>/mlflow.db``.
+        tags: Set on the run.
+        prefix: Put before every metric name, joined by "-".
+        artifact_location: Where artifacts go; None: ``<save_dir>/artifacts`` for the default store, else the server's choice.
+        run_id: Resume this run: metrics are appended, only parameters that it does not have yet are logged.
+        log_model: Copy checkpoints to the artifacts, as Lightning's logger does: False, True (at the end) or "all".
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning-ptdp",
+        run_name: str | None = None,
+        save_dir: str = "runs",
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        log_model: bool | str = False,
+    ) -> None:
+        super().__init__()
+        folder = Path(save_dir).absolute()
+        if tracking_uri is None:
+            tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
+            artifact_location = artifact_location or (folder / "artifacts").as_uri()
+        self._experiment_name = experiment_name
+        self._save_dir = str(folder)
+        self._tracking_uri = tracking_uri
+        self._run_id = run_id
+        self._prefix = prefix
+        self._tags = dict(tags or {})
+        self._options: dict[str, Any] = {
+            "run_name": run_name,
+            "tags": self._tags,
+            "artifact_location": artifact_location,
+            "log_model": log_model,
+        }
+        self._inner: LightningMLFlowLogger | None = None
+        self._writer: BackgroundWriter[Any] | None = None
+        self._opened_by: int | None = None
+        self._finalized = False
+
+    @property
+    def tracking_uri(self) -> str:
+        """Where the runs are stored."""
+        return self._tracking_uri
+
+    @property
+    def save_dir(self) -> str:
+        """Local folder of this logger, absolute."""
+        return self._save_dir
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self._experiment_name
+
+    @property
+    def version(self) -> str | None:
+        """The run id; on ranks other than global 0 only known when resuming (Lightning broadcasts folders itself)."""
+        return self.run_id
+
+    @property
+    def run_id(self) -> str | None:
+        """The run id; creates the run on global rank 0."""
+        if rank_zero_only.rank == 0:
+            self._open()
+        return self._run_id
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The ``MlflowClient``; a dummy on ranks other than global 0."""
+        return self._open().experiment
+
+    def check(self) -> None:
+        """Find out that the store cannot be written before training starts; touches nothing.
+
+        Raises:
+            ValueError: ``save_dir`` or ``tracking_uri`` cannot be used.
+        """
+        check_writable_folder(Path(self._save_dir), f"save_dir={self._save_dir!r}")
+        check_store(self._tracking_uri)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Queue metrics; returns at once."""
+        from mlflow.entities import Metric
+
+        self._open()
+        assert self._writer is not None
+        now_ms = int(time.time() * 1000)
+        prefix = f"{self._prefix}-" if self._prefix else ""
+        for name, value in metrics.items():
+            self._writer.put(Metric(_allowed(f"{prefix}{name}"), float(value), now_ms, step or 0))
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Log parameters that the run does not have yet: MLflow refuses to change one, and a resumed run may differ."""
+        from mlflow.entities import Param
+
+        client, run_id = self.experiment, self.run_id
+        known = client.get_run(run_id).data.params
+        found = dict(_flat(params))
+        fresh = [Param(key, value) for key, value in found.items() if key not in known]
+        for start in range(0, len(fresh), _PARAMS_PER_BATCH):
+            client.log_batch(run_id, params=fresh[start : start + _PARAMS_PER_BATCH])
+
+    @rank_zero_only
+    def log_tags(self, tags: Mapping[str, Any]) -> None:
+        """Set tags on the run; unlike parameters they may change."""
+        for key, value in tags.items():
+            self.experiment.set_tag(self.run_id, key, str(value))
+
+    @rank_zero_only
+    def log_text(self, text: str, artifact_file: str) -> None:
+        """Store ``text`` as an artifact of the run."""
+        self.experiment.log_text(self.run_id, text, artifact_file)
+
+    @rank_zero_only
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Copy the checkpoint to the artifacts if ``log_model`` asks for it."""
+        if self._options["log_model"]:
+            self._open().after_save_checkpoint(checkpoint_callback)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Wait until everything queued is stored."""
+        if self._is_open():
+            assert self._writer is not None
+            self._writer.flush()
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Flush, and end the run as FINISHED, or FAILED for any status but "success" and "finished"."""
+        if self._is_open():
+            self._finalized = True
+            self.save()
+            self._open().finalize(status if status in ("success", "finished") else "failed")
+
+    def _is_open(self) -> bool:
+        return self._inner is not None and self._opened_by == os.getpid()
+
+    def _open(self) -> LightningMLFlowLogger:
+        """Lightning's logger, made in the process that uses it: connections and threads must not cross a fork."""
+        if not self._is_open():
+            self.check()
+            self._inner, self._opened_by, self._finalized = self._connect(), os.getpid(), False
+            self._run_id = self._inner.run_id
+            self._writer = BackgroundWriter(self._write_metrics)
+            if multiprocessing.parent_process() is not None:
+                # A worker that fails ends without Lightning's finalize, and without Python's atexit.
+                util.Finalize(None, self._end_at_exit, exitpriority=10)
+        assert self._inner is not None
+        return self._inner
+
+    def _connect(self) -> LightningMLFlowLogger:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        path = sqlite_path(self._tracking_uri)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with _quiet("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow"):
+            inner = LightningMLFlowLogger(
+                experiment_name=self._experiment_name,
+                tracking_uri=self._tracking_uri,
+                run_id=self._run_id,
+                **self._options,
+            )
+            client = _find_run(inner, self._run_id)
+        if self._run_id is not None:
+            client.update_run(self._run_id, status="RUNNING")
+            for key, value in self._tags.items():
+                client.set_tag(self._run_id, key, value)
+        return inner
+
+    def _write_metrics(self, metrics: Sequence[Any]) -> None:
+        assert self._inner is not None
+        self._inner.experiment.log_batch(self._run_id, metrics=metrics)
+
+    def _end_at_exit(self) -> None:
+        if self._is_open() and not self._finalized:
+            self.finalize("failed")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_inner": None, "_writer": None, "_opened_by": None}
+
+
+def _find_run(inner: LightningMLFlowLogger, run_id: str | None) -> Any:
+    """Make or find the run; the client."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return inner.experiment
+    except MlflowException as error:
+        if run_id is None:
+            raise
+        raise ValueError(f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run") from error
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Silence the chatter of a new database (some fifty migration messages) while it is made."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _allowed(name: str) -> str:
+    """``name`` in the characters that MLflow takes."""
+    return re.sub(r"[^\w./: -]+", "_", name)
+
+
+def _flat(params: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested mappings, dataclasses and namespaces as dotted keys that MLflow accepts, with values that fit."""
+    if is_dataclass(params) and not isinstance(params, type):
+        params = asdict(params)
+    elif hasattr(params, "__dict__") and not isinstance(params, Mapping):
+        params = vars(params)
+    for key, value in params.items():
+        name = _allowed(f"{prefix}{key}")
+        if (isinstance(value, Mapping) and value) or (is_dataclass(value) and not isinstance(value, type)):
+            yield from _flat(value, f"{name}.")
+        else:
+            text = str(value)
+            yield name, text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 1] + "…"

@@ -1,0 +1,174 @@
+"""GPT: a decoder-only transformer, in the order in which data flows through it.
+
+A plain single-device model that knows no process group and no degree. It is cut from outside (``gpt_plan``), and keeps four
+habits for that:
+
+- numbers of heads are read from the tensors, so that a rank with fewer heads runs the same code;
+- a fused output is laid out [q | k | v] and [gate | up], so that each part can be cut alone;
+- positions inside a block are counted after the qkv projection, where the whole sequence is present even if the block's input
+  is split along the sequence (arXiv 2205.05198, section 4.2.2);
+- one tensor goes from block to block.
+
+Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f inner channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptdp.models.gpt_config import GPTConfig
+from lightning_ptdp.models.init import NormalEmbedding, NormalLinear, TiedLinear
+from lightning_ptdp.models.rotary import Rotary
+
+__all__ = ["GPT", "Attention", "AttentionCore", "Block", "GPTConfig", "GeluMLP", "SwiGLU"]
+
+
+class GPT(nn.Module):
+    """Token ids (b, s) int64 -> logits (b, s, V).
+
+    Args:
+        config: Sizes and choices.
+
+    Raises:
+        ValueError: (in the forward pass) the sequence is longer than ``config.sequence_length``.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = NormalEmbedding(config.vocabulary_size, config.hidden_size, std=config.init_std)
+        self.wpe = None
+        if config.position == "learned":
+            self.wpe = NormalEmbedding(config.sequence_length, config.hidden_size, std=config.init_std)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = make_norm(config)
+        self.head: nn.Linear
+        if config.tie_embeddings:
+            self.head = TiedLinear(self.wte.weight)
+        else:
+            self.head = NormalLinear(config.hidden_size, config.vocabulary_size, bias=False, std=config.init_std)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits (b, s, V) of the token that follows each token of ``input_ids`` (b, s)."""
+        length = input_ids.size(1)
+        if length > self.config.sequence_length:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than sequence_length={self.config.sequence_length}; "
+                "cut it, or build the model with a greater sequence_length"
+            )
+        x_bsh = self.wte(input_ids)
+        if self.wpe is not None:
+            x_bsh = x_bsh + self.wpe(torch.arange(length, device=input_ids.device))
+        x_bsh = self.dropout(x_bsh)
+        for block in self.blocks:
+            x_bsh = block(x_bsh)
+        return self.head(self.norm(x_bsh))
+
+    def tie_weights(self) -> None:
+        """Point the head at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.wte.weight
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm_1 = make_norm(config)
+        self.attention = Attention(config)
+        self.norm_2 = make_norm(config)
+        self.mlp = GeluMLP(config) if config.mlp == "gelu" else SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh)))
+        return x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with as many heads as ``qkv`` gives it; (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.queries_per_kv = config.num_heads // config.kv_heads
+        width = (config.num_heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = NormalLinear(config.hidden_size, width, bias=config.bias, std=config.init_std)
+        self.rotary = Rotary(config.head_dim, config.rope_base) if config.position == "rope" else None
+        self.core = AttentionCore(config.dropout)
+        self.projection = residual_projection(config, config.hidden_size)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        qkv = self.qkv(x_bsh)
+        kv_width = qkv.size(-1) // (self.queries_per_kv + 2)
+        parts = qkv.split((self.queries_per_kv * kv_width, kv_width, kv_width), dim=-1)
+        q_bsnd, k_bsnd, v_bsnd = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if self.rotary is not None:
+            q_bsnd, k_bsnd = self.rotary(q_bsnd, k_bsnd)
+        return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd).flatten(2))
+
+
+class AttentionCore(nn.Module):
+    """softmax(q k^T / sqrt(d)) v under the causal mask; q (b, s, n, d), k and v (b, s, n_kv, d) -> (b, s, n, d).
+
+    A module of its own, without parameters, so that an attention spread over ranks can take its place.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, v_bsnd: Tensor) -> Tensor:
+        y_bnsd = F.scaled_dot_product_attention(
+            q_bsnd.transpose(1, 2),
+            k_bsnd.transpose(1, 2),
+            v_bsnd.transpose(1, 2),
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=q_bsnd.size(2) != k_bsnd.size(2),
+        )
+        return y_bnsd.transpose(1, 2)
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))), gelu in the tanh approximation; (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = NormalLinear(config.hidden_size, config.ffn_size, bias=config.bias, std=config.init_std)
+        self.down = residual_projection(config, config.ffn_size)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_bsh), approximate="tanh"))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202); (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_up = NormalLinear(config.hidden_size, 2 * config.ffn_size, bias=config.bias, std=config.init_std)
+        self.down = residual_projection(config, config.ffn_size)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        gate_bsf, up_bsf = self.gate_up(x_bsh).chunk(2, dim=-1)
+        return self.down(F.silu(gate_bsf) * up_bsf)
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    """The norm that ``config`` asks for."""
+    if config.norm == "rms":
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.bias)
+
+
+def residual_projection(config: GPTConfig, in_features: int) -> NormalLinear:
+    """A layer that writes to the residual stream: l blocks add 2l of them, so that each starts smaller by sqrt(2l)."""
+    std = config.init_std / math.sqrt(2 * config.num_layers)
+    return NormalLinear(in_features, config.hidden_size, bias=config.bias, std=std)

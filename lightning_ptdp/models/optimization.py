@@ -1,0 +1,92 @@
+"""AdamW with decay groups, and a learning rate that warms up and then falls along a cosine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+__all__ = ["AdamWConfig", "build_adamw", "build_schedule", "decay_groups", "learning_rate_factor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """Optimizer and learning-rate schedule.
+
+    Args:
+        learning_rate: Peak learning rate.
+        betas: Decay of the running mean and of the running square.
+        eps: Added to the root of the running square.
+        weight_decay: Decoupled decay (arXiv 1711.05101) of parameters with two or more dimensions.
+        warmup_steps: Optimizer steps of linear warm-up; the first step already has 1/warmup_steps of the peak.
+        decay_steps: Optimizer step, counted from 0, at which the cosine reaches its end; None: the Trainer's number of steps.
+        min_lr_ratio: Learning rate at the end of the cosine and after it, over the peak.
+
+    Raises:
+        ValueError: A value out of range; the message names the field.
+    """
+
+    learning_rate: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    min_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers, each at least 0 and below 1, for example (0.9, 0.95)")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
+        if self.decay_steps is not None and self.decay_steps < max(self.warmup_steps, 1):
+            raise ValueError(
+                f"decay_steps={self.decay_steps} ends before warmup_steps={self.warmup_steps} do; set decay_steps to the "
+                "number of training steps (or None for the Trainer's), or fewer warmup_steps"
+            )
+
+
+def decay_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices and embeddings decay; biases and norm weights (one dimension) do not.
+
+    The rule looks at one parameter at a time, so a pipeline stage that holds a part of the model sorts its part like one
+    process would. Both groups are always there, even if one is empty, so that every rank has the same number of them.
+    """
+    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
+    """AdamW over ``module``'s parameters in ``decay_groups``."""
+    groups = decay_groups(module.named_parameters(), config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+
+
+def learning_rate_factor(step: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float) -> float:
+    """Learning rate of optimizer step ``step`` (from 0) over the peak."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, decay_steps: int) -> LambdaLR:
+    """The schedule of ``config``, stepped once an optimizer step."""
+    # A partial, not a closure: it can be pickled, and LambdaLR does not store its arguments in checkpoints,
+    # so that a resumed run follows the configuration that it was given.
+    factor = partial(
+        learning_rate_factor, warmup_steps=config.warmup_steps, decay_steps=decay_steps, min_lr_ratio=config.min_lr_ratio
+    )
+    return LambdaLR(optimizer, factor)

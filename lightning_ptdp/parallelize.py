@@ -1,0 +1,254 @@
+"""From an ordinary module to this rank's part of it: cut into stages, given values, sharded.
+
+Read ``parallelize`` as the order in which parallelism is applied. Afterwards the module is the user's own object, holding only what
+this rank needs, under the names of the uncut model; the returned record says how every local parameter sits in the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.materialize import Materializer, agree_on_values
+from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
+from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
+from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Sharding, shard_module
+
+__all__ = ["ParallelModel", "ParameterRecord", "layer_ranges", "parallelize"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRecord:
+    """A local parameter's place in the whole model.
+
+    Attributes:
+        name: Global name, the first under which the uncut model registers it.
+        order: Position among the uncut model's parameters.
+        sharding: Which part of the full tensor is here.
+        stages: Local pipeline stages that use it.
+        shared: Group of the ranks that hold it at other stages (tied weights, modules kept by every stage), if any.
+        counted: Whether this rank is the one that counts it in norms and totals.
+    """
+
+    name: str
+    order: int
+    sharding: Sharding
+    stages: tuple[int, ...]
+    shared: Group | None
+    counted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelModel:
+    """What ``parallelize`` made of a module.
+
+    Attributes:
+        module: The module, changed in place.
+        parts: Where its modules stand relative to the repeated container (None without a pipeline).
+        ranges: Half-open layer ranges, one a stage.
+        cut: This rank's stages (None without a pipeline).
+        records: Record of every local parameter, by identity.
+        aliases: Further names of tied parameters -> the first name, in the uncut model.
+        notes: Remarks for the user.
+    """
+
+    module: nn.Module
+    parts: ModelParts | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    cut: PipelineCut | None = None
+    records: Mapping[nn.Parameter, ParameterRecord] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """Global name of every local parameter."""
+        return {parameter: record.name for parameter, record in self.records.items()}
+
+    @property
+    def shardings(self) -> dict[str, Sharding]:
+        """Sharding of every local parameter, by global name."""
+        return {record.name: record.sharding for record in self.records.values()}
+
+
+def parallelize(
+    module: nn.Module,
+    *,
+    plan: ParallelPlan,
+    mesh: ProcessMesh,
+    partition: Sequence[int] | None = None,
+    seed: int,
+    device: torch.device,
+) -> ParallelModel:
+    """Make ``module`` this rank's part of itself, in place; collective over the world.
+
+    Args:
+        module: The whole module, on the meta device or with values.
+        plan: What becomes of its submodules.
+        mesh: This rank's place and groups.
+        partition: Layers a stage, for an uneven cut on purpose.
+        seed: Decides the initial values of meta modules.
+        device: Where parameters go.
+
+    Raises:
+        ValueError: The plan, the partition or the sizes do not fit the model.
+    """
+    layout = mesh.layout
+    kinds = plan.resolve(module) if layout.tensor_parallel_size > 1 else {}
+    plan.check(module, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
+    notes = _agree(module, device)
+    original = _original_parameters(module)
+    names = {id(parameter): name for name, parameter in original}
+    order = {name: index for index, (name, _) in enumerate(original)}
+    users = _users(module, names)
+    aliases = {alias: names[id(p)] for alias, p in module.named_parameters(remove_duplicate=False) if alias not in order}
+    materialize = Materializer(module, seed=seed, device=device)
+
+    parts, ranges, cut = None, (), None
+    if layout.pipeline_parallel_size > 1:
+        parts = find_parts(module, blocks=plan.blocks, before=plan.before, after=plan.after)
+        ranges = layer_ranges(module, parts=parts, layout=layout, partition=partition)
+        here = mesh.group("pipeline").rank
+        stages = range(here, layout.num_stages, layout.pipeline_parallel_size)
+        cut = PipelineCut(module, parts=parts, ranges=ranges, stages=tuple(stages))
+    module_stages = (
+        cut.module_stages if cut is not None else {name: 0 for name, _ in module.named_modules(remove_duplicate=False)}
+    )
+
+    shardings = _build_local(module, kinds, materialize, names, mesh)
+    records = _records(module, shardings, names, order, users, module_stages, mesh)
+    notes = (*notes, *_padding_notes(records.values(), layout.tensor_parallel_size))
+    return ParallelModel(module=module, parts=parts, ranges=ranges, cut=cut, records=records, aliases=aliases, notes=notes)
+
+
+def _padding_notes(records: Iterable[ParameterRecord], size: int) -> tuple[str, ...]:
+    return tuple(
+        f"'{r.name}': vocabulary of {r.sharding.full_shape[0]} is not divisible by tensor_parallel_size={size} and is padded to "
+        f"{r.sharding.local_shape[0] * size} rows"
+        for r in records
+        if r.sharding.axis == "tensor"
+        and r.sharding.full_shape[0] % size
+        and r.sharding.local_shape[0] * size > r.sharding.full_shape[0]
+    )
+
+
+def layer_ranges(
+    module: nn.Module, *, parts: ModelParts, layout: ParallelLayout, partition: Sequence[int] | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Half-open layer ranges of all stages; the cost of a layer and of the head is their number of matrix elements.
+
+    Raises:
+        ValueError: There are fewer layers than stages, or ``partition`` does not fit.
+    """
+    layers = list(module.get_submodule(parts.blocks).children())
+    if partition is not None:
+        return explicit_partition(partition, num_layers=len(layers), num_stages=layout.num_stages)
+    check_num_layers(
+        len(layers),
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+        virtual_pipeline_size=layout.virtual_pipeline_size,
+    )
+    head = sum(_matrix_elements(module.get_submodule(name)) for name in parts.after)
+    costs = [float(_matrix_elements(layer)) or 1.0 for layer in layers]
+    return partition_layers(costs, num_stages=layout.num_stages, last_cost=float(head))
+
+
+def _matrix_elements(module: nn.Module) -> int:
+    """Elements of the matrices that multiply activations; an embedding looks up and multiplies nothing."""
+    linear = [m for m in module.modules() if not isinstance(m, nn.Embedding)]
+    return sum(p.numel() for m in linear for p in m._parameters.values() if p is not None and p.dim() > 1)
+
+
+def _agree(module: nn.Module, device: torch.device) -> tuple[str, ...]:
+    values = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
+    differing = agree_on_values(values, device=device)
+    if not differing:
+        return ()
+    shown = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
+    return (f"{len(differing)} tensors ({shown}) were built with different values on different ranks; rank 0's were broadcast",)
+
+
+def _original_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters())
+
+
+def _users(module: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
+    """Names of the modules that hold each parameter, tied ones included."""
+    users: dict[str, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        for parameter in child._parameters.values():
+            if parameter is not None:
+                users.setdefault(names[id(parameter)], []).append(name)
+    return users
+
+
+def _build_local(
+    module: nn.Module, kinds: Mapping[str, Kind], materialize: Materializer, names: dict[int, str], mesh: ProcessMesh
+) -> dict[int, Sharding]:
+    """Give values to and shard what is left in the tree, one module at a time; keeps ``names`` up to date."""
+    group, sequence_parallel = mesh.group("tensor"), mesh.layout.sequence_parallel
+    shared: dict[int, nn.Parameter] = {}
+    kept: list[object] = []  # originals whose ids are keys above must stay alive
+    shardings: dict[int, Sharding] = {}
+    for name, child in list(module.named_modules()):
+        before = dict(child._parameters)
+        kept.extend(before.values())
+        materialize(child, name)
+        for key, parameter in child._parameters.items():
+            old = before[key]
+            if parameter is not None and old is not None:
+                names[id(parameter)] = names[id(old)]
+        kept.extend(child._parameters.values())
+        if name in kinds and not isinstance(child, Placeholder):
+            new, own = shard_module(child, kinds[name], group=group, sequence_parallel=sequence_parallel, shared=shared)
+            if new is not child:
+                parent = module.get_submodule(name.rpartition(".")[0])
+                parent._modules[name.rpartition(".")[2]] = new
+            for key, sharding in own.items():
+                parameter, old = new._parameters[key], child._parameters[key]
+                assert parameter is not None
+                assert old is not None
+                names[id(parameter)] = names[id(old)]
+                shardings[id(parameter)] = sharding
+                kept.append(parameter)
+    for parameter in module.parameters():
+        if id(parameter) not in shardings:
+            partial = sequence_parallel and group.size > 1
+            shardings[id(parameter)] = Sharding.replicated(tuple(parameter.shape), partial=partial)
+    return shardings
+
+
+def _records(
+    module: nn.Module,
+    shardings: Mapping[int, Sharding],
+    names: Mapping[int, str],
+    order: Mapping[str, int],
+    users: Mapping[str, list[str]],
+    module_stages: Mapping[str, int | None],
+    mesh: ProcessMesh,
+) -> dict[nn.Parameter, ParameterRecord]:
+    """Records of the local parameters; makes the groups of shared ones (in the same order on all ranks of a pipeline)."""
+    pipeline, tensor = mesh.group("pipeline"), mesh.group("tensor")
+    num_stages, size = mesh.layout.num_stages, pipeline.size
+    stages_of: dict[str, set[int]] = {}
+    for name, holders in users.items():
+        found = [module_stages[holder] for holder in holders]
+        stages_of[name] = set(range(num_stages)) if None in found else {stage for stage in found if stage is not None}
+    ranks_of = {name: tuple(sorted({stage % size for stage in stages})) for name, stages in stages_of.items()}
+    groups = {ranks: mesh.pipeline_subgroup(ranks) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1}
+    records = {}
+    for parameter in module.parameters():
+        name, sharding = names[id(parameter)], shardings[id(parameter)]
+        ranks = ranks_of[name]
+        counted = pipeline.rank == ranks[0] and (sharding.axis == "tensor" or tensor.rank == 0)
+        local = tuple(sorted(stage for stage in stages_of[name] if stage % size == pipeline.rank))
+        records[parameter] = ParameterRecord(
+            name=name, order=order[name], sharding=sharding, stages=local, shared=groups.get(ranks), counted=counted
+        )
+    return records

@@ -1,0 +1,158 @@
+"""Which layers are in which stage. Every layer is in exactly one stage, and the order of layers is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+__all__ = ["check_num_layers", "explicit_partition", "partition_layers"]
+
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open ranges of layers, one a stage."""
+
+
+def check_num_layers(num_layers: int, *, pipeline_parallel_size: int, virtual_pipeline_size: int = 1) -> None:
+    """Check that there is a layer for every stage.
+
+    Raises:
+        ValueError: There are fewer layers than p * v; the message proposes what fits.
+    """
+    p, v = pipeline_parallel_size, virtual_pipeline_size
+    if num_layers >= p * v:
+        return
+    fits = [f"at least {p * v} layers"]
+    if num_layers >= p:
+        fits.append(f"virtual_pipeline_size={num_layers // p}")
+    if num_layers >= 2 * v:
+        fits.append(f"pipeline_parallel_size={num_layers // v}")
+    if 0 < num_layers < min(p, 2 * v):
+        fits.append(f"pipeline_parallel_size={num_layers} with virtual_pipeline_size=1")
+    raise ValueError(
+        f"num_layers={num_layers} cannot fill pipeline_parallel_size * virtual_pipeline_size = {p} * {v} = {p * v} stages of at "
+        f"least one layer each: use {' or '.join(fits)}"
+    )
+
+
+def partition_layers(costs: Sequence[float], *, num_stages: int, first_cost: float = 0.0, last_cost: float = 0.0) -> Ranges:
+    """Split layers into contiguous stages so that the most expensive stage is as cheap as possible.
+
+    Among the splits that reach that, the stages are made as even as possible (least sum of squares), then the first and the
+    last stage as cheap as possible, then the later stages get the remainders, because earlier ones hold more activations::
+
+        partition_layers([1] * 10, num_stages=4)                 ((0, 2), (2, 5), (5, 8), (8, 10))      2 3 3 2
+        partition_layers([1] * 8, num_stages=4, last_cost=1)     ((0, 2), (2, 4), (4, 7), (7, 8))       2 2 3 1
+
+    The arithmetic is exact (0.1 is a tenth), so every rank finds the same split.
+
+    Args:
+        costs: Time (or anything additive) of each layer.
+        num_stages: p * v.
+        first_cost: What the first stage has beside layers, such as an embedding.
+        last_cost: What the last stage has beside layers, such as an output head.
+
+    Returns:
+        One half-open range (first layer, one past the last layer) a stage.
+
+    Raises:
+        ValueError: Fewer layers than stages, or a cost that is negative or not finite.
+    """
+    if num_stages < 1:
+        raise ValueError(f"num_stages={num_stages} must be a positive integer")
+    if len(costs) < num_stages:
+        raise ValueError(
+            f"num_layers={len(costs)} cannot fill num_stages={num_stages} (pipeline_parallel_size * virtual_pipeline_size) with at "
+            f"least one layer each: use at least {num_stages} layers, or at most {len(costs)} stages"
+        )
+    for name, values in {"costs": costs, "first_cost": [first_cost], "last_cost": [last_cost]}.items():
+        for value in values:
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} holds {value!r}: a cost is a finite number, 0 or more")
+    first, last, *layers = _as_integers([first_cost, last_cost, *costs])
+    sums = [0, *accumulate(layers)]
+    # Each end's extra cost is part of its end layer: no split can separate the two.
+    sums = [0, *(total + first for total in sums[1:-1]), sums[-1] + first + last]
+    return _most_even(sums, num_stages, _smallest_limit(sums, num_stages))
+
+
+def explicit_partition(counts: Sequence[int], *, num_layers: int, num_stages: int) -> Ranges:
+    """The split in which stage i has ``counts[i]`` layers.
+
+    Raises:
+        ValueError: Not one count a stage, a count below 1, or counts whose sum is not ``num_layers``.
+    """
+    if len(counts) != num_stages:
+        raise ValueError(
+            f"counts={list(counts)} has {len(counts)} entries for num_stages={num_stages} "
+            "(pipeline_parallel_size * virtual_pipeline_size): give one a stage"
+        )
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"counts={list(counts)} holds {count!r}: every stage needs at least one layer")
+    if sum(counts) != num_layers:
+        raise ValueError(
+            f"counts={list(counts)} sum to {sum(counts)}, but num_layers={num_layers}: "
+            f"{'add' if sum(counts) < num_layers else 'take away'} {abs(num_layers - sum(counts))}"
+        )
+    return tuple(pairwise(accumulate(counts, initial=0)))
+
+
+def _as_integers(values: Sequence[float]) -> list[int]:
+    """The values times a common factor that makes all of them whole. They are read as printed, so that 3 * 0.1 ties with 0.3."""
+    fractions = [Fraction(repr(float(value))) for value in values]
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * scale) for fraction in fractions]
+
+
+def _smallest_limit(sums: Sequence[int], num_stages: int) -> int:
+    """The least L for which a split exists whose stages all cost at most L, by bisection over filling stages greedily."""
+    num_layers = len(sums) - 1
+
+    def possible(limit: int) -> bool:
+        start = 0
+        for stage in range(num_stages):
+            if sums[start + 1] - sums[start] > limit:
+                return False
+            # Leave one layer for each stage that follows.
+            stop, furthest = start + 1, num_layers - (num_stages - stage - 1)
+            while stop < furthest and sums[stop + 1] - sums[start] <= limit:
+                stop += 1
+            start = stop
+        return start == num_layers
+
+    low, high = 0, sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if possible(middle) else (middle + 1, high)
+    return low
+
+
+def _most_even(sums: Sequence[int], num_stages: int, limit: int) -> Ranges:
+    """Dynamic programming from the last stage: best[i] is the best way to put layers i onwards into the stages that remain."""
+    num_layers = len(sums) - 1
+    # (sum of squares, cost of the ends); a choice is the layer after the stage.
+    best: list[tuple[int, int] | None] = [None] * num_layers + [(0, 0)]
+    choices: list[dict[int, int]] = []
+    for stage in reversed(range(num_stages)):
+        found: list[tuple[int, int] | None] = [None] * (num_layers + 1)
+        choice: dict[int, int] = {}
+        is_end = stage in (0, num_stages - 1)
+        for start in range(num_layers):
+            for stop in range(start + 1, num_layers + 1):
+                cost = sums[stop] - sums[start]
+                if cost > limit:
+                    break
+                rest = best[stop]
+                if rest is None:
+                    continue
+                key = (rest[0] + cost * cost, rest[1] + cost * is_end)
+                known = found[start]
+                if known is None or key < known:
+                    found[start], choice[start] = key, stop
+        best = found
+        choices.append(choice)
+    bounds = [0]
+    for choice in reversed(choices):
+        bounds.append(choice[bounds[-1]])
+    return tuple(pairwise(bounds))

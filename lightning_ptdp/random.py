@@ -1,0 +1,35 @@
+"""Random numbers that depend on what is computed, not on which process computes it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["derive_seed", "seeded"]
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed that is a function of ``parts`` (integers and strings) and the same in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Run with torch's generators (CPU and ``device``) seeded, and put their states back afterwards."""
+    cuda = device.type == "cuda"
+    cpu_state = torch.get_rng_state()
+    device_state = torch.cuda.get_rng_state(device) if cuda else None
+    torch.default_generator.manual_seed(seed)
+    if cuda:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state, device)

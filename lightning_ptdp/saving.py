@@ -1,0 +1,193 @@
+"""The strategy's part in Lightning's checkpoints: model space in, model space out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.checkpoint import (
+    load_optimizer,
+    load_tensors,
+    merge_groups,
+    optimizer_groups,
+    optimizer_tensors,
+    read_state,
+    save_checkpoint,
+)
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
+
+__all__ = ["ModelSpaceSaving"]
+
+_MODEL = "model/"
+
+
+class ModelSpaceSaving:
+    """Mixin of the strategy: saves and loads shards under global names, so that any layout reads what any other wrote.
+
+    Before ``setup`` there is nothing but an ordinary module, and Lightning's single file is written and read.
+    """
+
+    parallel: ParallelModel | None
+    lightning_module: Any
+    optimizers: list[Any]
+    broadcast: Any
+    _loading: Path | None = None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the model; the rest is on the other ranks."""
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Hyperparameters of the groups with the names of all ranks' parameters; the tensors are saved as shards."""
+        if self.parallel is None:
+            return super().optimizer_state(optimizer)  # type: ignore[misc]
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        groups = optimizer_groups(inner, self.parallel.names)
+        ranks = [groups]
+        if dist.is_initialized():
+            ranks = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(ranks, groups)
+        return {"groups": merge_groups(ranks)}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint folder; entered by all ranks.
+
+        Raises:
+            CheckpointError: It could not be written; what was there before is whole.
+            TypeError: ``storage_options`` is given, which DCP does not take.
+        """
+        if self.parallel is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options is not supported: checkpoints are written by torch.distributed.checkpoint")
+        state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
+        if "optimizer_states" in state:
+            for index, optimizer in enumerate(self.optimizers):
+                tensors |= optimizer_tensors(optimizer, names=self.parallel.names, shardings=self.parallel.shardings, index=index)
+        layout = self.layout  # type: ignore[attr-defined]
+        metadata = {"layout": layout.describe(), "aliases": dict(self.parallel.aliases)}
+        save_checkpoint(self.broadcast(str(filepath)), tensors=tensors, state=state, metadata=metadata)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read what is not a tensor; the model and the optimizer follow in their own calls."""
+        path = Path(self.broadcast(str(checkpoint_path)))
+        if path.is_file():
+            self._loading = None
+            return super().load_checkpoint(path, weights_only=weights_only)  # type: ignore[misc]
+        state = read_state(path)
+        self._loading = path
+        return {**state, "state_dict": {}}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Fill this rank's part, from a checkpoint folder or from the whole state of a single file."""
+        if self.parallel is None:
+            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
+        elif self._loading is not None:
+            tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
+            load_tensors(self._loading, tensors, strict=strict, prefix=_MODEL if strict else None)
+        else:
+            self._load_whole(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Fill this rank's part of the optimizer, by parameter name.
+
+        Raises:
+            ValueError: The checkpoint is a single file of another strategy, whose optimizer states have no names.
+        """
+        if self.parallel is None:
+            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+            return
+        if self._loading is None:
+            self._load_indexed_optimizer(checkpoint)
+            return
+        for index, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            load_optimizer(
+                self._loading,
+                optimizer,
+                names=self.parallel.names,
+                shardings=self.parallel.shardings,
+                groups=saved["groups"],
+                index=index,
+            )
+
+    def gather_state_dict(self) -> dict[str, Tensor]:
+        """The whole, uncut model's state on the CPU of every rank; collective over the world, for models that fit."""
+        local = {name: (tensor.cpu(), sharding) for name, (tensor, sharding) in self._model_tensors().items()}
+        ranks: list[Any] = [local]
+        if dist.is_initialized():
+            ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, local)
+        whole: dict[str, Tensor] = {}
+        for part in ranks:
+            for name, (tensor, sharding) in part.items():
+                full = whole.setdefault(name, torch.empty(sharding.full_shape, dtype=tensor.dtype))
+                for here, there in iterate_pieces(sharding):
+                    full[there] = tensor[here]
+        assert self.parallel is not None
+        return {**whole, **{alias: whole[name] for alias, name in self.parallel.aliases.items()}}
+
+    @contextlib.contextmanager
+    def whole_state_dict(self, module: Any) -> Iterator[None]:
+        """While in the context, ``module.state_dict()`` is the whole, uncut model's (collective; used to bring the trained weights
+        back to the process that started the ranks)."""
+        if self.parallel is None or self.layout.model_parallel_size == 1:  # type: ignore[attr-defined]
+            yield
+            return
+        whole = self.gather_state_dict()
+        module.__dict__["state_dict"] = lambda *_, **__: whole
+        try:
+            yield
+        finally:
+            module.__dict__.pop("state_dict", None)
+
+    def _model_tensors(self) -> dict[str, tuple[Tensor, Sharding]]:
+        """Local parameters and persistent buffers under their global names."""
+        assert self.parallel is not None
+        found: dict[str, tuple[Tensor, Sharding]] = {}
+        for key, value in self.lightning_module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"the state_dict entry '{key}' is a {type(value).__name__}; only tensors are saved by layout. Keep it in "
+                    "on_save_checkpoint and on_load_checkpoint instead"
+                )
+            record = self.parallel.records.get(value) if isinstance(value, nn.Parameter) else None
+            if record is not None:
+                found[record.name] = (value.detach(), record.sharding)
+            else:
+                found[key] = (value, Sharding.replicated(tuple(value.shape)))
+        return found
+
+    def _load_whole(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
+        assert self.parallel is not None
+        local = self._model_tensors()
+        missing = [name for name in local if name not in state]
+        if missing and strict:
+            raise ValueError(f"the checkpoint has no {missing[:3]}; it holds {len(state)} tensors such as {list(state)[:3]}")
+        with torch.no_grad():
+            for name, (tensor, sharding) in local.items():
+                if name in state:
+                    if tuple(state[name].shape) != sharding.full_shape:
+                        raise ValueError(
+                            f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, {sharding.full_shape} here"
+                        )
+                    tensor.copy_(slice_full(state[name], sharding))
+
+    def _load_indexed_optimizer(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.layout.model_parallel_size > 1:  # type: ignore[attr-defined]
+            raise ValueError(
+                "this checkpoint was written by a strategy that stores optimizer states by index, which tensor and pipeline parallel "
+                "ranks cannot place. Load only its weights (module.load_state_dict(torch.load(path)['state_dict']) before fit), or "
+                "resume it under PTDPStrategy() without model parallelism and save it once"
+            )
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+

@@ -1,0 +1,188 @@
+"""One step of one replica: microbatches through the schedule, the user's own step on each, one report for Lightning."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp.batch import merge_outputs, signature
+from lightning_ptdp.data_parallel import GradientBuckets
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.random import derive_seed, seeded
+from lightning_ptdp.records import LogRecorder, MetricState, StepReport, average_calls
+from lightning_ptdp.tensor_parallel import gather_full
+
+__all__ = ["LightningJob", "loss_and_weight", "sum_over_replicas"]
+
+
+def loss_and_weight(output: Any) -> tuple[Tensor, float | None]:
+    """Loss of a training step's output, and the number of tokens that it is the mean of, if the output says so.
+
+    Raises:
+        ValueError: The output is neither a tensor nor a mapping with a "loss".
+    """
+    if isinstance(output, Tensor):
+        return output, None
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        tokens = output.get("num_tokens")
+        return output["loss"], None if tokens is None else float(tokens)
+    raise ValueError(
+        f"training_step returned {type(output).__name__}; under this strategy it must return the loss tensor or a dictionary with "
+        "'loss' (and 'num_tokens' to weight microbatches by their tokens); skipping a step with None is not possible"
+    )
+
+
+def sum_over_replicas(values: Tensor, group: Group) -> Tensor:
+    """Sum a small tensor over the replicas, in place."""
+    if group.size > 1:
+        dist.all_reduce(values, group=group.handle)
+    return values
+
+
+class LightningJob:
+    """Runs a LightningModule's step on microbatches; the pipeline runtime calls it as the schedule says.
+
+    Args:
+        module: The LightningModule.
+        hook: "training_step", "validation_step", "test_step" or "predict_step".
+        microbatches: One batch each.
+        sizes: Samples of each.
+        arguments: What Lightning passes after the batch.
+        context: The precision plugin's context for one call of the step.
+        seed: What random numbers depend on: (run, step, replica).
+        device: Where the model is.
+        buckets: Where gradients go; None when not training.
+        scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
+        reduce_gradients: Whether this step completes an optimizer step.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: Any,
+        hook: str,
+        microbatches: Sequence[Any],
+        sizes: Sequence[int],
+        arguments: Sequence[Any],
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        seed: tuple[object, ...],
+        device: torch.device,
+        buckets: GradientBuckets | None = None,
+        scale: float = 1.0,
+        reduce_gradients: bool = False,
+    ) -> None:
+        self.training = hook == "training_step"
+        self._module, self._hook, self._microbatches, self._sizes = module, hook, microbatches, sizes
+        self._arguments, self._context, self._seed, self._device = arguments, context, seed, device
+        self._buckets, self._scale, self._reduces = buckets, scale, reduce_gradients
+        self._outputs: list[Any] = [None] * len(sizes)
+        self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
+        self._losses: list[Tensor] = []
+        self._weights: list[float] = [float(size) for size in sizes]
+        self.counts_tokens = False
+
+    @property
+    def count(self) -> int:
+        """Number of microbatches."""
+        return len(self._sizes)
+
+    def signature(self, microbatch: int) -> Hashable:
+        """Shapes and dtypes of the microbatch, and whether gradients flow (which may change a hidden state's dtype)."""
+        return self._hook, signature(self._microbatches[microbatch])
+
+    def forward(self, stage: int, microbatch: int) -> Any:
+        """The user's step on one microbatch, under random numbers that belong to this microbatch and stage."""
+        seed = derive_seed(*self._seed, microbatch, stage)
+        step = getattr(self._module, self._hook)
+        with seeded(seed, self._device), LogRecorder(self._module) as recorder, self._context():
+            output = step(self._microbatches[microbatch], *self._arguments)
+        self._calls[microbatch] = recorder.calls
+        return output
+
+    def finish(self, microbatch: int, output: Any) -> Tensor | None:
+        """Keep the output; when training, the loss to differentiate: scaled, and weighted by samples or tokens."""
+        if not self.training:
+            if isinstance(output, Mapping) and output.get("num_tokens") is not None:
+                self._weights[microbatch] = float(output["num_tokens"])
+            self._outputs[microbatch] = _detached(output)
+            return None
+        loss, tokens = loss_and_weight(output)
+        if tokens is not None:
+            self._weights[microbatch], self.counts_tokens = tokens, True
+        self._losses.append(loss.detach())
+        self._outputs[microbatch] = _detached(output)
+        if tokens is None:
+            return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale)
+        # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
+        # A mean over no tokens may be 0/0, and its weight of zero must not turn that into nan gradients.
+        return loss * tokens if tokens else torch.where(loss.isfinite(), loss, torch.zeros_like(loss)) * 0.0
+
+    def before_last_backward(self, stage: int) -> None:
+        """Start reductions as the buckets of this stage fill."""
+        if self._reduces and self._buckets is not None:
+            self._buckets.arm(stage)
+
+    def reduce(self, stage: int) -> None:
+        """Start what is left of this stage's reductions."""
+        if self._reduces and self._buckets is not None:
+            self._buckets.reduce(stage)
+
+    def report(self) -> StepReport:
+        """What the last stage has to say, after all microbatches have run."""
+        weights = self._weights
+        report = StepReport(calls=average_calls(self._calls, weights, metric_path=self._metric_path))
+        report.metrics = [self._metric_state(call.metric) for call in report.calls if call.metric is not None]
+        if self.training:
+            losses = torch.stack([loss.float() for loss in self._losses]).tolist()
+            report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
+            report.weight, report.counted = sum(weights), self.counts_tokens
+        report.extras = self._extras()
+        return report
+
+    def _extras(self) -> Any:
+        outputs = self._outputs
+        if self.training:
+            if not isinstance(outputs[0], Mapping):
+                return None
+            outputs = [{k: v for k, v in o.items() if k not in ("loss", "num_tokens")} for o in outputs]
+            if not outputs[0]:
+                return None
+        merged = merge_outputs(outputs, self._sizes, self._weights)
+        if isinstance(merged, Mapping) and "num_tokens" in merged and len(outputs) > 1:
+            merged = {**merged, "num_tokens": torch.tensor(sum(self._weights)).to(torch.int64)}
+        return merged
+
+    def _metric_path(self, metric: Any) -> str:
+        for name, child in self._module.named_modules():
+            if child is metric:
+                return name
+        raise ValueError(
+            f"the logged metric {type(metric).__name__} is not an attribute of the LightningModule; assign it in __init__"
+        )
+
+    def _metric_state(self, path: str) -> MetricState:
+        metric = self._module.get_submodule(path)
+        state = {key: getattr(metric, key) for key in metric._defaults}
+        return MetricState(path, state, metric._update_count)
+
+
+def _detached(output: Any) -> Any:
+    """The output without graph, with logits that are split over the vocabulary put together."""
+    with torch.no_grad():
+        return _detach_tree(gather_full(output))
+
+
+def _detach_tree(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        items = {k: _detach_tree(v) for k, v in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_detach_tree(v) for v in value)
+    return value

@@ -1,0 +1,388 @@
+"""The strategy: Lightning's hooks, each a few lines, calling the rooms of this package.
+
+Order of a run: ``setup_environment`` (groups) -> ``setup`` (cut, give values, shard, optimizer, buckets) -> for every batch
+``training_step`` (the schedule runs forward and backward) -> ``zero_grad`` -> ``backward`` (installs the gradients) -> clipping ->
+``optimizer_step``. Gradients stay out of Lightning's sight between ``training_step`` and ``backward``, because it clears them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp._lightning import LightningNames, lightning_names
+from lightning_ptdp.checks import CUT_MARK, check_loader, check_model, check_trainer, plan_of
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import global_norm
+from lightning_ptdp.engine import Engine
+from lightning_ptdp.launch import make_launcher
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.parallelize import ParallelModel, parallelize
+from lightning_ptdp.samplers import seed_random_sampler
+from lightning_ptdp.saving import ModelSpaceSaving
+from lightning_ptdp.summarize import summarize
+from lightning_ptdp.summary import StrategySummary
+from lightning_ptdp.tensor_parallel import ParallelPlan
+
+__all__ = ["PTDPStrategy", "strategy_class"]
+
+
+class _PTDPStrategy(ModelSpaceSaving):
+    """Pipeline, tensor, sequence and data parallel training of an ordinary LightningModule.
+
+    Args:
+        tensor_parallel_size: t, ranks that share one layer's matrices.
+        pipeline_parallel_size: p, ranks that share the layers.
+        virtual_pipeline_size: v, model chunks a pipeline rank holds (interleaving).
+        sequence_parallel: Split the activations between tensor-parallel regions along the sequence over the t ranks.
+        num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline, else 1.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", or "auto" (interleaved if v > 1).
+        partition: Number of layers of each of the p*v stages; default: balanced by cost.
+        plan: Which submodules are sharded how, and where the repeated container is. Default: the module's own
+            ``configure_parallel()``, else found automatically (pipeline) or an error (tensor parallelism).
+        meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
+        seed: Decides initial weights of such modules and dropout; default: torch's seed (``seed_everything``) on rank 0.
+        bucket_mb: Size of a gradient bucket in MiB.
+        timeout_s: Limit in seconds of every wait for another rank.
+        start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or "forkserver".
+        process_group_backend: "nccl" or "gloo"; default by device.
+
+    The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.
+
+    Raises:
+        ValueError: A size or name is impossible; says what would work.
+    """
+
+    _names: LightningNames
+    strategy_name = "ptdp"
+
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        virtual_pipeline_size: int = 1,
+        sequence_parallel: bool = False,
+        num_microbatches: int | None = None,
+        schedule: str = "auto",
+        partition: Sequence[int] | None = None,
+        plan: ParallelPlan | None = None,
+        meta_init: bool = True,
+        seed: int | None = None,
+        bucket_mb: float = 25.0,
+        timeout_s: float = 1800.0,
+        start_method: str = "popen",
+        process_group_backend: str | None = None,
+        **lightning: Any,
+    ) -> None:
+        self.config = PTDPConfig(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            virtual_pipeline_size=virtual_pipeline_size,
+            sequence_parallel=sequence_parallel,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            partition=None if partition is None else tuple(partition),
+            plan=plan,
+            meta_init=meta_init,
+            seed=seed,
+            bucket_mb=bucket_mb,
+            timeout_s=timeout_s,
+            start_method=start_method,  # type: ignore[arg-type]
+            process_group_backend=process_group_backend,
+        )
+        self.num_nodes = 1
+        self.mesh: ProcessMesh | None = None
+        self.parallel: ParallelModel | None = None
+        self.gradient_norm: Tensor | None = None
+        self._engine: Engine | None = None
+        self._seed = 0
+        super().__init__(**lightning)
+
+    # ---- the world ----------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samplers have to be split: there is more than one replica."""
+        return self.layout.data_parallel_size > 1
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The degrees of parallelism on this world."""
+        return self.config.layout(max(1, self.num_nodes * self.num_processes))
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Samples are split over replicas; all ranks of a replica read the same ones."""
+        coordinates = self.layout.coordinates(self.global_rank)
+        return {"num_replicas": self.layout.data_parallel_size, "rank": coordinates.data}
+
+    def _configure_launcher(self) -> None:
+        _ = self.layout  # raises before any process is started if the degrees do not fit the number of devices
+        self._launcher = make_launcher(self, self._names.namespace, self.config.start_method)
+
+    def check_before_launch(self, trainer: Any, arguments: Sequence[Any]) -> None:
+        """Everything that can be known to be wrong now, before processes start; ``arguments`` are those of the trainer's function."""
+        if trainer is None or self.lightning_module is None:
+            return
+        check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
+        self.check(self.lightning_module)
+        if trainer.state.fn == self._names.TrainerFn.FITTING and len(arguments) > 1:
+            check_loader(arguments[1], self.config)
+
+    def check(self, lightning_module: Any, datamodule: Any = None) -> None:
+        """Check a module (and data module) against the layout without starting anything.
+
+        Raises:
+            ValueError: Names the field, the value and what would work.
+        """
+        check_model(lightning_module, self.config, self.layout)
+        if datamodule is not None:
+            check_loader(datamodule, self.config)
+
+    def setup_environment(self) -> None:
+        """Join the process group and make the mesh."""
+        super().setup_environment()
+        self._names.reset_seed()
+        self.set_world_ranks()
+        layout = self.layout
+        if layout.world_size > 1:
+            backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
+            device = self.root_device if self.root_device.type == "cuda" else None
+            self._names.init_process_group(self.cluster_environment, backend, timeout=self.config.timeout, device_id=device)
+        if self.mesh is None:
+            self.mesh = ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout)
+        self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's environment and rank-zero helpers who we are."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        self._names.rank_zero_only.rank = self._names.fabric_rank_zero_only.rank = self.global_rank
+
+    # ---- the model ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are made on the CPU (or, in ``configure_model``, the meta device) and moved in ``setup``."""
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Where ``configure_model`` runs."""
+        with torch.device("meta") if self.config.meta_init else contextlib.nullcontext():
+            yield
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Checkpoints are read into this rank's part of the model, which exists after ``setup``."""
+        return True
+
+    def setup(self, trainer: Any) -> None:
+        """Cut, give values, shard; then optimizers and gradient buckets."""
+        fitting = trainer.state.fn == self._names.TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
+        if self.parallel is None:
+            self._parallelize()
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+            if len(self.optimizers) > 1:
+                raise self._names.MisconfigurationException(
+                    f"configure_optimizers returned {len(self.optimizers)} optimizers; the ptdp strategy trains with one. Use "
+                    "parameter groups of one optimizer"
+                )
+        assert self.mesh is not None
+        assert self.parallel is not None
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = Engine(
+            module=self.lightning_module,
+            config=self.config,
+            mesh=self.mesh,
+            parallel=self.parallel,
+            seed=self._seed,
+            device=self.root_device,
+        )
+        if fitting:
+            self._engine.prepare_gradients()
+        self.setup_precision_plugin()
+        if fitting:
+            self._names.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _parallelize(self) -> None:
+        module = self.lightning_module
+        assert self.mesh is not None
+        if self.layout.model_parallel_size > 1 and CUT_MARK in vars(module):
+            check_model(module, self.config, self.layout)
+        plan = plan_of(module, self.config)
+        self.parallel = parallelize(
+            module, plan=plan, mesh=self.mesh, partition=self.config.partition, seed=self._seed, device=self.root_device
+        )
+        if self.layout.model_parallel_size > 1:
+            module.__dict__[CUT_MARK] = self.layout.describe()
+
+    def model_to_device(self) -> None:
+        """Move this rank's part."""
+        self.model.to(self.root_device)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Give random samplers a generator, so that all ranks of a replica read the same order."""
+        return seed_random_sampler(dataloader, self._seed) if self.layout.model_parallel_size > 1 else dataloader
+
+    def summary(self) -> StrategySummary:
+        """What was laid out where; collective, after ``setup``."""
+        assert self.mesh is not None
+        assert self.parallel is not None
+        return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
+
+    # ---- a step -------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, and under a schedule backward too, of one batch."""
+        assert self._engine is not None
+        return self._engine.training_step(self.precision_plugin.train_step_context, (*args, *kwargs.values()))
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
+        assert self._engine is not None
+        if self._engine.runs_backward_itself:
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+            self._engine.install_gradients()
+            return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        with self._engine.reducing():
+            return super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step; the next batch starts from zero gradients."""
+        assert self._engine is not None
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._engine.gradients_used()
+        return output
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """While accumulating: keep gradients local."""
+        assert self._engine is not None
+        with self._engine.accumulating():
+            yield
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``validation_step`` on every stage."""
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values()))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``test_step`` on every stage."""
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, (*args, *kwargs.values()))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``predict_step`` on every stage; every rank of a replica returns the whole prediction."""
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
+
+    def _evaluate(self, hook: str, context: Any, args: tuple[Any, ...]) -> Any:
+        assert self._engine is not None
+        return self._engine.evaluation_step(hook, context, args)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's plugin, with clipping by the norm over all ranks."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            plugin.clip_grad_by_norm = partial(self._clip_by_norm, plugin)
+        self._precision_plugin = plugin
+
+    def compute_gradient_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient, each parameter counted once; collective over the replica's ranks."""
+        assert self.mesh is not None
+        assert self.parallel is not None
+        mine = [p.grad for p, record in self.parallel.records.items() if record.counted and p.grad is not None]
+        return global_norm(mine, group=self.mesh.group("model"), device=self.root_device)
+
+    def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
+        self.gradient_norm = self.compute_gradient_norm()
+        parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm)
+
+    # ---- collectives that Lightning asks for ----------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas. Ranks of one replica hold equal values, so that the world's mean is the replicas' mean; a sum
+        counts every replica once."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        result = self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
+        is_sum = reduce_op is dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
+        copies = self.layout.model_parallel_size
+        if group is None and is_sum and copies > 1:
+            result = torch.div(result, copies, rounding_mode=None if result.is_floating_point() else "floor")
+        return result
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over the whole world."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        if dist.is_initialized():
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the world."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from rank ``src`` to the world."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    # ---- the end ------------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Release gradients and the device."""
+        if self._engine is not None:
+            self._engine.close()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
+        state = super().__getstate__()
+        return {**state, "mesh": None, "parallel": None, "_engine": None}
+
+
+@lru_cache(maxsize=2)
+def strategy_class(namespace: str = "lightning.pytorch") -> Any:
+    """The strategy for one of Lightning's two namespaces, ``lightning.pytorch`` or ``pytorch_lightning``."""
+    names = lightning_names(namespace)
+    body = {"_names": names, "__doc__": _PTDPStrategy.__doc__, "__module__": __name__, "__qualname__": "PTDPStrategy"}
+    return type("PTDPStrategy", (_PTDPStrategy, names.ParallelStrategy), body)
+
+
+PTDPStrategy: Any = strategy_class()

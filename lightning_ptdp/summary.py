@@ -1,0 +1,135 @@
+"""What a strategy tells about a run before it starts: degrees, stages and their layers, parameters a rank, expected bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_ptdp.layout import ParallelLayout
+
+__all__ = ["StageSummary", "StrategySummary", "render"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSummary:
+    """One pipeline stage.
+
+    Attributes:
+        stage: Index of the stage, 0 is where the batch enters.
+        rank: Pipeline rank that holds it.
+        first_layer: Index of its first layer.
+        last_layer_exclusive: One past the index of its last layer.
+        extra: What it holds beside the layers, such as ``"embedding"`` or ``"norm, head"``.
+    """
+
+    stage: int
+    rank: int
+    first_layer: int
+    last_layer_exclusive: int
+    extra: str = ""
+
+    @property
+    def layers(self) -> str:
+        """``"0-2"``, ``"3"`` or ``"none"``."""
+        last = self.last_layer_exclusive - 1
+        if last < self.first_layer:
+            return "none"
+        return str(last) if last == self.first_layer else f"{self.first_layer}-{last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySummary:
+    """How one run is laid out.
+
+    Attributes:
+        layout: Degrees of parallelism.
+        schedule: Name of the pipeline schedule.
+        num_microbatches: m, microbatches in a step of one replica.
+        stages: All pipeline stages in order; empty without a pipeline.
+        parameters_per_rank: Parameters (elements) that each global rank holds.
+        bubble: Expected fraction of a step in which a pipeline rank has nothing to do, between 0 and 1.
+        notes: Remarks for the user, such as a padded vocabulary.
+    """
+
+    layout: ParallelLayout
+    schedule: str
+    num_microbatches: int
+    stages: tuple[StageSummary, ...] = ()
+    parameters_per_rank: tuple[int, ...] = ()
+    bubble: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+def render(summary: StrategySummary) -> str:
+    """The summary as a text table, at most 100 columns wide for ordinary sizes::
+
+    layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, sequence parallel
+    schedule    interleaved, 8 microbatches, expected bubble 11.1 %
+    parameters  912.5 K to 1.2 M a rank
+
+    stage  ranks  layers  also
+        0  0-1    0       embedding
+        1  2-3    1
+    """
+    parts = [_columns([["layout", _degrees(summary.layout)], ["schedule", _schedule(summary)], *_parameters(summary)])]
+    if summary.stages:
+        header = ["stage", "ranks", "layers", "also"]
+        rows = [[str(s.stage), _ranks_of(summary.layout, s.rank), s.layers, s.extra] for s in summary.stages]
+        parts.append(_columns([header, *rows], right_aligned=1))
+    if summary.notes:
+        parts.append("\n".join(f"note: {note}" for note in summary.notes))
+    return "\n\n".join(parts)
+
+
+def _degrees(layout: ParallelLayout) -> str:
+    axes = [("tensor", layout.tensor_parallel_size), ("pipeline", layout.pipeline_parallel_size)]
+    if layout.context_parallel_size > 1:
+        axes.append(("context", layout.context_parallel_size))
+    axes.append(("data", layout.data_parallel_size))
+    text = f"{_count(layout.world_size, 'process', 'processes')}: " + " x ".join(f"{name} {size}" for name, size in axes)
+    if layout.virtual_pipeline_size > 1:
+        text += f", {layout.virtual_pipeline_size} chunks a pipeline rank"
+    return text + (", sequence parallel" if layout.sequence_parallel else "")
+
+
+def _schedule(summary: StrategySummary) -> str:
+    text = f"{summary.schedule}, {_count(summary.num_microbatches, 'microbatch', 'microbatches')}"
+    if summary.layout.pipeline_parallel_size > 1:
+        text += f", expected bubble {100 * summary.bubble:.1f} %"
+    return text
+
+
+def _parameters(summary: StrategySummary) -> list[list[str]]:
+    if not summary.parameters_per_rank:
+        return []
+    least, most = _short(min(summary.parameters_per_rank)), _short(max(summary.parameters_per_rank))
+    return [["parameters", f"{least if least == most else f'{least} to {most}'} a rank"]]
+
+
+def _ranks_of(layout: ParallelLayout, pipeline_rank: int) -> str:
+    """Global ranks of all replicas that hold a stage of this pipeline rank; pipeline is the outermost axis."""
+    width = layout.world_size // layout.pipeline_parallel_size
+    first = pipeline_rank * width
+    return str(first) if width == 1 else f"{first}-{first + width - 1}"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _short(number: int) -> str:
+    """``1234567`` -> ``"1.2 M"``."""
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return str(number)
+
+
+def _columns(rows: Sequence[Sequence[str]], *, right_aligned: int = 0) -> str:
+    """Rows as aligned columns; the first ``right_aligned`` columns are numbers."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i < right_aligned else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

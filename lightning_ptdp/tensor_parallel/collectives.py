@@ -1,0 +1,210 @@
+"""Collectives over the tensor group as functions that autograd understands, and the asynchronous ones below them.
+
+What is summed in one direction is copied in the other (arXiv 1909.08053, section 3, "f" and "g"; arXiv 2205.05198, section 4.2.2):
+
+    function          forward                    backward
+    copy              identity                   all-reduce
+    reduce            all-reduce                 identity
+    gather_sequence   all-gather                 reduce-scatter
+    scatter_sequence  reduce-scatter             all-gather
+    split_sequence    this member's slice        all-gather
+    gather_last       all-gather                 this member's slice
+
+Activations are (b, s, h), so the sequence is dimension 1, while collectives concatenate along dimension 0. Moving it costs one copy
+(none for a single sample). In a group of one every function returns its input and communicates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
+from lightning_ptdp.mesh import Group
+
+__all__ = [
+    "Pending",
+    "copy",
+    "gather_last",
+    "gather_sequence",
+    "reduce",
+    "scatter_sequence",
+    "split_sequence",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A collective under way.
+
+    Attributes:
+        work: What ``torch.distributed`` returned.
+        finish: Makes the result, once the work is done.
+        source: What is being read, kept alive until then.
+    """
+
+    work: Any
+    finish: Callable[[], Tensor]
+    source: Tensor
+
+    def wait(self) -> Tensor:
+        """The result. On CUDA the current stream waits, not the host."""
+        self.work.wait()
+        return self.finish()
+
+
+def start_all_reduce(x: Tensor, *, group: Group, in_place: bool = False, op: Any = dist.ReduceOp.SUM) -> Pending:
+    """Sum ``x`` over the group; ``in_place`` only where nobody else may look at ``x`` again."""
+    total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(total, op=op, group=group.handle, async_op=True)
+    return Pending(work=work, finish=lambda: total, source=total)
+
+
+def start_all_gather(x: Tensor, *, dim: int, group: Group) -> Pending:
+    """Concatenate every member's ``x`` (at least one dimension) along ``dim``."""
+    dim = dim % x.dim()
+    x = x.contiguous()
+    stacked = x.new_empty((group.size, *x.shape))
+    work = all_gather_single(stacked.flatten(0, 1), x, group.handle, async_op=True)
+    return Pending(work=work, finish=lambda: stacked.movedim(0, dim).flatten(dim, dim + 1), source=x)
+
+
+def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
+    """Sum ``x`` over the group and keep this member's slice along ``dim``.
+
+    Raises:
+        ValueError: The dimension is not a multiple of the group's size.
+    """
+    dim = dim % x.dim()
+    _check_divisible(x, dim, group)
+    stacked = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    part = x.new_empty(stacked.shape[1:])
+    work = reduce_scatter_single(part, stacked.flatten(0, 1), group.handle, async_op=True)
+    return Pending(work=work, finish=lambda: part, source=stacked)
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """``x``, whose gradient is summed over the group: enters a region in which members hold different weights."""
+    return x if group.size == 1 else _Copy.apply(x, group)
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum of ``x`` over the group, a new tensor: leaves such a region."""
+    return x if group.size == 1 else _Reduce.apply(x, group)
+
+
+def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """The whole sequence from every member's slice; (b, s/t, h) -> (b, s, h). Gradients are summed over the group."""
+    return x if group.size == 1 else _GatherSequence.apply(x, group, dim)
+
+
+def scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """This member's slice of the sum over the group; (b, s, h) -> (b, s/t, h).
+
+    Raises:
+        ValueError: The sequence length is not a multiple of the group's size.
+    """
+    return x if group.size == 1 else _ScatterSequence.apply(x, group, dim)
+
+
+def split_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """This member's slice of a sequence that all members hold alike; (b, s, h) -> (b, s/t, h).
+
+    Raises:
+        ValueError: The sequence length is not a multiple of the group's size.
+    """
+    return x if group.size == 1 else _SplitSequence.apply(x, group, dim)
+
+
+def gather_last(x: Tensor, group: Group) -> Tensor:
+    """Concatenate along the last dimension, for a result that all members then use alike."""
+    return x if group.size == 1 else _GatherLast.apply(x, group)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return start_all_reduce(grad, group=ctx.group).wait(), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return start_all_reduce(x, group=group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_all_gather(x, dim=dim, group=group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return start_reduce_scatter(grad, dim=ctx.dim, group=ctx.group).wait(), None, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_reduce_scatter(x, dim=dim, group=group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return start_all_gather(grad, dim=ctx.dim, group=ctx.group).wait(), None, None
+
+
+class _SplitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own_slice(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return start_all_gather(grad, dim=ctx.dim, group=ctx.group).wait(), None, None
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return start_all_gather(x, dim=-1, group=group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_slice(grad, -1, ctx.group), None
+
+
+def _own_slice(x: Tensor, dim: int, group: Group) -> Tensor:
+    _check_divisible(x, dim, group)
+    length = x.size(dim) // group.size
+    return x.narrow(dim, group.rank * length, length).clone(memory_format=torch.contiguous_format)
+
+
+def _check_divisible(x: Tensor, dim: int, group: Group) -> None:
+    if x.size(dim) % group.size:
+        length, below = x.size(dim), x.size(dim) // group.size * group.size
+        works = " or ".join(str(n) for n in (below, below + group.size) if n)
+        raise ValueError(
+            f"a sequence of length {length} cannot be split over tensor_parallel_size={group.size} ranks; "
+            f"use a length of {works}, or sequence_parallel=False"
+        )

@@ -1,0 +1,132 @@
+"""Cross entropy of logits that are split along the vocabulary (arXiv 1909.08053, section 3): the logits stay where they are.
+
+Two small all-reduces of one and of two (three with label smoothing) numbers a token: the maximum, then the sum of exponentials, the
+target's logit and the sum of logits together. The backward pass needs none.
+
+Shapes: n tokens, w local rows of the vocabulary (padding included).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.tensor_parallel.collectives import start_all_reduce
+from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+
+__all__ = ["Reduction", "vocabulary_parallel_cross_entropy"]
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def vocabulary_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    vocabulary: VocabularyRange,
+    group: Group,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``F.cross_entropy`` of the full logits, in value and gradient; every member gets the same.
+
+    Args:
+        logits: Local logits (..., w), any floating dtype; not modified.
+        target: Token ids (...) int64, equal on all members.
+        vocabulary: Which logits are here; columns beyond it are padding and count for nothing.
+        group: The tensor group.
+        ignore_index: Targets with this value have no loss.
+        label_smoothing: Share of the target's probability that is spread over the whole vocabulary.
+        reduction: As in ``F.cross_entropy``: the mean is over targets that are not ignored, nan if there are none.
+
+    Returns:
+        float32 (float64 for float64 logits): it is computed so, and rounding a loss to bfloat16 would lose it.
+
+    Raises:
+        IndexError: A target is neither in [0, V) nor ``ignore_index`` (on CUDA a device-side assertion).
+    """
+    assert logits.size(-1) == vocabulary.rows, (tuple(logits.shape), vocabulary)
+    assert logits.shape[:-1] == target.shape, (tuple(logits.shape), tuple(target.shape))
+    logits_nw, target_n = logits.reshape(-1, vocabulary.rows), target.reshape(-1)
+    counted_n = target_n != ignore_index
+    _check_targets(target_n, counted_n, vocabulary)
+    loss_n = _CrossEntropy.apply(logits_nw, target_n, counted_n, vocabulary, group, label_smoothing)
+    if reduction == "none":
+        return loss_n.view(target.shape)
+    return loss_n.sum() if reduction == "sum" else loss_n.sum() / counted_n.sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss of every token, zero where it is not counted.
+
+    With x the logits less their maximum, z = sum exp x and e the smoothing:
+    loss = (1 - e) (log z - x[target]) + e (log z - mean x), and its gradient is softmax - (1 - e) onehot(target) - e / V.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_nw: Tensor, target_n: Tensor, counted_n: Tensor, words: VocabularyRange, group: Group, smoothing: float
+    ) -> Tensor:
+        own = logits_nw[:, : words.count]
+        dtype = torch.float64 if logits_nw.dtype is torch.float64 else torch.float32
+        here_n = counted_n & (target_n >= words.start) & (target_n < words.stop)
+        column_n = _columns(target_n, counted_n, here_n, words)
+
+        largest_n = own.amax(-1).to(dtype) if words.count else logits_nw.new_full(target_n.shape, -torch.inf, dtype=dtype)
+        largest_n = _sum_over(largest_n, group, op=dist.ReduceOp.MAX)
+        shifted_nw = own - largest_n.unsqueeze(-1)
+        picked_n = (logits_nw.gather(-1, column_n.unsqueeze(-1)).squeeze(-1) - largest_n).masked_fill(~here_n, 0.0)
+        sums = [picked_n, shifted_nw.sum(-1)] if smoothing else [picked_n]
+        sums.append(shifted_nw.exp_().sum(-1))  # last, for it overwrites the shifted logits
+        total = _sum_over(torch.stack(sums), group)
+
+        log_z_n = total[-1].log()
+        loss_n = log_z_n - total[0]
+        if smoothing:
+            loss_n = (1 - smoothing) * loss_n + smoothing * (log_z_n - total[1] / words.size)
+        ctx.save_for_backward(logits_nw, largest_n + log_z_n, column_n, here_n, counted_n)
+        ctx.words, ctx.smoothing = words, smoothing
+        return loss_n.masked_fill(~counted_n, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
+        logits_nw, log_sum_n, column_n, here_n, counted_n = ctx.saved_tensors
+        words, smoothing = ctx.words, ctx.smoothing
+        # Not a product with 0: the mean of no targets at all has an infinite gradient.
+        grad_n = torch.where(counted_n, grad_n, 0.0)
+        result_nw = torch.zeros_like(logits_nw, dtype=log_sum_n.dtype)
+        own = result_nw[:, : words.count]
+        torch.sub(logits_nw[:, : words.count], log_sum_n.unsqueeze(-1), out=own)
+        own.exp_()
+        if smoothing:
+            own.sub_(smoothing / words.size)
+        own.mul_(grad_n.unsqueeze(-1))
+        share_n = torch.where(here_n, grad_n * (smoothing - 1), 0.0)
+        result_nw.scatter_add_(-1, column_n.unsqueeze(-1), share_n.unsqueeze(-1))
+        return result_nw.to(logits_nw.dtype), None, None, None, None, None
+
+
+def _columns(target_n: Tensor, counted_n: Tensor, here_n: Tensor, words: VocabularyRange) -> Tensor:
+    """Local column of each target, 0 where it is elsewhere, -1 where it is nowhere, so that indexing complains."""
+    valid_n = ~counted_n | ((target_n >= 0) & (target_n < words.size))
+    return torch.where(here_n, target_n - words.start, torch.where(valid_n, 0, -1))
+
+
+def _sum_over(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    return x if group.size == 1 else start_all_reduce(x, group=group, in_place=True, op=op).wait()
+
+
+def _check_targets(target_n: Tensor, counted_n: Tensor, words: VocabularyRange) -> None:
+    """Name a bad target, where looking costs nothing; elsewhere the look-up of its logit fails on the device."""
+    if target_n.device.type != "cpu":
+        return
+    bad = target_n[counted_n & ((target_n < 0) | (target_n >= words.size))]
+    if bad.numel():
+        raise IndexError(f"Target {bad[0].item()} is out of bounds: the vocabulary has {words.size} tokens")

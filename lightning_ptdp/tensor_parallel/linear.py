@@ -1,0 +1,241 @@
+"""Linear layers whose weight is spread over the tensor group: by output columns, by input rows (arXiv 1909.08053, section 3).
+
+Column then row is the usual pair: the activation between them stays split along its features, and a pair costs one all-reduce
+forward (row) and one backward (column), so a transformer layer costs four. With sequence parallelism (arXiv 2205.05198, section
+4.2.2) the activation outside of the pair is split along the sequence, and each all-reduce becomes an all-gather and a
+reduce-scatter; of the column layer's input only the slice is kept for the backward pass and gathered again there:
+
+    a pair              forward                              backward
+    plain               1 all-reduce                         1 all-reduce
+    sequence parallel   1 all-gather + 1 reduce-scatter      2 all-gathers + 1 reduce-scatter
+
+Shapes: b samples, s tokens, i input features, o output features; ... stands for any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.tensor_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_linear", "row_linear"]
+
+_SEQUENCE = 1
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + bias with W split along its output features; the output stays split.
+
+    Args:
+        weight: Local weight (o/t, i).
+        bias: Local bias (o/t), or None.
+        parts: Output sizes of the parts of a fused layer, each split on its own: the local output is [q_r | k_r | v_r].
+        group: The tensor group.
+        sequence_parallel: The input is split along the sequence: (b, s/t, i) -> (b, s, o/t). Otherwise (..., i) -> (..., o/t).
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        *,
+        parts: Sequence[int] | None = None,
+        group: Group,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_features = weight.size(1)
+        self.out_features = weight.size(0) * group.size
+        self.parts = tuple(parts) if parts is not None else (self.out_features,)
+        assert sum(self.parts) == self.out_features, (self.parts, self.out_features)
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This member's output features."""
+        return column_linear(x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        """Full sizes and the split."""
+        return _describe(self) + (f", parts={self.parts}" if len(self.parts) > 1 else "")
+
+
+class RowParallelLinear(nn.Module):
+    """y = sum over the group of x_r W_r^T, + bias once; W is split along its input features, as the input is.
+
+    Args:
+        weight: Local weight (o, i/t).
+        bias: The whole bias (o), or None.
+        group: The tensor group.
+        sequence_parallel: The output is split along the sequence: (b, s, i/t) -> (b, s/t, o). Otherwise (..., i/t) -> (..., o).
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None = None, *, group: Group, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        self.in_features = weight.size(1) * group.size
+        self.out_features = weight.size(0)
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The complete output, or under sequence parallelism this member's slice of it.
+
+        Raises:
+            ValueError: The input does not have this member's i/t features, or the sequence does not divide by t.
+        """
+        if x.size(-1) != self.weight.size(1):
+            raise ValueError(
+                f"a row-parallel layer with {self.in_features} input features over {self.group.size} ranks takes "
+                f"{self.weight.size(1)} features a rank, not {x.size(-1)}: its input must come from column-parallel layers, and "
+                "what lies between must read the number of heads and the sequence length from those layers' output"
+            )
+        return row_linear(x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        """Full sizes and the split."""
+        return _describe(self)
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, group: Group, sequence_parallel: bool = False) -> Tensor:
+    """What ``ColumnParallelLinear`` computes; under autocast in autocast's dtype."""
+    if group.size == 1:
+        return F.linear(x, weight, bias)
+    _check_sequence(x, sequence_parallel)
+    dtype = _autocast_dtype(x)
+    return _ColumnLinear.apply(x if dtype is None else x.to(dtype), weight, bias, dtype, group, sequence_parallel)
+
+
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, group: Group, sequence_parallel: bool = False) -> Tensor:
+    """What ``RowParallelLinear`` computes; under autocast in autocast's dtype."""
+    if group.size == 1:
+        return F.linear(x, weight, bias)
+    _check_sequence(x, sequence_parallel)
+    dtype = _autocast_dtype(x)
+    return _RowLinear.apply(x if dtype is None else x.to(dtype), weight, bias, dtype, group, sequence_parallel)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """Only the local input is saved: under sequence parallelism the gathered one is t times larger."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, group: Group, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype, ctx.group, ctx.sequence_parallel = dtype, group, sequence_parallel
+        if sequence_parallel:
+            x = start_all_gather(x, dim=_SEQUENCE, group=group).wait()
+        return F.linear(x, _cast(weight, dtype), _cast(bias, dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        group, split = ctx.group, ctx.sequence_parallel
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        with torch.autocast(grad.device.type, enabled=False):
+            # The gather hides behind the first matrix product, the reduction behind the second.
+            gathering = start_all_gather(x, dim=_SEQUENCE, group=group) if split and wants_weight else None
+            reducing = None
+            if wants_x:
+                grad_x = grad.matmul(_cast(weight, ctx.dtype))
+                if split:
+                    reducing = start_reduce_scatter(grad_x, dim=_SEQUENCE, group=group)
+                else:
+                    reducing = start_all_reduce(grad_x, group=group, in_place=True)
+            if gathering is not None:
+                x = gathering.wait()
+            grad_weight = _weight_gradient(grad, x) if wants_weight else None
+            grad_bias = _bias_gradient(grad) if wants_bias else None
+        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """The bias comes after the sum: added on every member before it, it would count t times."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, group: Group, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype, ctx.group, ctx.sequence_parallel = dtype, group, sequence_parallel
+        partial = F.linear(x, _cast(weight, dtype))
+        if sequence_parallel:
+            y = start_reduce_scatter(partial, dim=_SEQUENCE, group=group).wait()
+        else:
+            y = start_all_reduce(partial, group=group, in_place=True).wait()
+        return y if bias is None else y.add_(_cast(bias, dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        with torch.autocast(grad.device.type, enabled=False):
+            gathering = None
+            if ctx.sequence_parallel and (wants_x or wants_weight):
+                gathering = start_all_gather(grad, dim=_SEQUENCE, group=ctx.group)
+            # Under sequence parallelism this is the slice's share of the bias' gradient: Sharding.partial says so.
+            grad_bias = _bias_gradient(grad) if wants_bias else None
+            if gathering is not None:
+                grad = gathering.wait()
+            grad_x = grad.matmul(_cast(weight, ctx.dtype)) if wants_x else None
+            grad_weight = _weight_gradient(grad, x) if wants_weight else None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """(..., o) and (..., i) -> (o, i)."""
+    return grad.reshape(-1, grad.size(-1)).t().mm(x.reshape(-1, x.size(-1)))
+
+
+def _bias_gradient(grad: Tensor) -> Tensor:
+    return grad.reshape(-1, grad.size(-1)).sum(0)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast, which cannot see into a custom function, would cast to in front of ``F.linear`` (float64 is exempt)."""
+    if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+@overload
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor: ...
+@overload
+def _cast(x: None, dtype: torch.dtype | None) -> None: ...
+def _cast(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """Cast inside the function, so that each microbatch in flight keeps the parameter and not its own cast copy."""
+    return x if x is None or dtype is None else x.to(dtype)
+
+
+def _check_sequence(x: Tensor, sequence_parallel: bool) -> None:
+    if sequence_parallel and x.dim() < 3:
+        raise ValueError(
+            f"sequence_parallel=True splits dimension 1 of (batch, sequence, features), but the input has shape {tuple(x.shape)}; "
+            "give the layer three dimensions, or use sequence_parallel=False"
+        )
+
+
+def _describe(layer: ColumnParallelLinear | RowParallelLinear) -> str:
+    return (
+        f"in_features={layer.in_features}, out_features={layer.out_features}, bias={layer.bias is not None}, "
+        f"tensor_parallel_size={layer.group.size}, sequence_parallel={layer.sequence_parallel}"
+    )

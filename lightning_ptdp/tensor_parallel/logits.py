@@ -1,0 +1,288 @@
+"""Logits that are split along the vocabulary and look whole, so that an unmodified ``training_step`` stays right and cheap.
+
+The tensor holds the local columns and reports the shape of the whole. What losses usually do to logits works on the local part:
+reshaping, casting and indexing that leave the last dimension alone, arithmetic with Python numbers, ``F.cross_entropy`` of class
+indices, ``argmax(-1)``. Every other function gathers the vocabulary first (autograd follows) and goes on with a plain tensor.
+Gathering is collective over the tensor group: all its members must call it, which they do where they run the same code. Operations in
+place would change a copy and are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.tensor_parallel.collectives import gather_last, start_all_gather
+from lightning_ptdp.tensor_parallel.cross_entropy import Reduction, vocabulary_parallel_cross_entropy
+from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.tensor_parallel.views import keeps_vocabulary, leading_sizes
+
+__all__ = ["VocabularyParallelLogits", "gather_full"]
+
+
+class VocabularyParallelLogits(torch.Tensor):
+    """This member's columns of logits (..., V); made by ``wrap``.
+
+    Attributes:
+        vocabulary: Which columns are here.
+        group: The tensor group.
+    """
+
+    vocabulary: VocabularyRange
+    group: Group
+
+    @staticmethod
+    def wrap(local: Tensor, *, vocabulary: VocabularyRange, group: Group) -> VocabularyParallelLogits:
+        """Local logits (..., ceil(V/t)) as logits (..., V)."""
+        assert local.size(-1) == vocabulary.rows, (tuple(local.shape), vocabulary)
+        logits = local.as_subclass(VocabularyParallelLogits)
+        logits.vocabulary, logits.group = vocabulary, group
+        return logits
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping | None = None) -> Any:
+        name, kwargs = _name_of(func), dict(kwargs or {})
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        first = args[0] if args else None
+        handler = _HANDLERS.get(name)
+        if handler is not None and isinstance(first, cls):
+            result = handler(first, func, args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
+        _refuse_in_place(name, first, kwargs)
+        return func(*_gathered(args), **_gathered(kwargs))
+
+
+def gather_full(outputs: Any) -> Any:
+    """``outputs`` with plain full logits (..., V) in the place of split ones, at any depth of tuples, lists, mappings, dataclasses.
+
+    Collective over the tensor group if there are any; differentiable, where every member goes on alike.
+    """
+    return apply_to_collection(outputs, VocabularyParallelLogits, _gather)
+
+
+def _gather(logits: VocabularyParallelLogits) -> Tensor:
+    # Contiguous, as a head's output is: users view it.
+    return gather_last(_local(logits), logits.group)[..., : logits.vocabulary.size].contiguous()
+
+
+def _gathered(arguments: Any) -> Any:
+    """A function's arguments, possibly lists of tensors, with plain full logits."""
+    if isinstance(arguments, VocabularyParallelLogits):
+        return _gather(arguments)
+    if type(arguments) in (tuple, list):
+        return type(arguments)(_gathered(item) for item in arguments)
+    if type(arguments) is dict:
+        return {key: _gathered(item) for key, item in arguments.items()}
+    return arguments
+
+
+def _local(logits: VocabularyParallelLogits) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.as_subclass(torch.Tensor)
+
+
+def _like(logits: VocabularyParallelLogits, local: Tensor) -> VocabularyParallelLogits:
+    return VocabularyParallelLogits.wrap(local, vocabulary=logits.vocabulary, group=logits.group)
+
+
+def _name_of(func: Callable) -> str:
+    """``"shape"`` for the getter of ``Tensor.shape``, else the function's own name."""
+    name = getattr(func, "__name__", "")
+    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
+
+
+def _bind(args: tuple, kwargs: Mapping, **defaults: Any) -> tuple:
+    """Values of the parameters ``defaults``, in their order."""
+    return (*args, *(kwargs.get(name, default) for name, default in list(defaults.items())[len(args) :]))
+
+
+# Handlers: (logits, function, other positional arguments, keyword arguments) -> result, or NotImplemented to gather.
+
+
+def _on_local(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Same for the local part as for the whole."""
+    return func(_local(logits), *args, **kwargs)
+
+
+def _wrapped(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return _like(logits, func(_local(logits), *args, **kwargs))
+
+
+def _with_number(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    if kwargs or not all(isinstance(arg, int | float) for arg in args):
+        return NotImplemented
+    return _wrapped(logits, func, args, kwargs)
+
+
+def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    if any(isinstance(arg, VocabularyParallelLogits) for arg in args):
+        return NotImplemented
+    local = _local(logits)
+    moved = func(local, *args, **kwargs)
+    return _like(logits, moved) if moved.device == local.device else NotImplemented
+
+
+def _shape(logits: VocabularyParallelLogits) -> torch.Size:
+    return torch.Size((*_local(logits).shape[:-1], logits.vocabulary.size))
+
+
+def _get_shape(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return _shape(logits)
+
+
+def _size(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    dim = args[0] if args else kwargs.get("dim")
+    return _shape(logits) if dim is None else _shape(logits)[dim]
+
+
+def _numel(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> int:
+    return math.prod(_shape(logits))
+
+
+def _length(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> int:
+    return _shape(logits)[0]
+
+
+def _view(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    shape = kwargs.get("shape", kwargs.get("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args))
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+        return NotImplemented  # a view as another dtype
+    local = _local(logits)
+    leading = leading_sizes(tuple(shape), rows=math.prod(local.shape[:-1]), vocabulary=logits.vocabulary.size)
+    if leading is None:
+        return NotImplemented
+    sizes = (*leading, local.size(-1))
+    return _like(logits, local.reshape(sizes) if func.__name__ == "reshape" else local.view(sizes))
+
+
+def _flatten(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    start, end = _bind(args, kwargs, start_dim=0, end_dim=-1)
+    dims = logits.dim()
+    if start % dims > end % dims or (end % dims == dims - 1 and start % dims != end % dims):
+        return NotImplemented
+    return _wrapped(logits, func, (start, end), {})
+
+
+def _unflatten(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    dim = args[0] if args else kwargs["dim"]
+    if not isinstance(dim, int) or dim % logits.dim() == logits.dim() - 1:
+        return NotImplemented
+    return _wrapped(logits, func, args, kwargs)
+
+
+def _getitem(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    return _wrapped(logits, func, args, kwargs) if keeps_vocabulary(index, logits.dim()) else NotImplemented
+
+
+def _cross_entropy(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return _class_index_loss(logits, *args, **kwargs)
+
+
+def _class_index_loss(
+    logits: VocabularyParallelLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    **unknown: Any,
+) -> Any:
+    """Signature of ``F.cross_entropy``; what it does not cover (class weights, class probabilities, (N, C, d)) is gathered."""
+    plain = weight is None and size_average is None and reduce is None and not unknown
+    known = reduction in ("mean", "sum", "none") and 0.0 <= label_smoothing <= 1.0
+    indices = isinstance(target, Tensor) and not target.is_floating_point()
+    # In torch's layout the classes are dimension 1: the last one only up to two dimensions.
+    if not (plain and known and indices and logits.dim() <= 2 and target.shape == _shape(logits)[:-1]):
+        return NotImplemented
+    return vocabulary_parallel_cross_entropy(
+        _local(logits),
+        target,
+        vocabulary=logits.vocabulary,
+        group=logits.group,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=cast(Reduction, reduction),
+    )
+
+
+def _argmax(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The best of each member's best; the smallest id among equals."""
+    dim, keepdim = _bind(args, kwargs, dim=None, keepdim=False)
+    if dim is None or dim % logits.dim() != logits.dim() - 1:
+        return NotImplemented
+    words = logits.vocabulary
+    own = _local(logits).detach()[..., : words.count]
+    if words.count:
+        value, column = own.max(-1)
+        column = column + words.start
+    else:
+        value, column = own.new_full(own.shape[:-1], -torch.inf), own.new_zeros(own.shape[:-1], dtype=torch.int64)
+    values = start_all_gather(value.unsqueeze(0), dim=0, group=logits.group)
+    columns = start_all_gather(column.unsqueeze(0), dim=0, group=logits.group)
+    best = columns.wait().gather(0, values.wait().argmax(0, keepdim=True)).squeeze(0)
+    return best.unsqueeze(-1) if keepdim else best
+
+
+def _text(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> str:
+    """No values: printing on one rank must not wait for the others."""
+    return (
+        f"VocabularyParallelLogits(shape={tuple(_shape(logits))}, dtype={logits.dtype}, device='{logits.device}', "
+        f"tensor_parallel_rank={logits.group.rank} of {logits.group.size})"
+    )
+
+
+def _refuse_hook(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    raise ValueError(
+        f"{func.__name__} on logits that are split along the vocabulary would see this rank's part only; take the whole first: "
+        "logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
+    )
+
+
+def _refuse_in_place(name: str, first: Any, kwargs: Mapping) -> None:
+    changes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    if (changes and isinstance(first, VocabularyParallelLogits)) or isinstance(kwargs.get("out"), VocabularyParallelLogits):
+        raise ValueError(
+            f"{name} changes logits that are split along the vocabulary in place; use the form that returns a new tensor, "
+            "or take the whole first: logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
+        )
+
+
+_LOCAL = (
+    "device dtype element_size get_device grad_fn is_complex is_cpu is_cuda is_floating_point is_inference is_leaf is_meta layout "
+    "dim ndim requires_grad __hash__"
+)
+_KEEP = "bfloat16 clone contiguous detach double float half neg tanh"
+_NUMBER = "__radd__ __rmul__ __rsub__ __truediv__ add div mul multiply sub subtract true_divide"
+
+_HANDLERS: Mapping[str, Callable[[VocabularyParallelLogits, Callable, tuple, dict], Any]] = MappingProxyType(
+    {
+        **dict.fromkeys(_LOCAL.split(), _on_local),
+        **dict.fromkeys(_KEEP.split(), _wrapped),
+        **dict.fromkeys(_NUMBER.split(), _with_number),
+        **dict.fromkeys(("__repr__", "__format__", "__str__"), _text),
+        **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _refuse_hook),
+        **dict.fromkeys(("view", "reshape"), _view),
+        **dict.fromkeys(("numel", "nelement"), _numel),
+        "shape": _get_shape,
+        "size": _size,
+        "__len__": _length,
+        "to": _to,
+        "flatten": _flatten,
+        "unflatten": _unflatten,
+        "__getitem__": _getitem,
+        "cross_entropy": _cross_entropy,
+        "argmax": _argmax,
+    }
+)

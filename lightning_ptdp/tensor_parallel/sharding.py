@@ -1,0 +1,207 @@
+"""Which part of a full tensor is here: one record, read by initialization, checkpoints, norms and the summary.
+
+A sharding is a list of rectangles. One rectangle is the usual case; a fused matrix [q | k | v] split over ranks has one a part,
+and a padded vocabulary has local rows that no rectangle covers::
+
+    full (q0 q1 | k0 k1 | v0 v1)          rank 0 of 2 holds (q0 | k0 | v0), rank 1 (q1 | k1 | v1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Piece",
+    "Sharding",
+    "VocabularyRange",
+    "assemble_full",
+    "iterate_pieces",
+    "shard_columns",
+    "shard_rows",
+    "shard_vocabulary",
+    "slice_full",
+]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A rectangle that the local and the full tensor have in common.
+
+    Attributes:
+        local: Offset in the local tensor.
+        full: Offset in the full tensor.
+        size: Extent.
+    """
+
+    local: Shape
+    full: Shape
+    size: Shape
+
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the local tensor."""
+        return _slices(self.local, self.size)
+
+    @property
+    def full_slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the full tensor."""
+        return _slices(self.full, self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How one local tensor sits in its full one.
+
+    Attributes:
+        full_shape: Shape of the full tensor.
+        local_shape: Shape of the local tensor.
+        pieces: The rectangles that are here. Local elements in none of them are padding: always zero, never saved.
+        axis: ``"tensor"`` if the tensor group's members hold different pieces, None if each holds the whole.
+        partial: True if the local gradient is only a part of a sum over the tensor group (a norm's weight under sequence
+            parallelism saw a slice of the sequence). False: the gradient is complete.
+    """
+
+    full_shape: Shape
+    local_shape: Shape
+    pieces: tuple[Piece, ...]
+    axis: Literal["tensor"] | None = None
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        for piece in self.pieces:
+            assert _inside(piece.local, piece.size, self.local_shape), f"{piece} is outside of the local shape {self.local_shape}"
+            assert _inside(piece.full, piece.size, self.full_shape), f"{piece} is outside of the full shape {self.full_shape}"
+
+    @classmethod
+    def replicated(cls, shape: Sequence[int], partial: bool = False) -> Sharding:
+        """The record of a tensor that every member holds whole."""
+        size = tuple(shape)
+        origin = (0,) * len(size)
+        return cls(
+            full_shape=size, local_shape=size, pieces=(Piece(local=origin, full=origin, size=size),), axis=None, partial=partial
+        )
+
+    @property
+    def num_padding(self) -> int:
+        """Local elements that no piece covers."""
+        return math.prod(self.local_shape) - sum(math.prod(piece.size) for piece in self.pieces)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyRange:
+    """The token ids of one member of the tensor group: [start, stop), followed by padding up to ``rows``.
+
+    Attributes:
+        size: V, number of tokens of the whole vocabulary.
+        parts: t, members of the group.
+        index: This member.
+    """
+
+    size: int
+    parts: int = 1
+    index: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Local rows, padding included; equal on all members: ceil(V / t)."""
+        return -(-self.size // self.parts)
+
+    @property
+    def padded(self) -> int:
+        """Rows of all members together."""
+        return self.rows * self.parts
+
+    @property
+    def start(self) -> int:
+        """First token id of this member."""
+        return min(self.index * self.rows, self.size)
+
+    @property
+    def stop(self) -> int:
+        """One past the last token id of this member."""
+        return min(self.start + self.rows, self.size)
+
+    @property
+    def count(self) -> int:
+        """Local rows that are tokens; the others are padding."""
+        return self.stop - self.start
+
+
+def shard_columns(shape: Sequence[int], *, parts: Sequence[int], size: int, index: int) -> Sharding:
+    """Split dimension 0, made of ``parts`` that are each split on their own, over ``size`` members; this is member ``index``."""
+    assert sum(parts) == shape[0], (tuple(parts), tuple(shape))
+    assert all(part % size == 0 for part in parts), (tuple(parts), size)
+    rest = tuple(shape[1:])
+    origin = (0,) * len(rest)
+    pieces, local, full = [], 0, 0
+    for part in parts:
+        extent = part // size
+        pieces.append(Piece(local=(local, *origin), full=(full + index * extent, *origin), size=(extent, *rest)))
+        local, full = local + extent, full + part
+    return Sharding(full_shape=tuple(shape), local_shape=(local, *rest), pieces=tuple(pieces), axis="tensor")
+
+
+def shard_rows(shape: Sequence[int], *, size: int, index: int) -> Sharding:
+    """Split dimension 1 of a matrix (out, in) over ``size`` members."""
+    rows, columns = shape
+    assert columns % size == 0, (tuple(shape), size)
+    extent = columns // size
+    piece = Piece(local=(0, 0), full=(0, index * extent), size=(rows, extent))
+    return Sharding(full_shape=(rows, columns), local_shape=(rows, extent), pieces=(piece,), axis="tensor")
+
+
+def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Sharding:
+    """Split dimension 0 by token; a member may have padding rows, or nothing else."""
+    assert shape[0] == vocabulary.size, (tuple(shape), vocabulary)
+    rest = tuple(shape[1:])
+    origin = (0,) * len(rest)
+    piece = Piece(local=(0, *origin), full=(vocabulary.start, *origin), size=(vocabulary.count, *rest))
+    return Sharding(
+        full_shape=tuple(shape),
+        local_shape=(vocabulary.rows, *rest),
+        pieces=(piece,) if vocabulary.count else (),
+        axis="tensor",
+    )
+
+
+def iterate_pieces(sharding: Sharding) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """(index in the local tensor, index in the full tensor) of every piece."""
+    for piece in sharding.pieces:
+        yield piece.local_slices, piece.full_slices
+
+
+def slice_full(full: Tensor, sharding: Sharding) -> Tensor:
+    """A new tensor with the local part of ``full``, same dtype and device (meta stays meta); padding is zero."""
+    assert tuple(full.shape) == sharding.full_shape, (tuple(full.shape), sharding.full_shape)
+    make = torch.zeros if sharding.num_padding else torch.empty
+    local = make(sharding.local_shape, dtype=full.dtype, device=full.device)
+    for here, there in iterate_pieces(sharding):
+        local[here] = full.detach()[there]
+    return local
+
+
+def assemble_full(parts: Sequence[tuple[Tensor, Sharding]]) -> Tensor:
+    """The full tensor, put together from the local tensors of all members: the inverse of ``slice_full``."""
+    first, sharding = parts[0]
+    full = torch.empty(sharding.full_shape, dtype=first.dtype, device=first.device)
+    for local, sharding in parts:
+        for here, there in iterate_pieces(sharding):
+            full[there] = local.detach()[here]
+    return full
+
+
+def _slices(offset: Shape, size: Shape) -> tuple[slice, ...]:
+    return tuple(slice(start, start + extent) for start, extent in zip(offset, size, strict=True))
+
+
+def _inside(offset: Shape, size: Shape, shape: Shape) -> bool:
+    bounds = zip(offset, size, shape, strict=True)
+    return all(min(start, extent) >= 0 and start + extent <= limit for start, extent, limit in bounds)

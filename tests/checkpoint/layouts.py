@@ -1,0 +1,88 @@
+"""Full tensors, and what a rank of a layout holds of them: the strategy's part, made small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ptdp.tensor_parallel.sharding import (
+    Sharding,
+    VocabularyRange,
+    iterate_pieces,
+    shard_columns,
+    shard_rows,
+    shard_vocabulary,
+)
+
+PADDING = -7
+FUSED_PARTS = (8, 4, 4)  # query, key and value rows of one fused matrix: each part is split over the tensor ranks
+
+
+@dataclass(frozen=True)
+class Layout:
+    """world = d * t * p ranks; tensor innermost, pipeline outermost."""
+
+    world: int
+    t: int = 1
+    p: int = 1
+
+    def __str__(self) -> str:
+        return f"t{self.t}p{self.p}d{self.world // self.t // self.p}"
+
+
+LAYOUTS = [Layout(1), Layout(2, t=2), Layout(2, p=2), Layout(2), Layout(4, t=4), Layout(4, t=2, p=2), Layout(4, t=2)]
+
+
+def full_model(*, offset: int = 0) -> dict[str, tuple[torch.Tensor, str]]:
+    """Name -> (full tensor with distinct values, how it is cut)."""
+
+    def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        count = torch.Size(shape).numel()
+        return (torch.arange(count) + offset).reshape(shape).to(dtype)
+
+    return {
+        "model/wte.weight": (values(29, 6), "vocabulary"),
+        "model/h.0.qkv.weight": (values(16, 6) + 1000, "fused"),
+        "model/h.0.qkv.bias": (values(16) + 2000, "fused"),
+        "model/h.0.proj.weight": (values(6, 8) + 3000, "row"),
+        "model/h.0.ln.weight": (values(6, dtype=torch.bfloat16), "replicated"),
+        "model/h.1.fc.weight": (values(8, 6, dtype=torch.bfloat16) + 0.5, "column"),
+        "model/h.1.steps": (values(12, dtype=torch.int64) + 2**40, "column"),
+        "model/h.1.scale": (torch.tensor(0.1 + offset, dtype=torch.float64), "replicated"),
+        "model/h.1.empty": (torch.zeros(0, 3), "replicated"),
+    }
+
+
+def shard(full: torch.Tensor, kind: str, *, size: int, rank: int) -> tuple[torch.Tensor, Sharding]:
+    """The local tensor of tensor rank ``rank`` of ``size``, and its record; local elements of no piece are ``PADDING``."""
+    match kind:
+        case "column":
+            sharding = shard_columns(full.shape, parts=[full.shape[0]], size=size, index=rank)
+        case "fused":
+            sharding = shard_columns(full.shape, parts=FUSED_PARTS, size=size, index=rank)
+        case "row":
+            sharding = shard_rows(full.shape, size=size, index=rank)
+        case "vocabulary":
+            sharding = shard_vocabulary(full.shape, VocabularyRange(size=full.shape[0], parts=size, index=rank))
+        case _:
+            sharding = Sharding.replicated(full.shape)
+    local = torch.full(sharding.local_shape, PADDING, dtype=full.dtype)
+    for here, there in iterate_pieces(sharding):
+        local[here] = full[there]
+    return local, sharding
+
+
+def held(layout: Layout, rank: int, *, offset: int = 0) -> dict[str, tuple[torch.Tensor, Sharding]]:
+    """What ``rank`` holds: with two stages, block 1 is in the last one and everything else in the first."""
+    found = {}
+    for name, (full, kind) in full_model(offset=offset).items():
+        stage = 1 if ".h.1." in name.replace("/", ".") else 0
+        if layout.p == 1 or stage == rank // (layout.world // layout.p):
+            found[name] = shard(full, kind, size=layout.t, rank=rank % layout.t)
+    return found
+
+
+def blank(tensors: dict[str, tuple[torch.Tensor, Sharding]]) -> dict[str, tuple[torch.Tensor, Sharding]]:
+    """The same tensors, filled with the padding value."""
+    return {name: (torch.full_like(tensor, PADDING), sharding) for name, (tensor, sharding) in tensors.items()}

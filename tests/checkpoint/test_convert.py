@@ -1,0 +1,103 @@
+"""Lightning's single-file checkpoint out of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.checkpoint import CheckpointError, save_checkpoint, to_lightning_file
+from lightning_ptdp.tensor_parallel.sharding import Sharding
+from tests.checkpoint.layouts import shard
+from tests.pool import Pool
+
+
+class Lit(pl.LightningModule):
+    def __init__(self, hidden: int = 4, folder: Path | str = "data") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(6, hidden)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen += 1
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def _fit_and_save(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A real Trainer's checkpoint, taken apart and stored our way."""
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[pl.callbacks.EarlyStopping("missing", strict=False), pl.callbacks.ModelCheckpoint(folder)],
+    )
+    model = Lit(hidden=8, folder=Path("data"))
+    trainer.fit(model, DataLoader(torch.randn(12, 6), batch_size=4))
+    trainer.save_checkpoint(f"{folder}/plain.ckpt")
+    checkpoint = torch.load(f"{folder}/plain.ckpt", weights_only=False)
+    weights = checkpoint.pop("state_dict")
+    tensors = {f"model/{name}": shard(tensor, "replicated", size=1, rank=0) for name, tensor in weights.items()}
+    save_checkpoint(f"{folder}/ours.ckpt", tensors=tensors, state=checkpoint, metadata={})
+    return weights, checkpoint
+
+
+@pytest.fixture(scope="module")
+def fitted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("fitted")
+    return (folder, *pool.run(_fit_and_save, world_size=1, args=(str(folder),))[0])
+
+
+def test_load_from_checkpoint_reads_it(fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    folder, weights, state = fitted
+    to_lightning_file(folder / "ours.ckpt", folder / "new" / "single.ckpt")
+    model = Lit.load_from_checkpoint(folder / "new" / "single.ckpt")
+    assert (model.hparams["hidden"], model.hparams["folder"]) == (8, "data")
+    assert model.state_dict().keys() == weights.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+    found = torch.load(folder / "new" / "single.ckpt", weights_only=True)
+    assert found["loops"] == state["loops"]
+    assert found["callbacks"].keys() == state["callbacks"].keys()
+    assert found["global_step"] == state["global_step"] == 6
+    assert "optimizer_states" not in found
+    assert [entry.name for entry in (folder / "new").iterdir()] == ["single.ckpt"]
+
+
+class Tied(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_parameters_have_all_their_names(tmp_path: Path) -> None:
+    weight = torch.randn(5, 3)
+    tensors = {"model/embedding.weight": (weight, Sharding.replicated((5, 3)))}
+    save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={"aliases": {"head.weight": "embedding.weight"}})
+    to_lightning_file(tmp_path / "c", tmp_path / "single.ckpt")
+    model = Tied.load_from_checkpoint(tmp_path / "single.ckpt")
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.head.weight, weight)
+    assert (tmp_path / "single.ckpt").stat().st_size < 4000
+
+
+def test_a_folder_is_not_overwritten(fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    folder, _, _ = fitted
+    with pytest.raises(CheckpointError, match="is a folder; name the file"):
+        to_lightning_file(folder / "ours.ckpt", folder)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        to_lightning_file(folder / "nothing", folder / "out.ckpt")

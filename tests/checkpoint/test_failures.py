@@ -1,0 +1,185 @@
+"""A save that fails anywhere fails everywhere, and leaves what was there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ptdp.checkpoint import CheckpointError, _dcp, read_full, read_metadata, same_outcome, save_checkpoint
+from lightning_ptdp.checkpoint import files as files_module
+from lightning_ptdp.tensor_parallel.sharding import Piece, Sharding
+from tests.pool import Pool
+
+ROWS = 200_000
+
+
+def _half(rank: int, value: float, *, rows: int = ROWS) -> dict[str, tuple[torch.Tensor, Sharding]]:
+    piece = Piece(local=(0,), full=(rank * rows,), size=(rows,))
+    record = Sharding(full_shape=(2 * rows,), local_shape=(rows,), pieces=(piece,), axis="tensor", partial=False)
+    return {"model/w": (torch.full((rows,), value), record)}
+
+
+@contextlib.contextmanager
+def _full_disk(limit: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond ``limit`` bytes: a real failing write, also for root."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def _disk_full(rank: int) -> dict[str, Any]:
+    return {"tensors": _half(rank, 2.0)}
+
+
+def _wrong_local_shape(rank: int) -> dict[str, Any]:
+    tensors = _half(rank, 2.0)
+    if rank == 1:
+        tensors["model/w"] = (torch.zeros(3), tensors["model/w"][1])
+    return {"tensors": tensors}
+
+
+def _other_dtype(rank: int) -> dict[str, Any]:
+    tensor, record = _half(rank, 2.0)["model/w"]
+    return {"tensors": {"model/w": (tensor.bfloat16() if rank else tensor, record)}}
+
+
+def _uncovered(rank: int) -> dict[str, Any]:
+    return {"tensors": _half(0, 2.0)}
+
+
+def _class_in_the_state(rank: int) -> dict[str, Any]:
+    return {"tensors": _half(rank, 2.0), "state": {"callbacks": {"mine": [1, object()]}}}
+
+
+def _not_json(rank: int) -> dict[str, Any]:
+    return {"tensors": _half(rank, 2.0), "metadata": {"layout": {1, 2}}}
+
+
+CASES: list[tuple[Callable[[int], dict[str, Any]], str]] = [
+    (_disk_full, r"rank 1: .*OSError: .*File too large"),
+    (_wrong_local_shape, r"rank 1: 'model/w' has the local shape \(3,\), but its sharding says \(200000,\)"),
+    (_other_dtype, r"'model/w' is torch.float32 .* on rank 0, but torch.bfloat16 of \(400000,\) on rank 1"),
+    (_uncovered, r"'model/w': the rectangles to save cover 200000 of 400000 elements|invalid fill"),
+    (_class_in_the_state, r"rank 0: state\['callbacks'\]\['mine'\]\[1\] is a builtins.object"),
+    (_not_json, r"rank 0: metadata\['layout'\] = \{1, 2\} cannot be written as JSON"),
+]
+
+
+def _save_then_fail(rank: int, case: Callable[[int], dict[str, Any]], path: str) -> str:
+    save_checkpoint(path, tensors=_half(rank, 1.0, rows=10), state={}, metadata={})
+    limit = _full_disk(100_000) if case is _disk_full and rank == 1 else contextlib.nullcontext()
+    with limit, pytest.raises(CheckpointError) as error:
+        save_checkpoint(path, **{"state": {}, "metadata": {}, **case(rank)})
+    assert sorted(os.listdir(os.path.dirname(path))) == ["last.ckpt"]
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("case", "words"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_failing_rank_fails_all_and_leaves_the_old_checkpoint(
+    pool: Pool, tmp_path: Path, case: Callable[[int], dict[str, Any]], words: str
+) -> None:
+    messages = pool.run(_save_then_fail, world_size=2, args=(case, str(tmp_path / "last.ckpt")))
+    assert messages[0] == messages[1]
+    assert re.search(words, messages[0]), messages[0]
+    assert torch.equal(read_full(tmp_path / "last.ckpt")["w"], torch.ones(20))
+
+
+def test_rectangles_must_cover_in_one_process_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = _half(0, 1.0, rows=10)
+    with pytest.raises(CheckpointError, match="the rectangles to save cover 10 of 20 elements"):
+        save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
+    with monkeypatch.context() as patch:
+        patch.setattr(_dcp, "_check_volume", lambda *_: None)
+        save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
+    with pytest.raises(CheckpointError, match="the rectangles to load cover 10 of 20 elements"):
+        read_full(tmp_path / "c")
+
+
+def _save_twice(rank: int, path: str) -> None:
+    save_checkpoint(path, tensors=_half(rank, 1.0, rows=10), state={}, metadata={"save": 1})
+    save_checkpoint(path, tensors=_half(rank, 2.0, rows=11), state={}, metadata={"save": 2})
+
+
+def test_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt.old-0123").mkdir()
+    (tmp_path / "last.ckpt.tmp-0123").mkdir()
+    pool.run(_save_twice, world_size=2, args=(str(tmp_path / "last.ckpt"),))
+    assert torch.equal(read_full(tmp_path / "last.ckpt")["w"], torch.full((22,), 2.0))
+    assert read_metadata(tmp_path / "last.ckpt").run == {"save": 2}
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def _save_one(path: Path, value: float) -> None:
+    save_checkpoint(path, tensors={"model/w": (torch.tensor([value]), Sharding.replicated((1,)))}, state={}, metadata={})
+
+
+def test_a_file_and_an_empty_folder_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("Lightning's single file")
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder", "new/deep"):
+        _save_one(tmp_path / name, 1.0)
+        assert read_full(tmp_path / name)["w"].item() == 1.0
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is a folder with other content"):
+        _save_one(tmp_path, 1.0)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    with pytest.raises(CheckpointError, match="s3://bucket/c is not a path"):
+        save_checkpoint("s3://bucket/c", tensors={}, state={}, metadata={})
+
+
+def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    _save_one(path, 1.0)
+    rename = os.rename
+
+    def fail_for_the_new_one(source: Any, target: Any) -> None:
+        if ".tmp-" in str(source) and str(target) == str(path):
+            raise OSError("injected")
+        rename(source, target)
+
+    monkeypatch.setattr(files_module.os, "rename", fail_for_the_new_one)
+    with pytest.raises(CheckpointError, match="injected"):
+        _save_one(path, 2.0)
+    assert read_full(path)["w"].item() == 1.0
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_save_killed_between_the_renames_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    _save_one(path, 1.0)
+    path.rename(tmp_path / "last.ckpt.old-01")
+    with pytest.raises(CheckpointError, match=r"interrupted and left .*last\.ckpt\.old-01: rename"):
+        read_metadata(path)
+
+
+def _fail_on(rank: int, failing: list[int]) -> None:
+    with same_outcome("the test"):
+        if rank in failing:
+            raise KeyError(f"key {rank % 2}")
+
+
+def _raise_on(rank: int, failing: list[int]) -> str:
+    with pytest.raises(CheckpointError) as error:
+        _fail_on(rank, failing)
+    return str(error.value)
+
+
+def test_same_outcome_names_the_ranks(pool: Pool) -> None:
+    for failing, words in (([0, 2, 3], "rank 0, 2: KeyError: 'key 0'; rank 3: KeyError: 'key 1'"), ([2], "rank 2: KeyError")):
+        messages = pool.run(_raise_on, world_size=4, args=(failing,))
+        assert len(set(messages)) == 1
+        assert words in messages[0]

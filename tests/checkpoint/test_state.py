@@ -1,0 +1,121 @@
+"""What Lightning's state may hold, and what comes back."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_ptdp.checkpoint import CheckpointError, portable, read_state, save_checkpoint
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+class Pair(NamedTuple):
+    one: int
+    two: Any
+
+
+class Attributes(dict[str, Any]):
+    pass
+
+
+class Registered:
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = inner
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Registered) and other.inner == self.inner
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+CONVERTED: list[tuple[Any, Any]] = [
+    ({"a": [1, (2.5, None)], 3: {True, False}}, {"a": [1, (2.5, None)], 3: {True, False}}),
+    (Path("runs") / "1", "runs/1"),
+    (np.float64(0.5), 0.5),
+    (np.int32(7), 7),
+    (np.bool_(True), True),
+    (Colour.RED, "red"),
+    (Pair(1, Path("x")), (1, "x")),
+    (Attributes(lr=0.1), {"lr": 0.1}),
+    (collections.defaultdict(list, a=[1]), {"a": [1]}),
+    (frozenset({1}), {1}),
+    (torch.Size([2, 3]), torch.Size([2, 3])),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.device("cpu"), torch.device("cpu")),
+    (1 + 2j, 1 + 2j),
+    (float("inf"), float("inf")),
+    (2**70, 2**70),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), CONVERTED, ids=lambda value: type(value).__name__)
+def test_common_types_come_back(tmp_path: Path, value: Any, expected: Any) -> None:
+    save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
+    found = read_state(tmp_path / "c")["key"]
+    assert found == expected
+    assert type(found) is type(expected)
+    assert torch.load(tmp_path / "c" / "state.pt", weights_only=True)["key"] == expected
+
+
+def test_ordered_dictionaries_keep_their_order_and_type(tmp_path: Path) -> None:
+    value = collections.OrderedDict([("b", 1), ("a", collections.Counter("aab"))])
+    save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
+    found = read_state(tmp_path / "c")["key"]
+    assert type(found) is collections.OrderedDict
+    assert list(found.items()) == [("b", 1), ("a", collections.Counter("aab"))]
+
+
+def test_tensors_are_plain_copies_of_their_own_values_only(tmp_path: Path) -> None:
+    big = torch.zeros(1_000_000)
+    state = {"slice": big[3:5], "parameter": torch.nn.Parameter(torch.ones(2)), "array": np.arange(3, dtype=np.uint32)}
+    save_checkpoint(tmp_path / "c", tensors={}, state=state, metadata={})
+    found = read_state(tmp_path / "c")
+    assert torch.equal(found["slice"], torch.zeros(2))
+    assert type(found["parameter"]) is torch.Tensor
+    assert found["array"].tolist() == [0, 1, 2]
+    assert (tmp_path / "c" / "state.pt").stat().st_size < 10_000
+
+
+def test_numpys_random_state_can_be_restored(tmp_path: Path) -> None:
+    generator = np.random.RandomState(3)
+    save_checkpoint(tmp_path / "c", tensors={}, state={"numpy": generator.get_state(legacy=True)}, metadata={})
+    expected = generator.rand(5)
+    generator.set_state(read_state(tmp_path / "c")["numpy"])
+    assert np.array_equal(generator.rand(5), expected)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"hyper_parameters": {"loss": torch.nn.MSELoss()}}, r"state\['hyper_parameters'\]\['loss'\] is a torch\.nn.*MSELoss"),
+        ({"a": [0, {"b": datetime.date(2020, 1, 1)}]}, r"state\['a'\]\[1\]\['b'\] is a datetime\.date"),
+        ({"f": len}, r"state\['f'\] is a builtins\.builtin_function_or_method"),
+        ({"d": {Registered: 1}}, r"state\['d'\] \(a key of it\) is a builtins\.type"),
+        ({"n": np.array([object()])}, r"state\['n'\] is a numpy\.ndarray"),
+    ],
+)
+def test_what_cannot_be_read_back_is_refused_by_name(tmp_path: Path, state: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        save_checkpoint(tmp_path / "c", tensors={}, state=state, metadata={})
+    with pytest.raises(CheckpointError, match=words):
+        portable(state)
+
+
+def test_registered_classes_are_kept(tmp_path: Path) -> None:
+    with torch.serialization.safe_globals([Registered]):
+        save_checkpoint(tmp_path / "c", tensors={}, state={"mine": Registered(3)}, metadata={})
+        assert read_state(tmp_path / "c")["mine"] == Registered(3)
+        with pytest.raises(CheckpointError, match=r"state\['mine'\] cannot be written so that it can be read back"):
+            save_checkpoint(tmp_path / "d", tensors={}, state={"mine": Registered(len)}, metadata={})
+    with pytest.raises(CheckpointError, match=r"state\.pt cannot be read"):
+        read_state(tmp_path / "c")

@@ -1,0 +1,81 @@
+"""A user's script, run by the launcher tests: ``script.py {json of settings} {folder for results}``.
+
+It does not import lightning_ptdp unless a setting asks for it.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+SETTINGS, FOLDER = json.loads(sys.argv[1]), Path(sys.argv[2])
+L = importlib.import_module(SETTINGS.get("namespace", "lightning.pytorch"))
+
+
+class LitScript(L.LightningModule):
+    """Trains a sequence of layers; misbehaves where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 8
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Linear(width, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2 and self.global_rank == SETTINGS.get("fail_on_rank"):
+            raise ZeroDivisionError("the user's own mistake")
+        loss = self.net(batch[0]).sub(batch[0].sum(-1, keepdim=True)).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *_):
+        if self.global_step == 3:
+            (FOLDER / f"running-{self.global_rank}").write_text(str(os.getpid()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def strategy():
+    if "layout" not in SETTINGS:
+        return SETTINGS.get("strategy", "ptdp")
+    from lightning_ptdp.strategy import strategy_class
+
+    return strategy_class(SETTINGS.get("namespace", "lightning.pytorch"))(**SETTINGS["layout"])
+
+
+def main() -> None:
+    L.seed_everything(1, verbose=False)
+    module = LitScript()
+    data = DataLoader(TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1))), batch_size=4)
+    trainer = L.Trainer(
+        strategy=strategy(),
+        accelerator="cpu",
+        devices=2,
+        max_steps=SETTINGS.get("max_steps", 6),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data)
+    result = {
+        "rank": trainer.global_rank,
+        "world_size": trainer.world_size,
+        "steps": trainer.global_step,
+        "loss": float(trainer.callback_metrics["train_loss"]),
+        "strategy": type(trainer.strategy).__name__,
+        "environment": type(trainer.strategy.cluster_environment).__name__,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+    }
+    (FOLDER / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Behaviour 1: every hook of callbacks and modules fires in Lightning's own order."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+
+from tests.conformance.toys import LitNet, Place, both, loader, make_trainer
+from tests.pool import Pool
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def _recording(base: type, names: list[str], who: str) -> Any:
+    """A subclass of ``base`` that notes the calls of ``names`` in ``self.events``."""
+
+    def method(name: str) -> Any:
+        original = getattr(base, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.events.append(f"{who}.{name}")
+            return original(self, *args, **kwargs)
+
+        call.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        return call
+
+    return type(f"Recording{base.__name__}", (base,), {name: method(name) for name in names})
+
+
+def _public(*classes: type) -> list[str]:
+    return sorted({name for c in classes for name, f in vars(c).items() if inspect.isfunction(f) and not name.startswith("_")})
+
+
+CALLBACK_HOOKS = [n for n in _public(L.Callback) if n not in ("state_dict", "load_state_dict")]
+MODULE_HOOKS = [
+    *(n for n in _public(ModelHooks, DataHooks, CheckpointHooks) if not n.endswith("dataloader") and n not in ("prepare_data", "configure_sharded_model")),
+    *STEPS,
+    *("configure_optimizers", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad"),
+]
+
+
+def record(rank: int, place: Place, folder: str, path: str) -> dict[str, list[str]]:
+    """The hooks of fit, validate, test and predict."""
+    L.seed_everything(1, verbose=False)
+    events: list[str] = []
+    module = _recording(LitNet, MODULE_HOOKS, "module")()
+    callback = _recording(L.Callback, CALLBACK_HOOKS, "callback")()
+    module.__dict__["events"] = callback.events = events
+    checkpoint = ModelCheckpoint(dirpath=Path(path, folder), every_n_train_steps=2)
+    trainer = make_trainer(
+        place, callbacks=[callback, checkpoint], enable_checkpointing=True, gradient_clip_val=0.1, accumulate_grad_batches=2
+    )
+    seen = {}
+    for name, run in (
+        ("fit", lambda: trainer.fit(module, loader(), loader())),
+        ("validate", lambda: trainer.validate(module, loader(), verbose=False)),
+        ("test", lambda: trainer.test(module, loader(), verbose=False)),
+        ("predict", lambda: trainer.predict(module, loader())),
+    ):
+        run()
+        seen[name] = list(events)
+        events.clear()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["one", "d2", "p2"])
+def test_hooks_fire_in_lightnings_order(name: str, pool: Pool, tmp_path: Path) -> None:
+    for found, expected in both(pool, record, name, str(tmp_path)):
+        for stage, events in expected.items():
+            assert len(events) > 20, "the reference recorded nothing"
+            # The step itself runs once a microbatch.
+            assert _once(found[stage]) == events, stage
+
+
+def _once(events: list[str]) -> list[str]:
+    """Repeated calls of one step in a row count as one."""
+    return [e for name, run in groupby(events) for e in ([name] if name.split(".")[1] in STEPS else list(run))]

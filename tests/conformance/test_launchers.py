@@ -1,0 +1,176 @@
+"""Behaviours 19, 21, 23 and 24: every way of starting the processes, and of ending them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).with_name("script.py")
+P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+LIMIT = 120.0
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str) -> Iterator[subprocess.Popen]:
+    """The script as a process of its own session, whose every process is ended at last."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR")
+    clean = {key: value for key, value in os.environ.items() if key not in names and not key.startswith("SLURM")}
+    process = subprocess.Popen(
+        [sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)],
+        cwd=folder,
+        env={**clean, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for left in of_session(process.pid):
+            left.kill()
+        process.wait(10)
+
+
+def of_session(session: int) -> list[psutil.Process]:
+    """The live processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def run(folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str) -> list[dict[str, Any]]:
+    with started(folder, settings, prefix, **env) as process:
+        output, _ = process.communicate(timeout=LIMIT)
+        assert process.returncode == 0, output
+        assert not of_session(process.pid), "processes are left behind"
+    return results(folder)
+
+
+def assert_trained(ranks: list[dict[str, Any]], environment: str, world_size: int = 2) -> None:
+    assert [r["rank"] for r in ranks] == list(range(world_size))
+    for result in ranks:
+        assert (result["world_size"], result["steps"]) == (2, 6)
+        assert result["strategy"] == "PTDPStrategy"
+        assert result["environment"] == environment
+        assert result["loss"] == pytest.approx(ranks[0]["loss"], rel=1e-6)
+
+
+def test_popen_by_name_without_importing_the_package(tmp_path: Path) -> None:
+    ranks = run(tmp_path, {"strategy": "ptdp"})
+    assert_trained(ranks, "LightningEnvironment")
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+
+
+def test_torchrun_in_the_other_namespace(tmp_path: Path) -> None:
+    prefix = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    ranks = run(tmp_path, {"namespace": "pytorch_lightning", "layout": P2}, prefix)
+    assert_trained(ranks, "TorchElasticEnvironment")
+    assert ranks[0]["parameters"] != ranks[1]["parameters"], "every rank holds its own stage"
+
+
+def test_slurm_variables(tmp_path: Path) -> None:
+    common = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_NNODES": "1",
+        "MASTER_PORT": free_port(),
+    }
+    with contextlib.ExitStack() as stack:
+        tasks = [
+            stack.enter_context(started(tmp_path, {"layout": P2}, **common, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)))
+            for i in range(2)
+        ]
+        outputs = [task.communicate(timeout=LIMIT)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert_trained(results(tmp_path), "SLURMEnvironment")
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_started_by_multiprocessing_the_parent_gets_the_trained_weights(start_method: str, tmp_path: Path) -> None:
+    (result,) = run(tmp_path, {"layout": {**P2, "start_method": start_method}})
+    assert result["steps"] == 6
+    assert result["parameters"] == 8 * 9 * 2 + 9, "the parent's module is not whole"
+    reference = run_alone(tmp_path)
+    for name, value in reference.items():
+        assert result["weights"][name] == pytest.approx_nested(value) if False else _close(result["weights"][name], value)
+
+
+def _close(found: Any, expected: Any) -> bool:
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(_close(f, e) for f, e in zip(found, expected, strict=True))
+    return found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def wait_until_running(folder: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not all((folder / f"running-{rank}").exists() for rank in range(2)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the script did not start"
+        time.sleep(0.05)
+
+
+def ends(process: subprocess.Popen, limit: float = 40.0) -> tuple[str, float]:
+    """Output and seconds until no process of the session is left."""
+    start = time.monotonic()
+    output, _ = process.communicate(timeout=limit)
+    while of_session(process.pid):
+        assert time.monotonic() - start < limit, f"left behind: {of_session(process.pid)}"
+        time.sleep(0.05)
+    return output, time.monotonic() - start
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_exception_on_one_rank_ends_all_and_is_shown(start_method: str, rank: int, tmp_path: Path) -> None:
+    settings = {"layout": {**P2, "start_method": start_method}, "fail_on_rank": rank, "max_steps": -1}
+    with started(tmp_path, settings) as process:
+        output, _ = process.communicate(timeout=LIMIT)
+        ends_after = ends(process)[1]
+        print(start_method, rank, ends_after)
+        assert process.returncode != 0
+        assert "ZeroDivisionError: the user's own mistake" in output
+        assert "in training_step" in output
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signal_ends_all_processes(start_method: str, name: str, tmp_path: Path) -> None:
+    with started(tmp_path, {"layout": {**P2, "start_method": start_method}, "max_steps": -1}) as process:
+        wait_until_running(tmp_path, process)
+        if name == "SIGINT":  # Ctrl-C goes to the terminal's whole process group
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGTERM)
+        output, seconds = ends(process)
+        print(start_method, name, seconds, process.returncode, output[-1500:])
+        assert process.returncode != 0

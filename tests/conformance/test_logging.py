@@ -1,0 +1,165 @@
+"""Behaviours 8, 9 and 30: what is logged is seen by everyone, and is what Lightning logs on one device."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torchmetrics import MeanSquaredError, MetricCollection
+
+from lightning_ptdp.loggers import MLFlowLogger
+from tests.conformance.toys import LitNet, Place, both, loader, make_trainer, metrics
+from tests.pool import Pool
+
+
+class LogsEverything(LitNet):
+    """Every way of calling ``self.log`` in a step; a validation loss for each loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric, self.val_metric = MeanSquaredError(), MeanSquaredError()
+        self.collection = MetricCollection({"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        prediction = self.net(x)
+        loss = torch.nn.functional.mse_loss(prediction, y)
+        self.log("plain", loss)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("bar", loss, True, False)
+        self.log("epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("weighted", loss, on_step=False, on_epoch=True, batch_size=len(x), sync_dist=True)
+        self.log("most", prediction.max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        self.log("least", prediction.min(), on_step=False, on_epoch=True, reduce_fx=min_over_steps, sync_dist=True)
+        self.log("count", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.metric(prediction, y)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        self.log_dict({"a": loss, "b": 2 * loss}, on_epoch=True, on_step=False, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("from_hook", 3.5)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        x, y = batch
+        prediction = self.net(x)
+        self.log("val_loss", torch.nn.functional.mse_loss(prediction, y), batch_size=len(x), sync_dist=True)
+        self.val_metric(prediction, y)
+        self.log("val_metric", self.val_metric)
+        self.collection(prediction, y)
+        self.log_dict(self.collection)
+
+
+def min_over_steps(values: torch.Tensor) -> torch.Tensor:
+    return torch.min(values)
+
+
+min_over_steps.__name__ = "min"
+
+
+class SeenMetrics(L.Callback):
+    """All metrics after every batch, epoch and validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, dict[str, float]]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(metrics(trainer))
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(metrics(trainer))
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(metrics(trainer))
+
+
+def log_everything(rank: int, place: Place, folder: str) -> list[dict[str, dict[str, float]]]:
+    L.seed_everything(1, verbose=False)
+    seen = SeenMetrics()
+    # 30 samples: the last batch holds fewer than the others.
+    trainer = make_trainer(place, callbacks=[seen])
+    trainer.fit(LogsEverything(), loader(30), loader(12, batch_size=6))
+    return seen.seen
+
+
+def assert_same_metrics(found: Any, expected: Any) -> None:
+    for here, there in zip(found, expected, strict=True):
+        for kind, values in there.items():
+            assert here[kind].keys() == values.keys(), kind
+            for name, value in values.items():
+                assert here[kind][name] == pytest.approx(value, rel=1e-5, abs=1e-7), f"{kind} {name}"
+
+
+@pytest.mark.parametrize("name", ["one", "d2", "p2"])
+def test_every_kind_of_log_call(name: str, pool: Pool) -> None:
+    for found, expected in both(pool, log_everything, name):
+        assert {"both_step", "both_epoch", "metric", "val_loss", "rmse", "from_hook"} <= expected[-1]["callback_metrics"].keys()
+        assert_same_metrics(found, expected)
+
+
+class CountsValidation(L.Callback):
+    def __init__(self) -> None:
+        self.at: list[tuple[int, bool]] = []
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        self.at.append((trainer.global_step, trainer.sanity_checking))
+
+
+def validate_often(rank: int, place: Place, folder: str, settings: dict[str, Any]) -> Any:
+    L.seed_everything(1, verbose=False)
+    count = CountsValidation()
+    trainer = make_trainer(place, callbacks=[count], **settings)
+    trainer.fit(LitNet(), loader(), [loader(8), loader(12, batch_size=4)])
+    return count.at, [metrics(trainer)]
+
+
+@pytest.mark.parametrize("name", ["d2", "p2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"val_check_interval": 0.5, "num_sanity_val_steps": 2},
+        {"check_val_every_n_epoch": 2, "max_epochs": 4, "num_sanity_val_steps": 0},
+        {"check_val_every_n_epoch": None, "val_check_interval": 3, "num_sanity_val_steps": -1},
+    ],
+    ids=["twice an epoch", "every second epoch", "every third batch"],
+)
+def test_validation_runs_when_asked_with_several_loaders(name: str, settings: dict[str, Any], pool: Pool) -> None:
+    for (found_at, found), (expected_at, expected) in both(pool, validate_often, name, settings):
+        assert found_at == expected_at
+        assert "val_loss/dataloader_idx_1" in expected[0]["callback_metrics"]
+        assert_same_metrics(found, expected)
+
+
+def log_to(rank: int, place: Place, folder: str, path: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    loggers = [
+        CSVLogger(path, name="csv", flush_logs_every_n_steps=1),
+        TensorBoardLogger(path, name="tensorboard"),
+        MLFlowLogger(save_dir=path, experiment_name="conformance"),
+    ]
+    trainer = make_trainer(place, logger=loggers, max_epochs=1)
+    trainer.fit(LitNet(), loader(), loader())
+    return loggers[2].run_id
+
+
+def test_loggers_write_once_and_the_same_values(pool: Pool, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    place = Place(world_size=2, layout={"pipeline_parallel_size": 2, "num_microbatches": 2})
+    run_id = pool.run(log_to, world_size=2, args=(place, "", str(tmp_path)))[0]
+    (table,) = tmp_path.glob("csv/*/metrics.csv")
+    with table.open() as stream:
+        rows = [row for row in csv.DictReader(stream) if row["train_loss"]]
+    losses = [float(row["train_loss"]) for row in rows]
+    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3]
+    (folder,) = tmp_path.glob("tensorboard/version_*")
+    events = EventAccumulator(str(folder)).Reload()
+    assert [e.value for e in events.Scalars("train_loss")] == pytest.approx(losses)
+    history = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_metric_history(run_id, "train_loss")
+    assert [m.value for m in sorted(history, key=lambda m: m.step)] == pytest.approx(losses)

@@ -1,0 +1,140 @@
+"""Behaviours 7 and 10 to 12: parameter groups, schedulers, accumulation, clipping and precision give Lightning's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.conformance.toys import LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.pool import Pool
+
+ALL = ["one", "d2", "p2"]
+
+
+class LitGroups(LitNet):
+    """Two parameter groups under a chosen scheduler."""
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        vectors = [p for p in self.parameters() if p.dim() <= 1]
+        optimizer = torch.optim.SGD(
+            [{"params": matrices, "weight_decay": 0.1, "lr": 0.1}, {"params": vectors, "momentum": 0.9}], lr=0.05
+        )
+        schedulers = torch.optim.lr_scheduler
+        if self.schedule == "plateau":
+            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+        scheduler = schedulers.ExponentialLR(optimizer, 0.8)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.schedule, "frequency": 2 if self.schedule == "step" else 1}]
+
+
+def run(rank: int, place: Place, folder: str, module: Any, settings: dict[str, Any], callbacks: list[Any]) -> Any:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = make_trainer(place, callbacks=[losses, *callbacks], **({"max_epochs": 3} | settings))
+    trainer.fit(module(), loader(), loader())
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return {"losses": losses.values, "weights": weights(trainer), "steps": trainer.global_step, "rates": rates}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
+    assert found["steps"] == expected["steps"]
+    assert found["rates"] == pytest.approx(expected["rates"])
+    assert_weights(found["weights"], expected["weights"], tolerance=tolerance)
+
+
+class Plateau(LitGroups):
+    def __init__(self) -> None:
+        super().__init__("plateau")
+
+
+class EachStep(LitGroups):
+    def __init__(self) -> None:
+        super().__init__("step")
+
+
+class EachEpoch(LitGroups):
+    def __init__(self) -> None:
+        super().__init__("epoch")
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("module", [Plateau, EachStep, EachEpoch])
+def test_parameter_groups_and_schedulers(name: str, module: Any, pool: Pool) -> None:
+    for found, expected in both(pool, run, name, module, {}, []):
+        assert expected["rates"][0] < 0.1, "the scheduler did nothing"
+        assert_same(found, expected)
+
+
+SETTINGS = {
+    "accumulation schedule": ({}, [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]),
+    "accumulation over the end of an epoch": ({"accumulate_grad_batches": 3}, []),
+    "clip by norm": ({"gradient_clip_val": 0.05}, []),
+    "clip by value": ({"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}, []),
+    "clip and accumulate": ({"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, []),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_accumulation_and_clipping(name: str, settings: str, pool: Pool) -> None:
+    options, callbacks = SETTINGS[settings]
+    for found, expected in both(pool, run, name, EachStep, options, callbacks):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("32-true", 1e-5), ("64-true", 1e-10), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2)]
+)
+def test_precision_strings(name: str, precision: str, tolerance: float, pool: Pool) -> None:
+    for found, expected in both(pool, run, name, EachStep, {"precision": precision}, []):
+        for weight, value in expected["weights"].items():
+            assert found["weights"][weight].dtype == value.dtype
+        assert_same(found, expected, tolerance)
+        assert found["losses"][-1] < found["losses"][0]
+
+
+def monitor_rates(rank: int, place: Place, folder: str, path: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    monitor = LearningRateMonitor(logging_interval="step")
+    trainer = make_trainer(place, callbacks=[monitor], logger=CSVLogger(path, name=folder))
+    trainer.fit(EachStep(), loader())
+    return monitor.lrs
+
+
+@pytest.mark.parametrize("name", ["p2"])
+def test_learning_rate_monitor(name: str, pool: Pool, tmp_path: Any) -> None:
+    for found, expected in both(pool, monitor_rates, name, str(tmp_path)):
+        assert found == expected
+        assert len(found) == 2, "one curve a parameter group"
+
+
+class LitInfinite(LitNet):
+    """One sample of one replica gives an infinite loss at the third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1 else loss
+
+
+def meet_infinity(rank: int, place: Place, folder: str) -> Any:
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    stop = EarlyStopping("seen_loss", check_finite=True, check_on_train_epoch_end=True, patience=100)
+    trainer = make_trainer(place, callbacks=[losses, stop], gradient_clip_val=1.0, max_epochs=6)
+    module = LitInfinite()
+    trainer.fit(module, loader())
+    finite = {name: bool(value.isfinite().all()) for name, value in weights(trainer).items()}
+    return {"losses": losses.values, "finite": finite, "step": trainer.global_step}

@@ -1,0 +1,236 @@
+"""Behaviours 15, 16, 26, 27, 28, 29 and 31: what comes out of one Trainer, and goes into another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor, nn
+
+from lightning_ptdp.checkpoint import read_full, to_lightning_file
+from lightning_ptdp.pipeline.stage import StageError
+from tests.conformance.toys import P2, LitNet, Place, assert_weights, both, layers, loader, make_trainer, samples, weights
+from tests.pool import Pool
+
+PIPELINE = Place(world_size=2, layout=P2)
+
+
+def all_stages_of_a_trainer(rank: int, place: Place, folder: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, max_epochs=1)
+    module = LitNet()
+    trainer.fit(module, loader(), loader())
+    results = [trainer.validate(module, loader(20), verbose=False), trainer.test(module, loader(12), verbose=False)]
+    predictions = trainer.predict(module, loader(20))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(), loader())
+    return results, torch.cat(predictions), weights(trainer), trainer.global_step
+
+
+@pytest.mark.parametrize("name", ["one", "d2", "p2"])
+def test_fit_validate_test_predict_and_fit_again(name: str, pool: Pool) -> None:
+    for (results, predictions, found, step), (other, expected_predictions, expected, expected_step) in both(
+        pool, all_stages_of_a_trainer, name
+    ):
+        assert step == expected_step
+        for mine, theirs in zip(results, other, strict=True):
+            assert mine[0] == pytest.approx(theirs[0], rel=1e-5)
+        torch.testing.assert_close(predictions, expected_predictions, rtol=1e-5, atol=1e-6)
+        assert_weights(found, expected)
+
+
+class Writer(BasePredictionWriter):
+    """Keeps what it is given; one file a batch and rank."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(write_interval="batch_and_epoch")
+        self.folder, self.epoch, self.indices = Path(folder), [], []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, index: int, _: int) -> None:
+        torch.save(prediction, self.folder / f"{trainer.global_rank}-{index}.pt")
+        self.indices.extend(indices)
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.epoch = predictions
+
+
+class LitPredictsMore(LitNet):
+    """Predictions with a structure."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        prediction = self.net(x)
+        return {"prediction": prediction, "pair": (prediction * 2, y), "mean": prediction.mean()}
+
+
+def predict(rank: int, place: Place, folder: str, path: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    here = Path(path, folder)
+    here.mkdir(exist_ok=True)
+    writer = Writer(str(here))
+    trainer = make_trainer(place, callbacks=[writer])
+    returned = trainer.predict(LitPredictsMore(), loader(21, batch_size=4))
+    files = [torch.load(here / f"{trainer.global_rank}-{i}.pt") for i in range(len(returned))]
+    return {"returned": returned, "files": files, "epoch": writer.epoch, "indices": writer.indices}
+
+
+@pytest.mark.parametrize("name", ["d2", "p2"])
+def test_predictions_are_complete_and_in_order(name: str, pool: Pool, tmp_path: Path) -> None:
+    for found, expected in both(pool, predict, name, str(tmp_path)):
+        assert found["indices"] == expected["indices"]
+        for batches in ("returned", "files", "epoch"):
+            for mine, theirs in zip(found[batches], expected["returned"], strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class LitTwoCalls(LitNet):
+    """The model is called twice in one step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y) + self.net(-x).square().mean()
+
+
+def two_calls(rank: int, place: Place, folder: str) -> str:
+    L.seed_everything(1, verbose=False)
+    try:
+        make_trainer(place, max_steps=1).fit(LitTwoCalls(), loader())
+    except StageError as error:
+        return str(error)
+    except RuntimeError as error:  # the neighbour is gone
+        return f"peer: {error}"
+    return "no error"
+
+
+def test_two_forward_calls_in_one_step_are_refused(pool: Pool) -> None:
+    messages = pool.run(two_calls, world_size=2, args=(PIPELINE, ""))
+    assert any("calls the repeated blocks more than once" in text for text in messages)
+    assert any("pipeline_parallel_size=1" in text for text in messages), "the message does not say what would work"
+    assert "no error" not in messages
+
+
+class LitLate(LitNet):
+    """Builds its layers in ``configure_model``, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.built, self.configured = None, 0, 0  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        self.configured += 1
+        if self.net is None:
+            self.built += 1
+            self.net = layers()
+
+
+def configure_twice(rank: int, place: Place) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer, module = make_trainer(place), LitLate()
+    trainer.fit(module, loader())
+    before = weights(trainer)
+    trainer.validate(module, loader(), verbose=False)
+    return module.configured, module.built, before, weights(trainer)
+
+
+def test_configure_model_is_called_again_and_keeps_the_weights(pool: Pool) -> None:
+    for configured, built, before, after in pool.run(configure_twice, world_size=2, args=(PIPELINE,)):
+        assert (configured, built) == (2, 1)
+        assert_weights(after, before, tolerance=0)
+
+
+def load_before_fit(rank: int, place: Place, folder: str) -> Any:
+    L.seed_everything(1 + rank, verbose=False)
+    module = LitNet()
+    generator = torch.Generator().manual_seed(11)
+    module.load_state_dict({k: torch.randn(v.shape, generator=generator) * 0.2 for k, v in module.state_dict().items()})
+    trainer = make_trainer(place, max_epochs=1)
+    trainer.fit(module, loader())
+    return weights(trainer)
+
+
+def test_weights_loaded_before_fit_are_trained_on(pool: Pool) -> None:
+    for found, expected in both(pool, load_before_fit, "p2"):
+        assert_weights(found, expected)
+
+
+def save_around_fit(rank: int, place: Place, path: str) -> Any:
+    here = Path(path)
+    L.seed_everything(1, verbose=False)
+    trainer, module = make_trainer(place), LitNet()
+    trainer.strategy.connect(module)
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.fit(module, loader(), loader())
+    trained = weights(trainer)
+    trainer.save_checkpoint(here / "all.ckpt")
+    trainer.save_checkpoint(here / "weights.ckpt", weights_only=True)
+    other = make_trainer(place)
+    result = other.validate(LitNet(), loader(), ckpt_path=here / "weights.ckpt", verbose=False)
+    return initial, trained, float(trainer.callback_metrics["val_loss"]), result[0]["val_loss"], weights(other)
+
+
+def test_checkpoints_saved_after_fit_load_elsewhere_and_on_one_device(pool: Pool, tmp_path: Path) -> None:
+    for initial, trained, val_loss, loaded_val_loss, loaded in pool.run(
+        save_around_fit, world_size=2, args=(PIPELINE, str(tmp_path))
+    ):
+        assert not torch.equal(initial["net.0.weight"], trained["net.0.weight"])
+        assert loaded_val_loss == pytest.approx(val_loss, rel=1e-6)
+        assert_weights(loaded, trained, tolerance=0)
+    to_lightning_file(tmp_path / "all.ckpt", tmp_path / "single.ckpt")
+    module = LitNet.load_from_checkpoint(tmp_path / "single.ckpt")
+    assert_weights(module.state_dict(), trained, tolerance=0)
+    loss = nn.functional.mse_loss(module.net(samples(32).tensors[0]), samples(32).tensors[1])
+    assert float(loss) == pytest.approx(val_loss, rel=1e-5)
+    assert_weights(read_full(tmp_path / "weights.ckpt"), trained, tolerance=0)
+
+
+def save_before_fit(rank: int, place: Place, path: str) -> Any:
+    here = Path(path)
+    L.seed_everything(1, verbose=False)
+    module = LitNet()
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = make_trainer(place)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(here / "before.ckpt", weights_only=True)
+    L.seed_everything(2, verbose=False)
+    other = make_trainer(place)
+    other.validate(LitNet(), loader(), ckpt_path=here / "before.ckpt", verbose=False)
+    return initial, weights(other)
+
+
+def test_checkpoint_saved_before_fit(pool: Pool, tmp_path: Path) -> None:
+    for initial, loaded in pool.run(save_before_fit, world_size=2, args=(PIPELINE, str(tmp_path))):
+        assert_weights(loaded, initial, tolerance=0)
+
+
+class LitTied(LitNet):
+    """Words in, words out, with one weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.words.weight
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens = (batch[0] * 3).long().remainder(11)
+        return nn.functional.cross_entropy(self.head(self.net(self.words(tokens))).flatten(0, 1), tokens.roll(1, -1).flatten())
+
+
+def train_tied(rank: int, place: Place, folder: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, gradient_clip_val=0.1)
+    trainer.fit(LitTied(), loader(), loader())
+    return weights(trainer), float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("name", ["d2", "p2"])
+def test_tied_embeddings(name: str, pool: Pool) -> None:
+    for (found, val_loss), (expected, expected_loss) in both(pool, train_tied, name):
+        assert torch.equal(found["words.weight"], found["head.weight"])
+        assert_weights(found, expected)
+        assert val_loss == pytest.approx(expected_loss, rel=1e-5)

@@ -1,0 +1,95 @@
+"""Behaviours 13 and 14: which rank reads which samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.conformance.toys import P2, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, samples, weights
+from tests.pool import Pool
+
+
+class SeenSamples(L.Callback):
+    """Targets of every training batch, one list an epoch: they tell the samples apart."""
+
+    def __init__(self) -> None:
+        self.epochs: list[list[list[float]]] = []
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.epochs.append([])
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        self.epochs[-1].append(batch[1].flatten().tolist())
+
+
+def read(rank: int, place: Place, shuffle: bool) -> list[list[list[float]]]:
+    # Every process has drawn something else before: the order may not depend on it.
+    L.seed_everything(1, verbose=False)
+    torch.rand(rank + 1)
+    seen = SeenSamples()
+    trainer = make_trainer(place, callbacks=[seen])
+    trainer.fit(LitNet(), loader(32, batch_size=4, shuffle=shuffle))
+    return seen.epochs
+
+
+LAYOUTS = {
+    "d2": Place(world_size=2),
+    "p2": Place(world_size=2, layout=P2),
+    "d2p2": Place(world_size=4, layout=P2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replicas_share_out_the_samples_and_ranks_of_a_replica_agree(name: str, pool: Pool) -> None:
+    place = LAYOUTS[name]
+    layout = place.strategy.config.layout(place.world_size)
+    ranks = pool.run(read, world_size=place.world_size, args=(place, True))
+    for replica in layout.groups("model"):
+        assert all(ranks[rank] == ranks[replica[0]] for rank in replica), "ranks of one replica read different orders"
+    everything = sorted(samples(32).tensors[1].flatten().tolist())
+    for epoch in range(2):
+        firsts = [ranks[replica[0]][epoch] for replica in layout.groups("model")]
+        read_by_all = sorted(value for batches in firsts for batch in batches for value in batch)
+        assert read_by_all == everything, "a sample was read twice or not at all"
+    assert ranks[0][0] != ranks[0][1], "the second epoch has the order of the first"
+
+
+class Stream(IterableDataset):
+    """An unknown number of samples."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = samples(self.count).tensors
+        return iter(zip(x, y, strict=True))
+
+
+LOADERS = {
+    "uneven last batch": lambda: loader(21, batch_size=4),
+    "last batch of one": lambda: loader(17, batch_size=4),
+    "drop_last": lambda: loader(21, batch_size=4, drop_last=True),
+    "stream": lambda: DataLoader(Stream(18), batch_size=4),
+}
+
+
+def train(rank: int, place: Place, folder: str, data: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = make_trainer(place, callbacks=[losses])
+    trainer.fit(LitNet(), LOADERS[data](), LOADERS[data]())
+    return losses.values, weights(trainer), trainer.global_step, float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("data", LOADERS)
+def test_uneven_batches_and_streams(data: str, pool: Pool) -> None:
+    for (losses, found, step, val_loss), (other_losses, expected, other_step, other_val) in both(pool, train, "p2", data):
+        assert step == other_step
+        assert losses == pytest.approx(other_losses, rel=1e-5)
+        assert val_loss == pytest.approx(other_val, rel=1e-5)
+        assert_weights(found, expected)

@@ -1,0 +1,150 @@
+"""Behaviours 2 to 6: stopping, checkpoints and resuming, on all ranks at the same step."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from tests.conformance.toys import LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.pool import Pool
+
+ALL = ["one", "d2", "p2"]
+
+
+class Counter(L.Callback):
+    """A callback with a state."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
+
+
+class LitScheduled(LitNet):
+    """With a scheduler that has a state."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def interrupted(rank: int, place: Place, folder: str, path: str) -> Any:
+    """Stop by max_steps inside the second epoch, resume from the file in a new Trainer, and go on."""
+    here = Path(path, folder)
+    L.seed_everything(1, verbose=False)
+    first = make_trainer(place, max_steps=6, max_epochs=None, callbacks=[Counter()])
+    first.fit(LitScheduled(), loader())
+    first.save_checkpoint(here / "middle.ckpt")
+    losses, counter = Losses(), Counter()
+    L.seed_everything(2, verbose=False)
+    second = make_trainer(place, max_steps=11, max_epochs=None, callbacks=[losses, counter])
+    second.fit(LitScheduled(), loader(), ckpt_path=here / "middle.ckpt")
+    (schedule,) = (config.scheduler for config in second.lr_scheduler_configs)
+    return {
+        "weights": weights(second),
+        "losses": losses.values,
+        "where": (second.global_step, second.current_epoch, counter.batches, second.fit_loop.epoch_loop.batch_idx),
+        "schedule": (schedule.last_epoch, schedule.get_last_lr()),
+    }
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_resume_in_the_middle_of_an_epoch_with_callback_and_scheduler_state(name: str, pool: Pool, tmp_path: Path) -> None:
+    for found, expected in both(pool, interrupted, name, str(tmp_path)):
+        assert found["where"] == expected["where"]
+        assert found["where"][0] == found["where"][2] == 11
+        assert found["schedule"] == expected["schedule"]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert_weights(found["weights"], expected["weights"])
+
+
+def train_until_stopped(rank: int, place: Place, folder: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    stops = [
+        EarlyStopping("val_loss", patience=2, min_delta=0.05),
+        EarlyStopping("train_loss", stopping_threshold=1e-4, check_on_train_epoch_end=True),
+        EarlyStopping("val_loss", patience=50, divergence_threshold=100.0),
+    ]
+    trainer = make_trainer(place, callbacks=stops, max_epochs=40)
+    trainer.fit(LitNet(), loader(), loader())
+    return trainer.global_step, [(s.stopped_epoch, s.wait_count, float(s.best_score)) for s in stops]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_several_early_stopping_callbacks_stop_all_ranks_together(name: str, pool: Pool) -> None:
+    for (step, states), (expected_step, expected) in both(pool, train_until_stopped, name):
+        assert step == expected_step
+        assert any(stopped for stopped, _, _ in expected), "the reference was never stopped"
+        for state, other in zip(states, expected, strict=True):
+            assert state[:2] == other[:2]
+            assert state[2] == pytest.approx(other[2], rel=1e-5)
+
+
+def stop_and_resume(rank: int, place: Place, folder: str, path: str) -> Any:
+    here = Path(path, folder)
+    states = []
+    for epochs, resume in ((3, None), (20, "last.ckpt")):
+        L.seed_everything(1, verbose=False)
+        # No epoch is good enough: it waits from the first one on, over the interruption.
+        stop = EarlyStopping("val_loss", patience=5, min_delta=10.0)
+        save = ModelCheckpoint(dirpath=here, save_last=True, save_top_k=0)
+        trainer = make_trainer(place, callbacks=[stop, save], enable_checkpointing=True, max_epochs=epochs)
+        trainer.fit(LitNet(), loader(), loader(), ckpt_path=None if resume is None else here / resume)
+        states.append((stop.wait_count, stop.stopped_epoch, trainer.current_epoch))
+    return states
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_early_stopping_state_resumes(name: str, pool: Pool, tmp_path: Path) -> None:
+    for found, expected in both(pool, stop_and_resume, name, str(tmp_path)):
+        assert found == expected
+        assert [wait for wait, _, _ in found] == [2, 5]
+
+
+CHECKPOINTS = {
+    "top_k": {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}-{step}-{val_loss:.4f}"},
+    "max": {"monitor": "val_loss", "mode": "max", "save_top_k": 1},
+    "every_n": {"every_n_train_steps": 3, "save_top_k": -1, "save_last": True},
+    "monitor_in_step": {"monitor": "train_loss", "every_n_train_steps": 2, "save_top_k": 3, "filename": "{train_loss:.3f}"},
+    "interval": {"train_time_interval": timedelta(0), "save_top_k": -1},
+    "last_link": {"save_last": "link", "every_n_epochs": 1, "save_top_k": 1},
+    "weights": {"save_weights_only": True, "save_on_train_epoch_end": True, "every_n_epochs": 2},
+}
+
+
+def write_checkpoints(rank: int, place: Place, folder: str, path: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    here = Path(path, folder)
+    savers = {name: ModelCheckpoint(dirpath=here / name, **options) for name, options in CHECKPOINTS.items()}
+    trainer = make_trainer(place, callbacks=list(savers.values()), enable_checkpointing=True, max_epochs=4)
+    trainer.fit(LitNet(), loader(), loader())
+    trainer.strategy.barrier()
+    files = sorted(str(p.relative_to(here)) for name in savers for p in (here / name).iterdir())
+    best = {name: Path(s.best_model_path).name for name, s in savers.items()}
+    scores = {name: float(s.best_model_score) for name, s in savers.items() if s.best_model_score is not None}
+    return files, best, scores
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_model_checkpoint_writes_what_lightning_writes(name: str, pool: Pool, tmp_path: Path) -> None:
+    for (files, best, scores), (expected_files, expected_best, expected_scores) in both(
+        pool, write_checkpoints, name, str(tmp_path)
+    ):
+        assert len(expected_files) > 20
+        assert files == expected_files
+        assert best == expected_best
+        assert scores == pytest.approx(expected_scores, rel=1e-5)

@@ -1,0 +1,137 @@
+"""What the conformance tests train, where it runs, and Lightning's own answer to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.pool import Pool
+
+FEATURES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A strategy on a number of processes. ``reference`` is Lightning's own strategy that must give the same answer."""
+
+    world_size: int = 1
+    reference: str | None = None
+    layout: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def strategy(self) -> Any:
+        return PTDPStrategy(**self.layout) if self.reference is None else self.reference
+
+
+P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+PLACES = {
+    "one": (Place(), Place(reference="auto")),
+    "d2": (Place(world_size=2), Place(world_size=2, reference="ddp")),
+    "p2": (Place(world_size=2, layout=P2), Place(reference="auto")),
+}
+
+
+def both(pool: Pool, function: Callable[..., Any], name: str, *args: Any) -> list[tuple[Any, Any]]:
+    """For every rank of the place: what it returned and what it should have; ``function(rank, place, folder, *args)``."""
+    ours, reference = PLACES[name]
+    found = pool.run(function, world_size=ours.world_size, args=(ours, "ours", *args))
+    expected = pool.run(function, world_size=reference.world_size, args=(reference, "reference", *args))
+    if len(expected) < len(found):
+        expected = expected * len(found)
+    return list(zip(found, expected, strict=True))
+
+
+def samples(count: int = 32) -> TensorDataset:
+    """A regression problem; rows differ, so that a wrong order or a wrong share is seen."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, FEATURES, generator=generator)
+    return TensorDataset(x, x[:, :3].sum(-1, keepdim=True).tanh() + 0.1 * torch.arange(count)[:, None] / count)
+
+
+def loader(count: int = 32, batch_size: int = 8, **kwargs: Any) -> DataLoader:
+    return DataLoader(samples(count), batch_size=batch_size, **kwargs)
+
+
+def layers(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        nn.Linear(width, 1),
+    )  # fmt: skip
+
+
+class LitNet(L.LightningModule):
+    """An ordinary module around an ``nn.Sequential``; nothing in it knows about ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = layers()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-5)
+
+
+class Losses(L.Callback):
+    """The loss that Lightning got for every training batch."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.values.append(float(outputs["loss"]))
+
+
+def make_trainer(place: Place, **kwargs: Any) -> L.Trainer:
+    """A quiet Trainer of two epochs."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 2,
+        "log_every_n_steps": 1,
+    }
+    return L.Trainer(strategy=place.strategy, accelerator="cpu", devices=place.world_size, **(quiet | kwargs))
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    """The whole model, wherever it is."""
+    if hasattr(trainer.strategy, "gather_state_dict"):
+        return trainer.strategy.gather_state_dict()
+    return {name: value.detach().clone() for name, value in trainer.lightning_module.state_dict().items()}
+
+
+def metrics(trainer: Any) -> dict[str, dict[str, float]]:
+    """All that loggers, the progress bar and callbacks see."""
+    kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+    return {kind: {k: float(v) for k, v in getattr(trainer, kind).items()} for kind in kinds}
+
+
+def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")

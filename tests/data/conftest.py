@@ -1,0 +1,40 @@
+"""A tiny corpus and what is prepared from it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lightning_ptdp.data import PrepareConfig, PreparedData, prepare
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "green", "cats", "count", "stars"]
+
+
+def write_corpus(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
+    """A folder of text files, 120 lines each at most."""
+    draw = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(documents):
+        lines = [" ".join(draw.choices(WORDS, k=draw.randint(3, 12))) for _ in range(draw.randint(20, 120))]
+        (folder / f"document{number:03}.txt").write_text("\n".join(lines) + "\n", "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny corpus."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
+
+
+@pytest.fixture(scope="session")
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+    """The tiny corpus prepared in several chunks; read only."""
+    return prepare(config_of(corpus, tmp_path_factory.mktemp("prepared") / "store"))
+
+
+def config_of(corpus: Path, output: Path, **changes: object) -> PrepareConfig:
+    """Settings that fit the tiny corpus."""
+    settings = {"vocabulary_size": 320, "chunk_tokens": 5000, "validation_fraction": 0.1, **changes}
+    return PrepareConfig(output=output, source=str(corpus), **settings)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""Reading text: where it comes from, in which order, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_ptdp.data import Corpus, CorpusError, Document, ReadReport, iter_documents
+
+
+def names(corpus: Corpus) -> list[str]:
+    return [document.name for document in corpus.documents()]
+
+
+def test_the_default_is_the_standard_library_without_its_tests() -> None:
+    corpus = Corpus()
+    found = [file.name for file in corpus.files()]
+    assert "stdlib/json/decoder.py" in found
+    assert len(found) > 200
+    assert not [name for name in found if "/test/" in name or "/site-packages/" in name or "/encodings/" in name]
+    document = next(corpus.documents())
+    assert document.name in found
+    assert document.text
+
+
+def test_a_folder_is_read_recursively_by_suffix_in_one_order(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for name in ("b.txt", "a/z.TXT", "a/b/c.md", "skip.bin", ".hidden.txt", ".git/x.txt", "empty.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("" if name == "empty.txt" else name)
+    assert names(Corpus(source=root)) == ["root/a/b/c.md", "root/a/z.TXT", "root/b.txt"]
+    assert names(Corpus(source=str(root), suffixes=(".bin",))) == ["root/skip.bin"]
+
+
+def test_files_are_read_in_the_order_given_whatever_their_suffix(tmp_path: Path) -> None:
+    for name in ("b.anything", "a.txt"):
+        (tmp_path / name).write_text(name)
+    documents = list(iter_documents([tmp_path / "b.anything", tmp_path / "a.txt"]))
+    assert documents == [Document("b.anything", "b.anything"), Document("a.txt", "a.txt")]
+
+
+def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"text": "one\\ntwo"}\r\n\n   \n{"text": ""}\n{"id": 3, "text": "\\u00e9"}')
+    assert list(iter_documents(file)) == [Document("rows.jsonl:1", "one\ntwo"), Document("rows.jsonl:5", "é")]
+    file.write_text(json.dumps({"body": "other"}))
+    assert [document.text for document in iter_documents(file, text_field="body")] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": ', ["rows.jsonl:2", "not JSON"]),
+        ('{"body": "x", "id": 1}', ["rows.jsonl:2", "text_field='text'", "body"]),
+        ('{"text": 3}', ["rows.jsonl:2", "int"]),
+        ('["text"]', ["rows.jsonl:2", "list"]),
+    ],
+)
+def test_bad_json_lines_are_named(tmp_path: Path, line: str, words: list[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "good"}\n' + line)
+    with pytest.raises(CorpusError) as error:
+        list(iter_documents(file))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_text_that_is_not_utf8_is_counted_and_replaced_skipped_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "good.txt").write_text("café", "utf-8")
+    (tmp_path / "half.jsonl").write_text(r'{"text": "half \ud800 pair"}')
+    report = ReadReport()
+    texts = {document.name: document.text for document in iter_documents(tmp_path, report=report)}
+    folder = tmp_path.name
+    assert texts[f"{folder}/bad.txt"] == "caf\ufffd"
+    assert "half" in texts[f"{folder}/half.jsonl:1"]
+    assert report.undecodable == [f"{folder}/bad.txt", f"{folder}/half.jsonl:1"]
+    assert "2 texts are not UTF-8" in report.summary()
+    for text in texts.values():
+        text.encode("utf-8")
+    skipped = list(iter_documents(tmp_path, undecodable="skip", report=ReadReport()))
+    assert [document.name for document in skipped] == [f"{folder}/good.txt"]
+    with pytest.raises(CorpusError, match=r"bad\.txt: not UTF-8 at byte 3"):
+        list(iter_documents(tmp_path, undecodable="error"))
+
+
+def test_missing_and_useless_sources_are_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "data.bin").write_text("x")
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(CorpusError, match=r"no-such\.txt does not exist"):
+        Corpus(source=tmp_path / "no-such.txt").files()
+    with pytest.raises(CorpusError, match=r"folder holds no file that ends in \.txt"):
+        Corpus(source=tmp_path / "folder", suffixes=(".txt",)).files()
+    with pytest.raises(CorpusError, match="empty"):
+        Corpus(source=tmp_path / "empty.txt").files()
+    with pytest.raises(CorpusError, match="names no path"):
+        Corpus(source="").files()
+    with pytest.raises(ValueError, match="undecodable='ignore'"):
+        Corpus(undecodable="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="suffixes"):
+        Corpus(suffixes=("txt",))
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("x")
+    allowed = os.access
+    # Not by its mode: root, as which tests may run, can read any file.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != secret and allowed(path, mode))
+    with pytest.raises(CorpusError, match=r"secret\.txt cannot be read"):
+        Corpus(source=tmp_path).files()

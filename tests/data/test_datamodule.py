@@ -1,0 +1,251 @@
+"""The data module in a real Trainer: resume, replicas, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lightning_ptdp.data
+from lightning_ptdp.data import CorpusError, DataError, Manifest, StoreError, TextDataModule
+from lightning_ptdp.data.stream import IGNORE_INDEX
+from tests.pool import Pool
+
+
+class Recorder(pl.LightningModule):
+    """Remembers what it was given; fails in step ``fail_at`` of its life."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[list[int]] = []
+        self.validated = 0
+        self.fail_at = fail_at
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if len(self.seen) == self.fail_at:
+            raise RuntimeError("this step fails")
+        self.seen.append(batch["input_ids"][:, :8].flatten().tolist())
+        return self.weight * batch["input_ids"].float().mean()
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.validated += int((batch["labels"] != IGNORE_INDEX).any(1).sum())
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def data(corpus: Path, folder: Path, **changes: Any) -> TextDataModule:
+    settings = {
+        "vocabulary_size": 320, "validation_fraction": 0.1, "sequence_length": 64, "micro_batch_size": 4, "num_microbatches": 2
+    }  # fmt: skip
+    return TextDataModule(data_dir=str(folder), source=str(corpus), **{**settings, **changes})
+
+
+def trainer(folder: Path, *callbacks: pl.Callback, **changes: Any) -> pl.Trainer:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": bool(callbacks),
+        "num_sanity_val_steps": 0,
+        "default_root_dir": str(folder),
+        "callbacks": list(callbacks),
+    }
+    return pl.Trainer(**{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("datamodule") / "store"
+    data(corpus, folder).prepare_data()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus: Path, folder: Path) -> list[list[int]]:
+    """The batches of two epochs."""
+    module, datamodule = Recorder(), data(corpus, folder)
+    trainer(folder.parent).fit(module, datamodule=datamodule)
+    steps = len(datamodule.train_dataloader())
+    assert len(module.seen) == 2 * steps
+    assert steps > 8
+    assert module.seen[:steps] != module.seen[steps:]
+    return module.seen
+
+
+@pytest.mark.filterwarnings("error:.*resum")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("where", ["middle", "end of epoch", "second epoch"])
+def test_resume_sees_the_same_batches(
+    corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]], where: str, num_workers: int
+) -> None:
+    epoch = len(uninterrupted) // 2
+    stop = {"middle": 5, "end of epoch": epoch, "second epoch": epoch + 3}[where]
+    first = Recorder()
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=stop, filename="saved")
+    trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(first, datamodule=data(corpus, folder, num_workers=num_workers))
+    assert first.seen == uninterrupted[:stop]
+    rest = Recorder()
+    trainer(tmp_path).fit(rest, datamodule=data(corpus, folder, num_workers=num_workers), ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert rest.seen == uninterrupted[stop:]
+
+
+def test_a_step_that_failed_is_done_again(corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]) -> None:
+    first = Recorder(fail_at=4)
+    saving = ModelCheckpoint(tmp_path, save_on_exception=True)
+    with pytest.raises(RuntimeError, match="this step fails"):
+        trainer(tmp_path, saving).fit(first, datamodule=data(corpus, folder))
+    (checkpoint,) = tmp_path.glob("*.ckpt")
+    rest = Recorder()
+    trainer(tmp_path).fit(rest, datamodule=data(corpus, folder), ckpt_path=str(checkpoint))
+    assert first.seen + rest.seen == uninterrupted
+
+
+def test_the_order_goes_on_with_another_batch_size(
+    corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]
+) -> None:
+    first = Recorder()
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="saved")
+    trainer(tmp_path, saving, max_epochs=-1, max_steps=3).fit(first, datamodule=data(corpus, folder))
+    rest = Recorder()
+    smaller = data(corpus, folder, micro_batch_size=2, num_microbatches=1)
+    trainer(tmp_path, max_epochs=-1, max_steps=11).fit(rest, datamodule=smaller, ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert [token for batch in first.seen + rest.seen for token in batch] == [
+        token for batch in uninterrupted[:5] for token in batch
+    ]
+
+
+def test_fitting_on_and_overfitting(corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]) -> None:
+    module, datamodule = Recorder(), data(corpus, folder)
+    lengthened = trainer(tmp_path, max_epochs=1)
+    lengthened.fit(module, datamodule=datamodule)
+    lengthened.fit_loop.max_epochs = 2
+    lengthened.fit(module, datamodule=datamodule)
+    assert module.seen == uninterrupted
+    again = Recorder()
+    trainer(tmp_path, max_epochs=1).fit(again, datamodule=datamodule)
+    assert again.seen == uninterrupted[: len(again.seen)]
+    few = Recorder()
+    trainer(tmp_path, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(few, datamodule=datamodule)
+    samples = [sorted(tuple(batch[start : start + 8]) for start in range(0, 64, 8)) for batch in few.seen]
+    assert samples[0] == samples[1] == samples[2]
+
+
+def test_validation_sees_every_sample_once(corpus: Path, folder: Path, tmp_path: Path) -> None:
+    module, datamodule = Recorder(), data(corpus, folder)
+    trainer(tmp_path).validate(module, datamodule=datamodule, verbose=False)
+    assert module.validated == len(datamodule.val_dataloader().stream)
+    trainer(tmp_path).test(module, datamodule=datamodule, verbose=False)
+    assert module.validated == 2 * len(datamodule.val_dataloader().stream)
+    module.validated = 0
+    trainer(tmp_path).validate(module, datamodule=data(corpus, folder, validation_samples=5), verbose=False)
+    assert module.validated == 5
+
+
+def fit_under_ddp(rank: int, corpus: str, folder: str, root: str) -> tuple[list[list[int]], int]:
+    """Two processes of Lightning's own data parallel strategy, started outside."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+
+    environment = LightningEnvironment()
+    environment.set_global_rank(rank)
+    environment.set_world_size(2)
+    strategy = DDPStrategy(accelerator=None, cluster_environment=environment, process_group_backend="gloo")
+    module = Recorder()
+    datamodule = data(Path(corpus), Path(folder), micro_batch_size=2)
+    trainer(Path(root), strategy=strategy, devices=2, max_epochs=1).fit(module, datamodule=datamodule)
+    return module.seen, module.validated
+
+
+def test_replicas_share_the_work_under_ddp(pool: Pool, corpus: Path, tmp_path: Path, uninterrupted: list[list[int]]) -> None:
+    # The folder is not prepared yet: the first process does it, with the process group already there.
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "NODE_RANK": "0", "LOCAL_RANK": "0"}
+    results = pool.run(fit_under_ddp, world_size=2, args=(str(corpus), str(tmp_path / "new"), str(tmp_path)), env=env)
+    joined = [first + second for first, second in zip(results[0][0], results[1][0], strict=True)]
+    assert joined == uninterrupted[: len(joined)]
+    assert len(joined) == len(uninterrupted) // 2
+    stream = data(corpus, tmp_path / "new").val_dataloader().stream
+    assert results[0][1] + results[1][1] == len(stream)
+
+
+def test_checkpoints_name_the_data_folder_and_load_safely(corpus: Path, folder: Path, tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_epochs=-1, max_steps=2)
+    run.fit(Recorder(), datamodule=data(corpus, folder))
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    state = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert state["datamodule_hyper_parameters"]["data_dir"] == str(folder)
+    assert state["TextDataModule"]["consumed_samples"] == 16
+
+
+def test_a_checkpoint_of_other_data_is_refused(corpus: Path, folder: Path, tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_epochs=-1, max_steps=2)
+    run.fit(Recorder(), datamodule=data(corpus, folder))
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(DataError, match="seed is 0 in the checkpoint and 1 here"):
+        trainer(tmp_path).fit(Recorder(), datamodule=data(corpus, folder, seed=1), ckpt_path=str(tmp_path / "x.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sequence_length", 0),
+        ("micro_batch_size", 2.5),
+        ("num_microbatches", -1),
+        ("num_workers", -1),
+        ("validation_samples", 0),
+        ("vocabulary_size", 5),
+        ("sequence_length", 1 << 23),
+    ],
+)
+def test_bad_numbers_are_named(corpus: Path, tmp_path: Path, field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        data(corpus, tmp_path / "new", **{field: value})
+
+
+def test_what_is_wrong_is_found_before_anything_is_written(corpus: Path, folder: Path, tmp_path: Path) -> None:
+    validation_tokens = Manifest.read(folder).splits["validation"].tokens
+    data(corpus, tmp_path / "new").check()
+    data(corpus, folder).check(num_replicas=2)
+    with pytest.raises(CorpusError, match="nowhere does not exist"):
+        data(tmp_path / "nowhere", tmp_path / "new").check()
+    with pytest.raises(StoreError, match="vocabulary_size is 320 there and 400 here"):
+        data(corpus, folder, vocabulary_size=400).check()
+    with pytest.raises(DataError, match="one step takes batch_size 8 x 1000 replicas"):
+        data(corpus, folder).check(num_replicas=1000)
+    with pytest.raises(StoreError, match=r"validation sample of sequence_length=\d+.*bigger validation_fraction"):
+        data(corpus, folder, sequence_length=validation_tokens, micro_batch_size=1, num_microbatches=1).check()
+    with pytest.raises(StoreError, match="not a prepared data folder"):
+        data(corpus, tmp_path / "new").setup()
+    with pytest.raises(StoreError, match="vocabulary of 320, not vocabulary_size=400"):
+        data(corpus, folder, vocabulary_size=400).setup()
+    assert not list(tmp_path.iterdir())
+
+
+def loaded_modules(rank: int) -> set[str]:
+    """What a fresh process has loaded after it imported this file, and with it the front door."""
+    return {name.split(".")[0] for name in sys.modules}
+
+
+def test_the_front_door_does_not_import_the_store_or_the_tokenizer() -> None:
+    fresh = Pool()
+    try:
+        (loaded,) = fresh.run(loaded_modules, world_size=1)
+    finally:
+        fresh.close()
+    assert "lightning_ptdp" in loaded
+    assert not {"litdata", "mlflow"} & loaded
+    # torchmetrics loads sentencepiece by itself where transformers is installed, so look at our own lines.
+    for file in Path(lightning_ptdp.data.__file__).parent.glob("*.py"):
+        assert not re.search(r"^(import|from) (sentencepiece|litdata)", file.read_text("utf-8"), re.MULTILINE), file

@@ -1,0 +1,209 @@
+"""Which replica reads which sample: one global order for any number of replicas, batch size and workers."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_ptdp.data import DataError, EvaluationLoader, PreparedData, StoreError, TokenLoader, TokenStream
+from lightning_ptdp.data.stream import IGNORE_INDEX
+
+LENGTH = 32
+
+
+@pytest.fixture
+def stream(prepared: PreparedData) -> TokenStream:
+    return TokenStream(prepared.folder, sequence_length=LENGTH)
+
+
+def rows(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in batch["input_ids"].tolist()]
+
+
+def steps(loaders: list[TokenLoader], count: int) -> list[tuple[int, ...]]:
+    """Samples of ``count`` steps in the global order: replica after replica in each step."""
+    found = []
+    for batches in itertools.islice(zip(*loaders, strict=True), count):
+        found += [row for batch in batches for row in rows(batch)]
+    return found
+
+
+def replicas(stream: TokenStream, d: int, **kwargs: object) -> list[TokenLoader]:
+    return [TokenLoader(stream, num_replicas=d, replica_rank=rank, seed=5, **kwargs) for rank in range(d)]  # type: ignore[arg-type]
+
+
+def test_blocks_are_consecutive_tokens_shifted_by_one(stream: TokenStream) -> None:
+    first, second = stream[0], stream[1]
+    assert first["input_ids"].dtype == first["labels"].dtype == torch.int64
+    assert first["input_ids"].shape == first["labels"].shape == (LENGTH,)
+    assert torch.equal(first["input_ids"][1:], first["labels"][:-1])
+    longer = TokenStream(stream._folder.parent, sequence_length=2 * LENGTH + 1)[0]["input_ids"]
+    assert torch.equal(longer[:LENGTH], first["input_ids"])
+    assert longer[LENGTH] == first["labels"][-1]
+    assert torch.equal(longer[LENGTH + 1 :], second["input_ids"])
+    with pytest.raises(IndexError):
+        stream[len(stream)]
+
+
+def test_an_epoch_has_every_sample_once_and_the_next_another_order(stream: TokenStream) -> None:
+    size = len(stream)
+    loader = TokenLoader(stream, batch_size=1, seed=5)
+    assert len(loader) == size
+    epochs = [[rows(batch)[0] for batch in loader] for _ in range(2)]
+    stored = [tuple(stream[index]["input_ids"].tolist()) for index in range(size)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(stored)
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != stored
+    assert loader.epoch == 2
+    unshuffled = TokenLoader(stream, batch_size=1, shuffle=False)
+    assert [rows(batch)[0] for batch in unshuffled] == stored
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_order_does_not_depend_on_replicas_batch_size_or_workers(stream: TokenStream, num_workers: int) -> None:
+    reference = steps(replicas(stream, 1, batch_size=1), 48)
+    for d, batch_size in ((1, 8), (2, 4), (2, 3), (3, 2), (4, 1)):
+        loaders = replicas(stream, d, batch_size=batch_size, num_workers=num_workers)
+        assert steps(loaders, 48 // (d * batch_size)) == reference
+        if num_workers and d > 1:
+            break
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_resume_in_mid_epoch_under_other_replicas_and_batch_sizes(stream: TokenStream, num_workers: int) -> None:
+    """d = 4 -> 2 -> 3 -> 1, over the end of an epoch; nothing is lost and nothing comes twice."""
+    total = len(stream) + 40
+    reference = TokenLoader(stream, batch_size=1, seed=5)
+    expected = [row for _ in range(2) for batch in reference for row in rows(batch)][:total]
+    found: list[tuple[int, ...]] = []
+    state = None
+    for d, batch_size, count in ((4, 2, 3), (2, 5, 4), (3, 3, 2), (1, 1, total)):
+        loaders = replicas(stream, d, batch_size=batch_size, num_workers=num_workers if d == 2 else 0)
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        while count and len(found) < total:
+            part = steps(loaders, count)
+            found += part
+            count -= len(part) // (d * batch_size)
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+        if len(found) < total:
+            assert state["consumed_samples"] == len(found)
+    assert found[:total] == expected
+
+
+def test_reading_ahead_does_not_move_the_position(stream: TokenStream) -> None:
+    loader = TokenLoader(stream, batch_size=2, num_workers=2)
+    iterator: Iterator[object] = iter(loader)
+    assert loader.consumed_samples == 0
+    next(iterator)
+    assert loader.consumed_samples == 2
+    del iterator
+    assert loader.state_dict()["consumed_samples"] == 2
+
+
+def test_the_global_random_state_is_left_alone(stream: TokenStream) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    next(iter(TokenLoader(stream, batch_size=2)))
+    next(iter(EvaluationLoader(stream, batch_size=2)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_batch_in_flight_is_taken_off_the_saved_position(stream: TokenStream) -> None:
+    waiting = [0]
+    loader = TokenLoader(stream, batch_size=2, num_replicas=3, in_flight=lambda: waiting[0])
+    next(iter(loader))
+    assert loader.state_dict()["consumed_samples"] == 6
+    waiting[0] = 1
+    assert loader.state_dict()["consumed_samples"] == 0
+
+
+def test_a_position_in_other_data_is_refused(stream: TokenStream, prepared: PreparedData) -> None:
+    state = TokenLoader(stream, batch_size=2, seed=1).state_dict()
+    others = {
+        "seed is 1 in the checkpoint and 2 here": TokenLoader(stream, batch_size=2, seed=2),
+        "sequence_length": TokenLoader(TokenStream(prepared.folder, sequence_length=16), batch_size=2, seed=1),
+        "data": TokenLoader(TokenStream(prepared.folder, split="validation", sequence_length=LENGTH), batch_size=2, seed=1),
+    }
+    for words, loader in others.items():
+        with pytest.raises(DataError, match=words):
+            loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="consumed_samples"):
+        TokenLoader(stream, batch_size=2, seed=1).load_state_dict({**state, "consumed_samples": -3})
+
+
+def test_numbers_that_do_not_fit_are_named(stream: TokenStream, prepared: PreparedData) -> None:
+    with pytest.raises(DataError, match=rf"batch_size 5000 x 2 replicas = 10000 samples.*hold {len(stream)}.*{len(stream) // 2}"):
+        TokenLoader(stream, batch_size=5000, num_replicas=2)
+    with pytest.raises(StoreError, match=r"sequence_length=6000.*chunks of at most 5000.*sequence_length <= 4999"):
+        TokenStream(prepared.folder, sequence_length=6000)
+    TokenStream(prepared.folder, sequence_length=4999)
+    with pytest.raises(ValueError, match="replica_rank=2 must be an integer from 0 to 1"):
+        TokenLoader(stream, batch_size=2, num_replicas=2, replica_rank=2)
+    with pytest.raises(ValueError, match="micro_batch_size"):
+        EvaluationLoader(stream, batch_size=4, micro_batch_size=3)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize(("batch_size", "micro_batch_size"), [(4, None), (6, 2), (8, 1), (1000, 10)])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_validation_counts_each_sample_once(
+    prepared: PreparedData, num_replicas: int, batch_size: int, micro_batch_size: int | None, num_workers: int
+) -> None:
+    if num_workers and (num_replicas, batch_size) != (3, 6):
+        pytest.skip("worker processes once are enough")
+    stream = TokenStream(prepared.folder, split="validation", sequence_length=16)
+    loaders = [
+        EvaluationLoader(
+            stream,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            num_replicas=num_replicas,
+            replica_rank=rank,
+            num_workers=num_workers,
+        )
+        for rank in range(num_replicas)
+    ]
+    counted, lengths, empty_microbatches = [], set(), 0
+    for loader in loaders:
+        batches = list(loader)
+        lengths.add((len(loader), len(batches)))
+        for batch in batches:
+            assert batch["input_ids"].shape == batch["labels"].shape == (batch_size, 16)
+            ignored = (batch["labels"] == IGNORE_INDEX).all(1)
+            assert torch.equal(ignored, (batch["labels"] == IGNORE_INDEX).any(1))
+            assert not batch["input_ids"][ignored].any()
+            counted += [tuple(row) for row in torch.cat([batch["input_ids"], batch["labels"]], 1)[~ignored].tolist()]
+            empty_microbatches += int(ignored.view(-1, micro_batch_size or batch_size).all(1).sum())
+    expected = [tuple(torch.cat([s["input_ids"], s["labels"]]).tolist()) for s in (stream[i] for i in range(len(stream)))]
+    assert sorted(counted) == sorted(expected)
+    assert len(lengths) == 1
+    slots = lengths.pop()[0] * num_replicas * (batch_size // (micro_batch_size or batch_size))
+    assert empty_microbatches == max(slots - len(stream), 0)
+
+
+def test_validation_keeps_the_order_and_can_be_limited(prepared: PreparedData) -> None:
+    stream = TokenStream(prepared.folder, split="validation", sequence_length=16, max_samples=5)
+    assert len(stream) == 5
+    (batch,) = EvaluationLoader(stream, batch_size=8)
+    assert torch.equal(batch["input_ids"][:5], torch.stack([stream[index]["input_ids"] for index in range(5)]))
+    assert (batch["labels"][5:] == IGNORE_INDEX).all()
+
+
+def test_streams_can_be_pickled_after_reading(stream: TokenStream) -> None:
+    first = stream[3]["labels"]
+    assert torch.equal(pickle.loads(pickle.dumps(stream))[3]["labels"], first)
+
+
+def test_indices_of_a_step_are_the_slice_of_the_replica(stream: TokenStream) -> None:
+    loaders = replicas(stream, 3, batch_size=2, shuffle=False)
+    assert [loader.indices(0, 2).tolist() for loader in loaders] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+    assert np.array_equal(loaders[0].indices(len(stream) - 1, 1), [[len(stream) - 1, 0]])

@@ -1,0 +1,260 @@
+"""Preparing a folder: reproducible, all or nothing, used again only for the same settings; and every damage is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_ptdp.data import (
+    CorpusError,
+    DataError,
+    Manifest,
+    PreparedData,
+    StoreError,
+    Tokenizer,
+    TokenizerError,
+    check_prepare,
+    iter_documents,
+    prepare,
+    verify_store,
+)
+from lightning_ptdp.data.prepare import _sample
+from lightning_ptdp.data.split import survey
+from lightning_ptdp.data.store import open_blocks
+from tests.data.conftest import config_of, write_corpus
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Path) -> None:
+    tokenizer = Tokenizer.load(prepared.folder)
+    texts: dict[str, list[str]] = {}
+    for split in ("train", "validation"):
+        reader = open_blocks(prepared.folder / split, 1)
+        ids = [int(reader[number][0]) for number in range(prepared.manifest.splits[split].tokens)]
+        assert ids[-1] == tokenizer.eos_id
+        documents = "".join("\0" if token == tokenizer.eos_id else f"{token} " for token in ids).split("\0")[:-1]
+        texts[split] = [tokenizer.decode([int(token) for token in document.split()]) for document in documents]
+        assert len(texts[split]) == prepared.manifest.splits[split].documents
+    everything = [document.text for document in iter_documents(corpus)]
+    assert sorted(texts["train"] + texts["validation"]) == sorted(everything)
+    assert texts["train"]
+    assert texts["validation"]
+
+
+def test_the_manifest_says_what_was_made(prepared: PreparedData, corpus: Path) -> None:
+    manifest = Manifest.read(prepared.folder)
+    assert manifest == prepared.manifest
+    assert manifest.vocabulary_size == 320
+    assert manifest.settings["source"] == manifest.corpus.source == [str(corpus)]
+    assert manifest.corpus.documents == manifest.corpus.files == 40
+    assert manifest.tokenizer_fingerprint == Tokenizer.load(prepared.folder).fingerprint
+    assert set(manifest.files) == set(contents(prepared.folder)) - {"manifest.json"}
+    assert manifest.fingerprint("train") != manifest.fingerprint("validation")
+    assert "train tokens" in prepared.summary()
+
+
+def test_two_preparations_are_the_same_bytes(prepared: PreparedData, corpus: Path, tmp_path: Path) -> None:
+    before = dict(os.environ)
+    lines: list[str] = []
+    again = prepare(config_of(corpus, tmp_path / "deep" / "again"), progress=lines.append)
+    assert not again.reused
+    assert contents(again.folder) == contents(prepared.folder)
+    assert os.environ == before
+    assert sorted(os.listdir(tmp_path / "deep")) == ["again"]
+    assert any("40 documents" in line for line in lines)
+
+
+def test_a_prepared_folder_is_used_again(prepared: PreparedData, corpus: Path) -> None:
+    times = {path: path.stat().st_mtime_ns for path in prepared.folder.rglob("*")}
+    assert prepare(config_of(corpus, prepared.folder)).reused
+    assert prepare(config_of(corpus, prepared.folder, overwrite=True)).reused
+    assert {path: path.stat().st_mtime_ns for path in prepared.folder.rglob("*")} == times
+
+
+def test_other_settings_are_refused_by_name_and_replaced_on_request(corpus: Path, tmp_path: Path) -> None:
+    first = prepare(config_of(corpus, tmp_path / "store"))
+    with pytest.raises(StoreError, match=r"vocabulary_size is 320 there and 300 here.*--overwrite"):
+        prepare(config_of(corpus, first.folder, vocabulary_size=300))
+    assert verify_store(first.folder).vocabulary_size == 320
+    replaced = prepare(config_of(corpus, first.folder, vocabulary_size=300, overwrite=True))
+    assert not replaced.reused
+    assert verify_store(first.folder).vocabulary_size == 300
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_changed_source_is_noticed_and_a_vanished_one_does_not_matter(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "text", documents=5)
+    config = config_of(corpus, tmp_path / "store", vocabulary_size=300)
+    prepare(config)
+    (corpus / "new.txt").write_text("one more")
+    with pytest.raises(StoreError, match=r"5 files that have changed since \(now 6\)"):
+        check_prepare(config)
+    shutil.rmtree(corpus)
+    assert prepare(config).reused
+
+
+def test_nothing_is_written_for_bad_input(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("x")
+    for config, error, words in (
+        (config_of(tmp_path / "missing", tmp_path / "new"), CorpusError, "missing does not exist"),
+        (config_of(corpus, tmp_path / "new", suffixes=(".xyz",)), CorpusError, r"\.xyz"),
+        (config_of(corpus, tmp_path / "new", vocabulary_size=30_000), TokenizerError, "largest that works"),
+        (config_of(corpus, tmp_path / "file"), StoreError, "is a file"),
+        (config_of(corpus, tmp_path / "other", overwrite=True), StoreError, "holds other files"),
+    ):
+        with pytest.raises(error, match=words):
+            prepare(config)
+    assert sorted(contents(tmp_path)) == ["file", "other/thesis.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "other"]
+
+
+def test_an_unwritable_parent_is_named(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK) and allowed(path, mode))
+    with pytest.raises(StoreError, match="no permission"):
+        check_prepare(config_of(corpus, tmp_path / "a" / "b"))
+    assert not os.listdir(tmp_path)
+
+
+def test_a_failure_midway_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
+    def stop(line: str) -> None:
+        if line.startswith("tokenized"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config_of(corpus, tmp_path / "store"), progress=stop)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_faster_process_wins(corpus: Path, prepared: PreparedData, tmp_path: Path) -> None:
+    target = tmp_path / "store"
+
+    def overtake(line: str) -> None:
+        if line.startswith("tokenized") and not target.exists():
+            shutil.copytree(prepared.folder, target)
+
+    done = prepare(config_of(corpus, target), progress=overtake)
+    assert done.manifest == prepared.manifest
+    assert os.listdir(tmp_path) == ["store"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocabulary_size", 100),
+        ("vocabulary_size", 8192.0),
+        ("validation_fraction", 0.0),
+        ("validation_fraction", 0.9),
+        ("seed", -1),
+        ("chunk_tokens", 1),
+        ("tokenizer_characters", 0),
+        ("undecodable", "ignore"),
+        ("suffixes", ".txt"),
+    ],
+)
+def test_bad_settings_are_named(corpus: Path, tmp_path: Path, field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        config_of(corpus, tmp_path / "new", **{field: value})
+
+
+def test_the_tokenizer_learns_from_a_bounded_sample_of_the_training_text(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "text", documents=30)
+    whole = prepare(config_of(corpus, tmp_path / "whole", vocabulary_size=300))
+    sample = prepare(config_of(corpus, tmp_path / "sample", vocabulary_size=300, tokenizer_characters=2000))
+    again = prepare(config_of(corpus, tmp_path / "again", vocabulary_size=300, tokenizer_characters=2000))
+    assert sample.manifest.tokenizer_fingerprint == again.manifest.tokenizer_fingerprint
+    assert sample.manifest.tokenizer_fingerprint != whole.manifest.tokenizer_fingerprint
+    config = config_of(corpus, tmp_path / "new", tokenizer_characters=2000)
+    lines = list(_sample(config, survey(config.corpus.documents(), validation_fraction=0.1, seed=0)))
+    assert 1000 < sum(map(len, lines)) <= 2000
+    assert len({document.name for document in config.corpus.documents() for line in lines if line in document.text}) > 10
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def put_another_tokenizer(path: Path) -> None:
+    """A sound tokenizer, put in place with a manifest that agrees with the files but not with the tokens."""
+    from lightning_ptdp.data.manifest import record_files
+
+    Tokenizer.train(["other words entirely " * 50], vocabulary_size=280).save(path.parent)
+    values = json.loads((path.parent / "manifest.json").read_text())
+    values["files"] = {name: vars(record) for name, record in record_files(path.parent).items()}
+    (path.parent / "manifest.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("name", ["train/chunk-0-1.bin", "train/index.json", "validation/chunk-0-0.bin", "tokenizer.model"])
+@pytest.mark.parametrize(
+    ("damage", "words"), [(Path.unlink, "is missing"), (truncate, "bytes"), (flip, "sha256"), (Path.touch, None)]
+)
+def test_damaged_files_are_named(prepared: PreparedData, tmp_path: Path, name: str, damage: object, words: str | None) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(prepared.folder, folder)
+    damage(folder / name)  # type: ignore[operator]
+    if words is None:
+        assert verify_store(folder) == prepared.manifest
+        return
+    with pytest.raises(StoreError, match=f"{name}.*{words}"):
+        verify_store(folder)
+
+
+def test_a_quick_check_sees_sizes_only(prepared: PreparedData, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(prepared.folder, folder)
+    flip(folder / "train" / "chunk-0-0.bin")
+    verify_store(folder, hashes=False)
+    truncate(folder / "train" / "chunk-0-0.bin")
+    with pytest.raises(StoreError, match=r"chunk-0-0\.bin"):
+        verify_store(folder, hashes=False)
+
+
+def test_damaged_folders_are_refused_until_overwritten(corpus: Path, prepared: PreparedData, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(prepared.folder, folder)
+    flip(folder / "train" / "chunk-0-0.bin")
+    with pytest.raises(StoreError, match=r"chunk-0-0\.bin"):
+        prepare(config_of(corpus, folder))
+    assert not prepare(config_of(corpus, folder, overwrite=True)).reused
+    assert contents(folder) == contents(prepared.folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "format"),
+        ('{"format": 99}', "format 1"),
+        ('{"format": 1}', "damaged"),
+        ('{"format": 1, "files": 3}', "damaged"),
+    ],
+)
+def test_damaged_manifests_are_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(StoreError, match=rf"manifest\.json.*{words}"):
+        Manifest.read(tmp_path)
+
+
+def test_another_tokenizer_and_no_data_at_all(prepared: PreparedData, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(prepared.folder, folder)
+    put_another_tokenizer(folder / "tokenizer.model")
+    with pytest.raises(StoreError, match="another tokenizer"):
+        verify_store(folder)
+    with pytest.raises(DataError, match=r"not a prepared data folder.*ptdp prepare"):
+        verify_store(tmp_path)

@@ -1,0 +1,174 @@
+"""MLflow: lazy, safe on many ranks and across a fork, nothing lost, resumable."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_ptdp.loggers import MLFlowLogger
+from lightning_ptdp.models import GPTConfig
+from tests.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def rank_zero() -> Iterator[None]:
+    before = rank_zero_only.rank
+    rank_zero_only.rank = 0
+    yield
+    rank_zero_only.rank = before
+
+
+@pytest.fixture(scope="module")
+def save_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for the whole module: making a database takes seconds."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def client_of(logger: MLFlowLogger) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(logger.tracking_uri)
+
+
+def history(logger: MLFlowLogger, name: str) -> list[tuple[int, float]]:
+    return sorted((m.step, m.value) for m in client_of(logger).get_metric_history(logger.run_id, name))
+
+
+def test_nothing_is_touched_before_the_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # an import of it raises
+    logger = MLFlowLogger(save_dir=str(tmp_path / "runs"))
+    logger.check()
+    logger.save()
+    logger.finalize("success")
+    assert (logger.name, logger.save_dir) == ("lightning-ptdp", str(tmp_path / "runs"))
+    rank_zero_only.rank = 1
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.log_hyperparams({"a": 1})
+    logger.experiment.anything("goes")
+    assert logger.version is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_flushed(save_dir: Path) -> None:
+    logger = MLFlowLogger(save_dir=str(save_dir), tags={"purpose": "test"})
+    for step in range(200):
+        logger.log_metrics({"train_loss": float(step)}, step)
+    logger.log_text("hello", "note.txt")
+    logger.finalize("success")
+    run = client_of(logger).get_run(logger.run_id)
+    assert history(logger, "train_loss") == [(step, float(step)) for step in range(200)]
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["purpose"] == "test"
+    assert Path(run.info.artifact_uri.removeprefix("file://"), "note.txt").read_text() == "hello"
+    assert (logger.save_dir, logger.name, logger.version) == (str(save_dir), "lightning-ptdp", logger.run_id)
+
+
+def test_parameters_of_any_shape_and_length(save_dir: Path) -> None:
+    logger = MLFlowLogger(save_dir=str(save_dir))
+    logger.log_hyperparams({"config": GPTConfig(num_layers=3), "list[0]": [1, 2], "long": "x" * 7000, "none": None})
+    parameters = client_of(logger).get_run(logger.run_id).data.params
+    assert parameters["config.num_layers"] == "3"
+    assert parameters["list_0_"] == "[1, 2]"
+    assert len(parameters["long"]) == 500
+    assert parameters["none"] == "None"
+
+
+def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:
+    first = MLFlowLogger(save_dir=str(save_dir), tags={"layout": "t2"})
+    first.log_hyperparams({"learning_rate": 1.0})
+    first.log_metrics({"loss": 2.0}, 1)
+    first.finalize("success")
+    second = MLFlowLogger(save_dir=str(save_dir), run_id=first.run_id, tags={"layout": "t4"})
+    second.log_hyperparams({"learning_rate": 5.0, "new": 1})  # MLflow itself raises on a changed parameter
+    run = client_of(second).get_run(first.run_id)
+    assert run.info.status == "RUNNING"
+    assert run.data.params == {"learning_rate": "1.0", "new": "1"}
+    assert run.data.tags["layout"] == "t4"
+    second.log_metrics({"loss": 1.0}, 2)
+    second.finalize("failed")
+    assert history(second, "loss") == [(1, 2.0), (2, 1.0)]
+    assert client_of(second).get_run(first.run_id).info.status == "FAILED"
+
+
+def test_an_unknown_run(save_dir: Path) -> None:
+    with pytest.raises(ValueError, match=r"run_id='nothing'.*leave run_id out"):
+        MLFlowLogger(save_dir=str(save_dir), run_id="nothing").log_metrics({"loss": 1.0}, 0)
+
+
+def test_copies_do_not_share_a_connection(save_dir: Path) -> None:
+    logger = MLFlowLogger(save_dir=str(save_dir))
+    logger.log_metrics({"loss": 1.0}, 0)
+    for twin in (copy.deepcopy(logger), pickle.loads(pickle.dumps(logger))):
+        twin.log_metrics({"loss": 2.0}, 1)
+        twin.finalize("success")
+        assert twin.run_id == logger.run_id
+    logger.finalize("success")
+    assert (1, 2.0) in history(logger, "loss")
+
+
+def _log_on_every_rank(rank: int, save_dir: str) -> str | None:
+    rank_zero_only.rank = rank
+    logger = MLFlowLogger(save_dir=save_dir)
+    for step in range(50):
+        logger.log_metrics({"loss": float(rank)}, step)
+    logger.experiment.set_tag(logger.run_id, "rank", str(rank))
+    logger.log_hyperparams({"rank": rank})
+    logger.finalize("success")
+    return logger.run_id
+
+
+def test_four_ranks_on_a_fresh_store(pool: Pool, tmp_path: Path) -> None:
+    run_ids = pool.run(_log_on_every_rank, world_size=4, args=(str(tmp_path / "runs"),))
+    assert run_ids[0] is not None
+    assert run_ids[1:] == [None, None, None]
+    logger = MLFlowLogger(save_dir=str(tmp_path / "runs"), run_id=run_ids[0])
+    assert history(logger, "loss") == [(step, 0.0) for step in range(50)]
+    run = client_of(logger).get_run(run_ids[0])
+    assert (run.data.params["rank"], run.data.tags["rank"]) == ("0", "0")
+    assert len(client_of(logger).search_runs([run.info.experiment_id])) == 1
+
+
+def _log_and_break(logger: MLFlowLogger, queue: Any) -> None:
+    logger.log_metrics({"loss": 3.0}, 7)
+    queue.put(logger.run_id)
+    sys.exit(1)
+
+
+def test_a_forked_worker_that_fails_leaves_a_failed_run_with_all_its_metrics(save_dir: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    logger = MLFlowLogger(save_dir=str(save_dir))
+    logger.log_metrics({"parent": 1.0}, 0)  # the worst case: the parent is connected when it forks
+    worker = context.Process(target=_log_and_break, args=(copy.deepcopy(logger), queue))
+    worker.start()
+    run_id = queue.get()
+    worker.join(60)
+    logger.finalize("success")
+    run = client_of(logger).get_run(run_id)
+    assert history(logger, "loss") == [(7, 3.0)]
+    assert run.info.status == "FINISHED"  # by the parent, after the worker said FAILED
+    assert history(logger, "parent") == [(0, 1.0)]
+
+
+@pytest.mark.parametrize("kind", ["folder is a file", "database is text", "database is a folder", "no server"])
+def test_a_store_that_cannot_work_is_found_at_once(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "text").write_text("hello, I am not a database")
+    options = {
+        "folder is a file": {"save_dir": str(tmp_path / "text" / "runs")},
+        "database is text": {"save_dir": str(tmp_path), "tracking_uri": f"sqlite:///{tmp_path / 'text'}"},
+        "database is a folder": {"save_dir": str(tmp_path), "tracking_uri": f"sqlite:///{tmp_path}"},
+        "no server": {"save_dir": str(tmp_path), "tracking_uri": "http://127.0.0.1:9"},
+    }
+    logger = MLFlowLogger(**options[kind])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"(save_dir|tracking_uri)='"):
+        logger.check()
+    with pytest.raises(ValueError, match=r"(save_dir|tracking_uri)='"):
+        logger.log_metrics({"loss": 1.0}, 0)

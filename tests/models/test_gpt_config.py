@@ -1,0 +1,63 @@
+"""Configurations: defaults, the two layouts, and mistakes that name the field and the mend."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ptdp.models import GPTConfig, check_tensor_parallel
+
+
+def test_the_two_layouts() -> None:
+    gpt2, llama = GPTConfig.gpt2(), GPTConfig.llama()
+    assert (gpt2.norm, gpt2.position, gpt2.mlp, gpt2.bias, gpt2.tie_embeddings) == ("layer", "learned", "gelu", True, True)
+    assert (llama.norm, llama.position, llama.mlp, llama.bias, llama.tie_embeddings) == ("rms", "rope", "swiglu", False, False)
+    assert GPTConfig.llama(tie_embeddings=True, num_layers=3).tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "expected"),
+    [(4096, 11008), (5120, 13824), (8192, 22016), (256, 704), (64, 192)],  # the first three: Llama 7B, 13B, 65B
+)
+def test_swiglu_width_follows_the_llama_rule(hidden_size: int, expected: int) -> None:
+    assert GPTConfig.llama(hidden_size=hidden_size, num_heads=8).ffn_size == expected
+
+
+def test_defaults_filled_in() -> None:
+    config = GPTConfig(hidden_size=96, num_heads=6)
+    assert (config.head_dim, config.kv_heads, config.ffn_size) == (16, 6, 384)
+    config = GPTConfig(hidden_size=96, num_heads=6, num_kv_heads=2, ffn_hidden_size=100)
+    assert (config.kv_heads, config.ffn_size) == (2, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 0}, ["num_layers=0", "positive integer"]),
+        ({"hidden_size": 64.0}, ["hidden_size=64.0", "positive integer"]),
+        ({"num_kv_heads": True}, ["num_kv_heads=True", "positive integer"]),
+        ({"hidden_size": 100, "num_heads": 12}, ["hidden_size=100", "num_heads=12", "10"]),
+        ({"num_heads": 12, "num_kv_heads": 5}, ["num_heads=12", "num_kv_heads=5", "4, 6"]),
+        ({"hidden_size": 30, "num_heads": 6, "position": "rope"}, ["'rope'", "30 / 6 = 5", "learned"]),
+        ({"norm": "batch"}, ["norm='batch'", "layer", "rms"]),
+        ({"mlp": "relu"}, ["mlp='relu'", "gelu", "swiglu"]),
+        ({"dropout": 1.0}, ["dropout=1.0", "below 1"]),
+        ({"init_std": 0.0}, ["init_std=0.0", "greater than 0"]),
+    ],
+)
+def test_mistakes(changes: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        GPTConfig(**changes)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_tensor_parallel_degrees_that_do_not_divide() -> None:
+    config = GPTConfig.llama(hidden_size=96, num_heads=12, num_kv_heads=4, ffn_hidden_size=256)
+    for degree in (1, 2, 4):
+        check_tensor_parallel(config, degree)
+    with pytest.raises(ValueError, match=r"num_heads=12 .*tensor_parallel_size=8.* of 1, 2, 4$"):
+        check_tensor_parallel(config, 8)
+    with pytest.raises(ValueError, match=r"num_kv_heads=4 .*tensor_parallel_size=3.* of 1, 2, 4$"):
+        check_tensor_parallel(config, 3)
+    with pytest.raises(ValueError, match=r"ffn_hidden_size=90 .*tensor_parallel_size=4.* of 1, 2$"):
+        check_tensor_parallel(GPTConfig(hidden_size=96, num_heads=12, num_kv_heads=4, ffn_hidden_size=90), 4)

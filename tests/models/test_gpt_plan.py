@@ -1,0 +1,76 @@
+"""The plan: it names every matrix, and a model cut by it gives the logits and gradients of the uncut one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.tensor_parallel import apply_plan, slice_full
+from tests.models.configs import GPT2, LLAMA, VARIANTS
+from tests.pool import Pool
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("prefix", ["", "inner.model"])
+def test_every_matrix_is_in_the_plan_once_and_nothing_else(config: GPTConfig, prefix: str) -> None:
+    model: nn.Module = GPT(config)
+    for key in reversed(prefix.split(".") if prefix else []):
+        model = nn.ModuleDict({key: model})
+    plan = gpt_plan(config, prefix=prefix)
+    kinds = plan.resolve(model)
+    assert set(kinds) == {name for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    plan.check(model, 1)
+    parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
+    assert parts.blocks == f"{prefix}.blocks".removeprefix(".")
+
+
+def test_the_plan_of_the_lightning_module() -> None:
+    lit = LitGPT(LLAMA)
+    lit.configure_model()
+    lit.configure_parallel().check(lit, 2, sequence_parallel=True)
+    lit.check_parallel(ParallelLayout(world_size=2, tensor_parallel_size=2))
+    with pytest.raises(ValueError, match=r"num_kv_heads=2 .*tensor_parallel_size=4.* of 1, 2$"):
+        lit.check_parallel(ParallelLayout(world_size=4, tensor_parallel_size=4))
+
+
+def cut_model(rank: int, config: GPTConfig, sequence_parallel: bool) -> float:
+    """Largest relative error of the losses and gradients of this rank's part."""
+    layout = ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=sequence_parallel)
+    group = ProcessMesh.create(layout=layout, rank=rank).group("tensor")
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(GPT(config))
+    whole, cut = models
+    shardings = apply_plan(cut, gpt_plan(config, prefix=""), group=group, sequence_parallel=sequence_parallel)
+    ids, labels = torch.randint(config.vocabulary_size, (2, 2, 12), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for model in models:
+        losses.append(nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="none"))
+        losses[-1].mean().backward()
+    errors = [relative_error(losses[1], losses[0])]
+    full = dict(whole.named_parameters())
+    for name, parameter in cut.named_parameters():
+        gradient, expected = parameter.grad, full[name].grad
+        assert gradient is not None
+        assert expected is not None
+        if shardings[name].partial:
+            torch.distributed.all_reduce(gradient)
+        errors.append(relative_error(gradient, slice_full(expected, shardings[name])))
+    return max(errors)
+
+
+def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((value - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t2", "t2+sp"])
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama gqa"])
+def test_cut_over_two_ranks(pool: Pool, config: GPTConfig, sequence_parallel: bool) -> None:
+    for error in pool.run(cut_model, world_size=2, args=(config, sequence_parallel)):
+        assert error < 1e-5

@@ -1,0 +1,88 @@
+"""Decay groups and the learning rate."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig
+from lightning_ptdp.models.optimization import build_adamw, build_schedule, decay_groups, learning_rate_factor
+from tests.models.configs import GPT2, LLAMA
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_matrices_and_embeddings_decay_and_nothing_else(config: GPTConfig) -> None:
+    model = GPT(config)
+    optimizer = build_adamw(model, AdamWConfig(learning_rate=0.5, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6))
+    decaying, rest = optimizer.param_groups
+    assert (decaying["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    assert (decaying["lr"], decaying["betas"], decaying["eps"]) == (0.5, (0.8, 0.9), 1e-6)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert all(names[id(p)].endswith("weight") and "norm" not in names[id(p)] for p in decaying["params"])
+    assert all("norm" in names[id(p)] or names[id(p)].endswith("bias") for p in rest["params"])
+    assert len(decaying["params"]) + len(rest["params"]) == len(names)
+
+
+def test_groups_are_decided_without_the_rest_of_the_model() -> None:
+    model = GPT(LLAMA)
+    whole = [{id(p) for p in group["params"]} for group in decay_groups(model.named_parameters(), 0.1)]
+    for part in (model.blocks[1], model.wte, model.norm):
+        groups = decay_groups(part.named_parameters(), 0.1)
+        assert len(groups) == 2
+        assert all({id(p) for p in group["params"]} <= whole[index] for index, group in enumerate(groups))
+
+
+def test_a_group_may_be_empty_and_frozen_parameters_are_left_out() -> None:
+    linear = nn.Linear(2, 2, bias=False)
+    optimizer = build_adamw(linear, AdamWConfig())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+    linear.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    linear.weight.requires_grad_(False)
+    assert decay_groups(linear.named_parameters(), 0.1)[0]["params"] == []
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (35, 0.2 + 0.8 * 0.8535533906), (60, 0.6), (110, 0.2), (5000, 0.2)],
+)
+def test_learning_rate_at(step: int, expected: float) -> None:
+    factor = learning_rate_factor(step, warmup_steps=10, decay_steps=110, min_lr_ratio=0.2)
+    assert factor == pytest.approx(expected, abs=1e-9)
+
+
+def test_without_warmup_the_first_step_has_the_peak() -> None:
+    assert learning_rate_factor(0, warmup_steps=0, decay_steps=10, min_lr_ratio=0.0) == 1.0
+    assert learning_rate_factor(10, warmup_steps=10, decay_steps=10, min_lr_ratio=0.5) == 1.0
+
+
+def test_a_schedule_is_picklable_and_resumes_under_new_settings() -> None:
+    optimizer = build_adamw(nn.Linear(2, 2), AdamWConfig(learning_rate=2.0))
+    schedule = build_schedule(optimizer, AdamWConfig(learning_rate=2.0, warmup_steps=4), decay_steps=8)
+    pickle.dumps(schedule)
+    seen = []
+    for _ in range(4):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == [0.5, 1.0, 1.5, 2.0]
+    resumed = build_schedule(build_adamw(nn.Linear(2, 2), AdamWConfig()), AdamWConfig(min_lr_ratio=1.0), decay_steps=100)
+    resumed.load_state_dict(schedule.state_dict())
+    assert resumed.lr_lambdas[0](50) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learning_rate": -1.0}, "learning_rate=-1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
+        ({"min_lr_ratio": 2.0}, "min_lr_ratio=2.0"),
+        ({"warmup_steps": 20, "decay_steps": 10}, "decay_steps=10 .*warmup_steps=20"),
+    ],
+)
+def test_mistakes(changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AdamWConfig(**changes)

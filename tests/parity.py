@@ -1,0 +1,168 @@
+"""One training run, comparable between layouts: the model, the data and what is recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.tensor_parallel import ParallelPlan
+
+VOCABULARY, LENGTH = 61, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One point of the parity grid."""
+
+    layout: dict[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+    layers: int = 4
+    llama: bool = False
+    steps: int = 20
+    accumulate: int = 1
+    clip: float | None = 0.05
+    global_batch: int = 8
+    samples: int = 64
+    count_tokens: bool = True
+    precision: str = "32-true"
+    eager: bool = False
+    ignore_padding: bool = True
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (self.layout.get("tensor_parallel_size", 1) * self.layout.get("pipeline_parallel_size", 1))
+
+
+class PaddedTokens(Dataset):
+    """Sequences of different true lengths: what is ignored differs between samples, microbatches and replicas."""
+
+    def __init__(self, count: int, *, ignore_padding: bool = True) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.tokens = torch.randint(0, VOCABULARY, (count, LENGTH + 1), generator=generator)
+        self.lengths = torch.randint(1, LENGTH + 1, (count,), generator=generator)
+        if not ignore_padding:
+            self.lengths.fill_(LENGTH)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.tokens[index, 1:].clone()
+        labels[self.lengths[index] :] = -100
+        return {"input_ids": self.tokens[index, :-1], "labels": labels}
+
+
+def gpt_config(run: Run) -> GPTConfig:
+    sizes = {
+        "vocabulary_size": VOCABULARY,
+        "sequence_length": LENGTH,
+        "num_layers": run.layers,
+        "hidden_size": 16,
+        "num_heads": 4,
+    }
+    if run.llama:
+        return GPTConfig.llama(**sizes, num_kv_heads=2)
+    return GPTConfig.gpt2(**sizes)
+
+
+class LitTiny(L.LightningModule):
+    """An ordinary module: nothing in its steps knows about ranks."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run, self.model = run, None
+        if run.eager:
+            self.model = GPT(gpt_config(run))
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPT(gpt_config(self.run))
+
+    def configure_parallel(self) -> ParallelPlan:
+        return gpt_plan(gpt_config(self.run))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        self.log("train_loss", loss, prog_bar=True)
+        if self.run.count_tokens:
+            return {"loss": loss, "num_tokens": (batch["labels"] != -100).sum()}
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        decay = [p for p in self.parameters() if p.dim() > 1]
+        rest = [p for p in self.parameters() if p.dim() <= 1]
+        optimizer = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=5e-3, eps=1e-5
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Recorder(L.Callback):
+    """Losses of every batch, and norms."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.initial: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.initial = trainer.strategy.gather_state_dict()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(self._over_replicas(trainer, outputs))
+        if trainer.strategy.gradient_norm is not None:
+            self.norms.append(float(trainer.strategy.gradient_norm))
+
+    def _over_replicas(self, trainer: Any, outputs: Any) -> float:
+        """Mean over the counted tokens of all replicas; without a schedule Lightning's loss is this replica's own."""
+        group = trainer.strategy.mesh.group("replica_sum")
+        weight = float(outputs.get("num_tokens", 1.0))
+        sums = torch.tensor([float(outputs["loss"]) * weight, weight], dtype=torch.float64)
+        if group.size > 1:
+            torch.distributed.all_reduce(sums, group=group.handle)
+        return float(sums[0] / sums[1])
+
+
+def fit(rank: int, run: Run) -> dict[str, Any]:
+    """Train; returns losses, norms, initial and final weights of the whole model."""
+    L.seed_everything(3, verbose=False)
+    recorder = Recorder()
+    module = LitTiny(run)
+    loader = DataLoader(
+        PaddedTokens(run.samples, ignore_padding=run.ignore_padding), batch_size=run.global_batch // run.data_parallel_size
+    )
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(**run.layout),
+        accelerator="cpu",
+        devices=run.world_size,
+        max_steps=run.steps // run.accumulate,
+        accumulate_grad_batches=run.accumulate,
+        gradient_clip_val=run.clip,
+        precision=run.precision,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # Lightning's injected sampler shuffles for training; this keeps the order, so that batches have the same samples everywhere.
+    kwargs = trainer.strategy.distributed_sampler_kwargs
+    sampler = torch.utils.data.DistributedSampler(loader.dataset, **kwargs, shuffle=False)
+    loader = DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler)
+    trainer.fit(module, loader)
+    return {
+        "losses": recorder.losses,
+        "norms": recorder.norms,
+        "initial": recorder.initial,
+        "final": trainer.strategy.gather_state_dict(),
+        "logged": float(trainer.callback_metrics["train_loss"]),
+    }

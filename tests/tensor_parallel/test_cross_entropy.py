@@ -1,0 +1,131 @@
+"""Vocabulary-parallel cross entropy against ``F.cross_entropy``: values, gradients, corner cases, communication."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.tensor_parallel import VocabularyRange, vocabulary_parallel_cross_entropy
+from tests.pool import Pool
+from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group
+
+
+def own_columns(full: Tensor, words: VocabularyRange) -> Tensor:
+    """This member's columns; what pads them would win every softmax if it took part."""
+    local = torch.full((*full.shape[:-1], words.rows), 99.0, dtype=full.dtype)
+    local[..., : words.count] = full[..., words.start : words.stop]
+    return local
+
+
+def compare(group: Group, logits: Tensor, target: Tensor, **options: Any) -> None:
+    """The same loss and the same gradient as torch's, the logits untouched."""
+    words = VocabularyRange(size=logits.size(-1), parts=group.size, index=group.rank)
+    dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    reference = logits.to(dtype, copy=True).requires_grad_()
+    classes_second = reference.movedim(-1, 1) if reference.dim() > 1 else reference
+    expected = F.cross_entropy(classes_second, target, **options)
+    weights = torch.rand(expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(0)) + 0.5
+    (expected * weights).sum().backward()
+    local = own_columns(logits, words).requires_grad_()
+    before = local.detach().clone()
+    with counted_collectives() as counts:
+        loss = vocabulary_parallel_cross_entropy(local, target, vocabulary=words, group=group, **options)
+        (loss * weights).sum().backward()
+    assert counts == ({"all_reduce": 2} if group.size > 1 else {})
+    assert loss.dtype is dtype
+    assert torch.equal(local.detach(), before), "the logits were modified"
+    assert_same(loss, expected)
+    assert local.grad is not None
+    assert reference.grad is not None
+    assert local.grad.dtype is logits.dtype
+    assert_same(local.grad[..., : words.count].to(dtype), reference.grad[..., words.start : words.stop], dtype=logits.dtype)
+    assert not local.grad[..., words.count :].any(), "padding got a gradient"
+
+
+def check_options(rank: int) -> None:
+    group = tensor_group(rank)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for vocabulary in (5, 8, 37):
+            torch.manual_seed(vocabulary)
+            logits = (torch.randn(6, vocabulary) * 4).to(dtype)
+            target = torch.randint(vocabulary, (6,))
+            target[0], target[3] = vocabulary - 1, 0
+            some = target.clone()
+            some[1], some[4] = -100, -100
+            for reduction in ("mean", "sum", "none"):
+                for smoothing in (0.0, 0.1, 1.0):
+                    compare(group, logits, target, reduction=reduction, label_smoothing=smoothing)
+                    compare(group, logits, some, reduction=reduction, label_smoothing=smoothing)
+                    compare(group, logits, target, reduction=reduction, label_smoothing=smoothing, ignore_index=0)
+
+
+def check_random_cases(rank: int) -> None:
+    group = tensor_group(rank)
+    draw = random.Random(5)
+    for case in range(40):
+        generator = torch.Generator().manual_seed(case)
+        shape = draw.choice([(), (1,), (7,), (2, 3), (2, 1, 4)])
+        vocabulary = draw.randint(1, 40)
+        scale = draw.choice([1e-3, 1.0, 30.0, 1e3])
+        dtype = draw.choice([torch.float32, torch.float64])
+        logits = (torch.randn(*shape, vocabulary, generator=generator, dtype=torch.float64) * scale + draw.uniform(-50, 50)).to(
+            dtype
+        )
+        ignored = draw.choice([-100, -1, 0, vocabulary + 3])
+        target = torch.randint(vocabulary, shape, generator=generator)
+        target = torch.where(torch.rand(shape, generator=generator) < draw.choice([0.0, 0.4, 0.9]), ignored, target)
+        compare(
+            group,
+            logits,
+            target,
+            ignore_index=ignored,
+            label_smoothing=draw.choice([0.0, 0.05, 0.5]),
+            reduction=draw.choice(["mean", "sum", "none"]),
+        )
+
+
+def check_corners(rank: int) -> None:
+    group = tensor_group(rank)
+    logits = torch.randn(4, 13, generator=torch.Generator().manual_seed(7))
+    nothing = torch.full((4,), -100)
+    for smoothing in (0.0, 0.1):
+        for reduction in ("mean", "sum", "none"):
+            compare(group, logits, nothing, reduction=reduction, label_smoothing=smoothing)
+    excluded = logits.clone()
+    excluded[:, 3:11] = -torch.inf
+    compare(group, excluded, torch.tensor([0, 1, 2, 12]))
+    words = VocabularyRange(size=13, parts=group.size, index=group.rank)
+    for bad in (13, -1):
+        with pytest.raises(IndexError, match=f"Target {bad} is out of bounds: the vocabulary has 13"):
+            vocabulary_parallel_cross_entropy(
+                own_columns(logits, words), torch.tensor([0, 1, bad, -100]), vocabulary=words, group=group
+            )
+    broken = logits.clone()
+    broken[1, 7] = torch.nan
+    loss = vocabulary_parallel_cross_entropy(
+        own_columns(broken, words), torch.zeros(4, dtype=torch.int64), vocabulary=words, group=group, reduction="none"
+    )
+    assert loss.isnan().tolist() == [False, True, False, False]
+    empty = vocabulary_parallel_cross_entropy(
+        own_columns(logits[:0], words), nothing[:0], vocabulary=words, group=group, reduction="sum"
+    )
+    assert empty.item() == 0.0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_against_torch(pool: Pool, size: int) -> None:
+    pool.run(check_options, world_size=size)
+    pool.run(check_random_cases, world_size=size)
+    pool.run(check_corners, world_size=size)
+
+
+def test_a_group_of_one() -> None:
+    check_options(0)
+    check_random_cases(0)
+    check_corners(0)

@@ -1,0 +1,131 @@
+"""A whole transformer under a plan, against the same transformer on one process; and what a layer costs in messages."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.tensor_parallel import (
+    ParallelPlan,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    apply_plan,
+    slice_full,
+)
+from tests.pool import Pool
+from tests.tensor_parallel.toy import Toy, assert_gradients, assert_same, counted_collectives, own_slice, tensor_group, toy_plan
+
+
+def shifted_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """A language model's loss, as anybody would write it."""
+    logits = model(ids)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=5)
+
+
+def check_model(rank: int, tied: bool) -> None:
+    group = tensor_group(rank)
+    for dtype in (torch.float32, torch.float64):
+        for sequence_parallel in (False, True):
+            torch.manual_seed(11)
+            reference = Toy(tied=tied).to(dtype)
+            ids = torch.randint(37, (3, 8))
+            model = deepcopy(reference).eval()
+            shardings = apply_plan(model, toy_plan(), group=group, sequence_parallel=sequence_parallel)
+            assert not any(module.training for module in model.modules())
+            for name, parameter in reference.named_parameters():
+                assert_same(model.get_parameter(name).detach(), slice_full(parameter, shardings[name]))
+                whole = shardings[name].axis is None
+                assert shardings[name].partial == (whole and (sequence_parallel or "q_norm" in name)), name
+            expected, loss = shifted_loss(reference, ids), shifted_loss(model, ids)
+            expected.backward()
+            loss.backward()
+            assert_same(loss, expected)
+            assert_gradients(model, shardings, reference, group)
+            assert isinstance(model.wte, VocabularyParallelEmbedding)
+            assert isinstance(model.head, VocabularyParallelHead)
+            assert (model.wte.weight is model.head.weight) == tied
+
+
+def check_messages(rank: int) -> None:
+    """The costs that linear.py states, for one layer of two column-row pairs and for the ends."""
+    group = tensor_group(rank)
+    for sequence_parallel in (False, True):
+        model = Toy()
+        apply_plan(model, toy_plan(), group=group, sequence_parallel=sequence_parallel)
+        x = torch.randn(2, 8, 32)
+        x = (own_slice(x, group, 1) if sequence_parallel else x).clone().requires_grad_()
+        with counted_collectives() as counts:
+            y = model.layers[0](x)
+        assert counts == ({"all_gather": 2, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2})
+        with counted_collectives() as counts:
+            y.sum().backward()
+        assert counts == ({"all_gather": 4, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2})
+
+        with counted_collectives() as counts:  # two layers, embedding, head, and two small ones in the loss
+            loss = shifted_loss(model, torch.randint(37, (2, 8)))
+        expected = {"all_gather": 5, "reduce_scatter": 5, "all_reduce": 2} if sequence_parallel else {"all_reduce": 4 + 1 + 2}
+        assert counts == expected
+        with counted_collectives() as counts:
+            loss.backward()
+        expected = {"all_gather": 8 + 1 + 1, "reduce_scatter": 4 + 1} if sequence_parallel else {"all_reduce": 4 + 1}
+        assert counts == expected
+        with counted_collectives() as counts, torch.no_grad():
+            model(torch.randint(37, (2, 8)))
+        assert counts == ({"all_gather": 5, "reduce_scatter": 5} if sequence_parallel else {"all_reduce": 5})
+
+
+def check_swapping(rank: int) -> None:
+    group = tensor_group(rank)
+    with torch.device("meta"):
+        meta = Toy()
+    shardings = apply_plan(meta, toy_plan(), group=group, sequence_parallel=True)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert {name: tuple(p.shape) for name, p in meta.named_parameters()} == {n: s.local_shape for n, s in shardings.items()}
+
+    class Twice(nn.Module):
+        """One module under two names."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.again = self.first
+            self.first.bias.requires_grad_(False)
+
+    model = Twice()
+    apply_plan(model, ParallelPlan(tensor={"first": "row", "again": "row"}), group=group, sequence_parallel=False)
+    assert model.first is model.again
+    assert model.first.weight.shape == (8, 8 // group.size)
+    assert not model.first.bias.requires_grad
+    with pytest.raises(ValueError, match="'first' and 'again' share a weight"):
+        apply_plan(Twice(), ParallelPlan(tensor={"first": "row"}), group=group, sequence_parallel=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_loss_and_gradients_equal_one_process(pool: Pool, size: int, tied: bool) -> None:
+    pool.run(check_model, world_size=size, args=(tied,))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_a_layer(pool: Pool, size: int) -> None:
+    pool.run(check_messages, world_size=size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_swapping_keeps(pool: Pool, size: int) -> None:
+    pool.run(check_swapping, world_size=size)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_group_of_one_leaves_the_model_alone(sequence_parallel: bool) -> None:
+    model = Toy()
+    before = list(model.named_modules())
+    shardings = apply_plan(model, toy_plan(), group=Group(), sequence_parallel=sequence_parallel)
+    assert all(a is b for (_, a), (_, b) in zip(before, model.named_modules(), strict=True))
+    assert list(shardings) == [name for name, _ in model.named_parameters()]
+    assert all(sharding.axis is None and not sharding.partial for sharding in shardings.values())

@@ -1,0 +1,140 @@
+"""Plans: what they match, what they refuse and how they say it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Partial, Position, Row, Vocabulary
+from tests.tensor_parallel.toy import Toy, toy_plan
+
+
+def test_resolve_gives_every_module_its_kind_in_the_models_order() -> None:
+    kinds = toy_plan().resolve(Toy())
+    assert list(kinds.items()) == [
+        ("wte", Vocabulary()),
+        ("wpe", Position()),
+        ("layers.0.attention.qkv", Column(parts=(32, 16, 16))),
+        ("layers.0.attention.proj", Row()),
+        ("layers.0.attention.q_norm", Partial()),
+        ("layers.0.up", Column()),
+        ("layers.0.down", Row()),
+        ("layers.1.attention.qkv", Column(parts=(32, 16, 16))),
+        ("layers.1.attention.proj", Row()),
+        ("layers.1.attention.q_norm", Partial()),
+        ("layers.1.up", Column()),
+        ("layers.1.down", Row()),
+        ("head", Vocabulary()),
+    ]
+
+
+def test_a_star_is_one_component_or_a_part_of_one() -> None:
+    model = Toy()
+    assert list(ParallelPlan(tensor={"layers.1.[ud]*": "row"}).resolve(model)) == ["layers.1.up", "layers.1.down"]
+    assert list(ParallelPlan(tensor={"layers.*.d*n": "row"}).resolve(model)) == ["layers.0.down", "layers.1.down"]
+    with pytest.raises(ValueError, match="matches no module"):
+        ParallelPlan(tensor={"layers.*.qkv": "column"}).resolve(model)
+
+
+def test_plans_are_plain_values() -> None:
+    plan = toy_plan()
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert plan == toy_plan()
+    assert ParallelPlan(tensor={"a": "row"}) == ParallelPlan(tensor={"a": Row()})
+    assert ParallelPlan(before=["wte"]).before == ("wte",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"tensor": {"layers.*.attention.qvk": "column"}}, ["'layers.*.attention.qvk'", "Toy", "layers.0.attention.qkv"]),
+        ({"tensor": {"zzz": "column"}}, ["'zzz'", "wte"]),
+        ({"tensor": {"norm": "row"}}, ["'norm'", "LayerNorm", "Row()", "nn.Linear"]),
+        ({"tensor": {"layers.*": "column"}}, ["'layers.0'", "Layer", "nn.Linear"]),
+        ({"tensor": {"head": "position"}}, ["'head'", "Linear", "nn.Embedding"]),
+        ({"tensor": {"head": "row", "h*d": "column"}}, ["'head'", "Row()", "Column(parts=None)", "'h*d'"]),
+        ({"blocks": "layer"}, ["blocks='layer'", "layers"]),
+        ({"after": ("nrom",)}, ["after='nrom'", "norm"]),
+    ],
+)
+def test_what_does_not_fit_the_model(plan: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        ParallelPlan(**plan).check(Toy(), tensor_parallel_size=1)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ParallelPlan(tensor={"a": "columns"}), ["'columns'", "'column'", "'row'"]),
+        (lambda: ParallelPlan(tensor={"a": 3}), ["tensor['a']=3"]),
+        (lambda: ParallelPlan(before="wte"), ["before='wte'", "('wte',)"]),
+        (lambda: Column(parts=()), ["parts=()"]),
+        (lambda: Column(parts=(4, 0)), ["parts=(4, 0)"]),
+    ],
+)
+def test_what_is_no_plan(make: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "words"),
+    [
+        (nn.Linear(4, 6), "column", ["out_features=6", "tensor_parallel_size=4", "[2, 3, 6]"]),
+        (nn.Linear(6, 4), "row", ["in_features=6", "tensor_parallel_size=4"]),
+        (nn.Linear(4, 14), Column(parts=(8, 6)), ["parts[1]=6", "tensor_parallel_size=4"]),
+        (nn.Linear(4, 14), Column(parts=(8, 4)), ["add up to 12", "out_features=14"]),
+        (nn.Embedding(8, 4, max_norm=1.0), "vocabulary", ["max_norm=1.0"]),
+        (nn.Embedding(8, 4, sparse=True), "vocabulary", ["sparse=True"]),
+        (nn.Embedding(8, 4, scale_grad_by_freq=True), "position", ["scale_grad_by_freq=True"]),
+        (torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "column", ["parametrizations"]),
+    ],
+)
+def test_sizes_and_options_that_cannot_be_spread(module: nn.Module, kind: Any, words: list[str]) -> None:
+    model, plan = nn.ModuleDict({"x": module}), ParallelPlan(tensor={"x": kind})
+    with pytest.raises(ValueError) as error:
+        plan.check(model, tensor_parallel_size=4)
+    for word in ("'x'", *words):
+        assert word in str(error.value)
+
+
+def test_a_vocabulary_that_does_not_divide_is_no_mistake() -> None:
+    toy_plan().check(Toy(vocabulary=37), tensor_parallel_size=4, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("missing", ["wte", "head"])
+def test_a_tied_weight_is_spread_in_one_way(missing: str) -> None:
+    tensor = {name: kind for name, kind in toy_plan().tensor.items() if name != missing}
+    with pytest.raises(ValueError, match=r"'wte' and 'head' share a weight"):
+        ParallelPlan(tensor=tensor).check(Toy(), tensor_parallel_size=2)
+    ParallelPlan(tensor=tensor).check(Toy(tied=False), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(("missing", "word"), [("wte", "embedding"), ("head", "head")])
+def test_sequence_parallelism_needs_both_ends(missing: str, word: str) -> None:
+    tensor = {name: kind for name, kind in toy_plan().tensor.items() if name != missing}
+    with pytest.raises(ValueError, match=rf"sequence_parallel=True.*no 'vocabulary' {word}"):
+        ParallelPlan(tensor=tensor).check(Toy(tied=False), tensor_parallel_size=2, sequence_parallel=True)
+
+
+def test_explain_names_every_parameter_once() -> None:
+    lines = toy_plan().explain(Toy()).splitlines()
+    text = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[1:]}
+    assert text["wte.weight"] == "(37, 32) (ceil(37/t), 32) vocabulary: split by token"
+    assert text["head.weight"].endswith("the same parameter as wte.weight")
+    assert (
+        text["layers.*.attention.qkv.weight"]
+        == "x2 (64, 32) (64/t, 32) column: split by output features, 3 parts each on its own"
+    )
+    assert text["layers.*.down.bias"].startswith("x2 (32) (32) row: whole, added once")
+    assert text["layers.*.attention.q_norm.weight"].endswith("whole; gradient partial")
+    assert text["norm.weight"].endswith("partial under sequence parallelism")
+    assert len(lines) == 1 + 2 + 14 + 3

@@ -1,0 +1,164 @@
+"""What the tests of this room share: a tensor group, comparisons, and a transformer of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Sharding, slice_full
+
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11, torch.bfloat16: 2e-2}
+
+
+def tensor_group(rank: int) -> Group:
+    """The tensor group of a worker: the whole world."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    layout = ParallelLayout(world_size=size, tensor_parallel_size=size)
+    return ProcessMesh.create(layout=layout, rank=rank).group("tensor")
+
+
+def assert_same(got: Tensor, expected: Tensor, *, dtype: torch.dtype | None = None) -> None:
+    """Equal within the summation order of the dtype."""
+    limit = TOLERANCE.get(dtype or expected.dtype, 0.0)
+    torch.testing.assert_close(got, expected, rtol=limit, atol=limit, equal_nan=True, check_dtype=dtype is None)
+
+
+def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This member's part of a dimension."""
+    return x.chunk(group.size, dim)[group.rank]
+
+
+def whole_gradient(grad: Tensor, sharding: Sharding, group: Group) -> Tensor:
+    """What a partial gradient is part of."""
+    if sharding.partial:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=group.handle)
+    return grad
+
+
+def assert_gradients(
+    module: nn.Module, shardings: dict[str, Sharding], reference: nn.Module, group: Group, dtype: torch.dtype | None = None
+) -> None:
+    """Every local gradient is its part of the reference's."""
+    expected = dict(reference.named_parameters())
+    assert list(shardings) == [name for name, _ in module.named_parameters()] == list(expected)
+    for name, parameter in module.named_parameters():
+        sharding, full = shardings[name], expected[name].grad
+        assert parameter.grad is not None, name
+        assert full is not None, name
+        assert tuple(parameter.shape) == sharding.local_shape, name
+        assert_same(whole_gradient(parameter.grad, sharding, group), slice_full(full, sharding), dtype=dtype)
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Counter[str]]:
+    """Counts what is asked of torch.distributed, by kind."""
+    counts: Counter[str] = Counter()
+    names = {
+        "all_reduce": "all_reduce",
+        "all_gather_single": "all_gather",
+        "all_gather_into_tensor": "all_gather",
+        "reduce_scatter_single": "reduce_scatter",
+        "reduce_scatter_tensor": "reduce_scatter",
+    }
+    patches = []
+    for name, kind in names.items():
+        function = getattr(dist, name, None)
+        if function is not None:
+
+            def counting(*args: Any, function: Any = function, kind: str = kind, **kwargs: Any) -> Any:
+                counts[kind] += 1
+                return function(*args, **kwargs)
+
+            patches.append(patch.object(dist, name, counting))
+    for patched in patches:
+        patched.start()
+    try:
+        yield counts
+    finally:
+        for patched in patches:
+            patched.stop()
+
+
+class Attention(nn.Module):
+    """Grouped-query attention that reads heads and length from its tensors."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = hidden // heads
+        self.queries = heads // kv_heads
+        self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * self.head_dim)
+        self.proj = nn.Linear(hidden, hidden)
+        self.q_norm = nn.LayerNorm(self.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x)
+        width = qkv.size(-1) // (self.queries + 2)
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in qkv.split((width * self.queries, width, width), dim=-1)
+        )
+        y = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True, enable_gqa=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention = Attention(hidden, heads, kv_heads)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Toy(nn.Module):
+    """Token ids (b, s) -> logits (b, s, V)."""
+
+    def __init__(self, *, vocabulary: int = 37, hidden: int = 32, heads: int = 8, kv_heads: int = 4, tied: bool = True) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, hidden), nn.Embedding(16, hidden)
+        self.layers = nn.ModuleList(Layer(hidden, heads, kv_heads) for _ in range(2))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=not tied)
+        if tied:
+            self.head.weight = self.wte.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.size(1)))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def toy_plan() -> ParallelPlan:
+    """The plan of ``Toy()``."""
+    return ParallelPlan(
+        blocks="layers",
+        tensor={
+            "wte": "vocabulary",
+            "wpe": "position",
+            "layers.*.attention.qkv": Column(parts=(32, 16, 16)),
+            "layers.*.attention.q_norm": "partial",
+            "layers.*.attention.proj": "row",
+            "layers.*.up": "column",
+            "layers.*.down": "row",
+            "head": "vocabulary",
+        },
+        before=("wte", "wpe"),
+        after=("norm", "head"),
+    )
