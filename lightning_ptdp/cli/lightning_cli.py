@@ -65,6 +65,13 @@ class PTDPCLI(LightningCLI):
         except ArgumentError as error:
             raise UserError(readable(str(error.message), dotted(parser.get_defaults()))) from error
 
+    def instantiate_classes(self) -> None:
+        """Build everything; jsonargparse wraps the errors of nested dataclasses in its own words."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise UserError(readable(str(error), ())) from error
+
     def before_instantiate_classes(self) -> None:
         """The callbacks that every training gets, beside those of the configuration."""
         self.report = RunReport()

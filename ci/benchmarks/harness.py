@@ -1,0 +1,46 @@
+"""What the benchmarks share: the machine's load, and a report that people and programs can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+__all__ = ["Comparison", "compare", "report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One figure of ours beside a peer's; a ratio below 1 means that ours is faster or smaller."""
+
+    name: str
+    ours: float
+    peer: float
+    peer_name: str
+    ratio: float
+    unit: str
+
+
+def compare(*, name: str, ours: Sequence[float], peer: Sequence[float], peer_name: str, unit: str) -> Comparison:
+    """Compare alternating samples by the median of their pairwise ratios, which slow drifts of the machine do not move."""
+    ratio = statistics.median(a / b for a, b in zip(ours, peer, strict=True))
+    return Comparison(
+        name=name,
+        ours=statistics.median(ours),
+        peer=statistics.median(peer),
+        peer_name=peer_name,
+        ratio=ratio,
+        unit=unit,
+    )
+
+
+def report(title: str, rows: Sequence[Comparison]) -> None:
+    """Print a table, and as the last line the rows as JSON."""
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"\n{title}   ({os.cpu_count()} cores, load {load})")
+    print(f"{'what':<44}{'ours':>12}{'peer':>12}{'ratio':>9}  unit, peer")
+    for row in rows:
+        print(f"{row.name:<44}{row.ours:>12.4g}{row.peer:>12.4g}{row.ratio:>9.3f}  {row.unit}, {row.peer_name}")
+    print(json.dumps([asdict(row) for row in rows]))

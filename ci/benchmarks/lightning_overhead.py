@@ -1,0 +1,115 @@
+"""What the strategy costs where it has nothing to do: all sizes 1, against a plain PyTorch loop on the same model.
+
+Run: python ci/benchmarks/lightning_overhead.py [--rounds 12] [--steps 4]
+Both loops run in one process, a few steps each in turn; ours includes everything that Lightning does between two batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from harness import compare, report
+
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.models import GPT, GPTConfig
+
+CONFIG = GPTConfig.gpt2(vocabulary_size=8192, sequence_length=128, num_layers=6, hidden_size=256, num_heads=8)
+BATCH = 8
+
+
+class PlainLoop:
+    """forward, backward, AdamW: nothing else."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = GPT(CONFIG)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def steps(self, count: int, batch: torch.Tensor) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            loss = F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        return (time.perf_counter() - start) / count
+
+
+class Lit(L.LightningModule):
+    """The same steps as a LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.model = GPT(CONFIG)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+
+class Alternate(L.Callback):
+    """Times the Trainer's batches, and after every few of them the plain loop's."""
+
+    def __init__(self, peer: PlainLoop, steps: int, batch: torch.Tensor) -> None:
+        self.peer, self.steps, self.batch = peer, steps, batch
+        self.ours: list[float] = []
+        self.plain: list[float] = []
+        self._start = 0.0
+
+    def on_train_start(self, *_: Any) -> None:
+        self.peer.steps(1, self.batch)
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.steps:
+            return
+        self.ours.append((time.perf_counter() - self._start) / self.steps)
+        self.plain.append(self.peer.steps(self.steps, self.batch))
+        self._start = time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=4)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    batch = torch.randint(0, CONFIG.vocabulary_size, (BATCH, CONFIG.sequence_length + 1))
+    alternate = Alternate(PlainLoop(), options.steps, batch)
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(),
+        accelerator="cpu",
+        devices=1,
+        max_steps=(options.rounds + 1) * options.steps,
+        callbacks=[alternate],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = torch.utils.data.DataLoader([batch] * trainer.max_steps, batch_size=None)
+    trainer.fit(Lit(), loader)
+    row = compare(
+        name="step, 6.9 M parameter GPT, one process",
+        ours=alternate.ours[1:],
+        peer=alternate.plain[1:],
+        peer_name="plain PyTorch loop",
+        unit="s",
+    )
+    report("Overhead of Trainer(strategy='ptdp') with all sizes 1", [row])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""The callbacks inside a real Trainer, on one device and with strategies that have nothing of ours."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.callbacks import (
+    GradientNorm,
+    LayoutSummary,
+    RunRecord,
+    RunReport,
+    SaveResolvedConfig,
+    Throughput,
+    TrainPerplexity,
+    ValidateAtEnd,
+)
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.summary import StrategySummary
+
+LENGTH, BATCH, FLOPS = 6, 4, 1e9
+
+
+class Tokens(LightningModule):
+    """A language model of one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 10)
+
+    def flops_per_sample(self, sequence_length: int) -> float:
+        return FLOPS * sequence_length
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.table(batch["input_ids"]).flatten(0, 1), batch["input_ids"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def train_dataloader(self) -> DataLoader:
+        ids = torch.randint(10, (40 * BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+        return DataLoader([{"input_ids": row} for row in ids], batch_size=BATCH)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+
+class Keep(Callback):
+    """What was logged after each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.validations = 0
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.validations += 1
+
+
+def fit(tmp_path: Path, *callbacks: Callback, **options: Any) -> Keep:
+    keep = Keep()
+    settings: dict[str, Any] = {"max_steps": 5, "limit_val_batches": 0, "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[*callbacks, keep],
+        **(settings | options),
+    )
+    torch.manual_seed(0)
+    trainer.fit(Tokens())
+    return keep
+
+
+class Clock:
+    """A clock that only moves when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+class Work(Callback):
+    """Steps take 2 s, the first one 50 s; a validation 1000 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 50.0 if trainer.global_step == 0 else 2.0
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.clock.now += 1000.0
+
+
+def test_throughput_counts_neither_the_first_step_nor_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    keep = fit(
+        tmp_path,
+        Work(clock),
+        Throughput(window=3),
+        max_steps=8,
+        limit_val_batches=1,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+    )
+    assert keep.validations == 4
+    assert "tokens_per_s" not in keep.steps[1]
+    for step in keep.steps[2:]:
+        assert step["samples_per_s"] == pytest.approx(BATCH / 2)
+        assert step["tokens_per_s"] == pytest.approx(BATCH * LENGTH / 2)
+        assert step["model_tflops_per_s"] == pytest.approx(BATCH * LENGTH * FLOPS / 2 / 1e12)
+
+
+def test_throughput_of_data_that_is_not_tokens(tmp_path: Path) -> None:
+    throughput = Throughput()
+    logged: dict[str, float] = {}
+    throughput.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    for _ in range(2):
+        throughput.on_train_batch_end(trainer, Tokens(), None, [torch.zeros(3, 8), torch.zeros(3)], 0)
+    assert set(logged) == {"samples_per_s"}
+
+
+def test_throughput_needs_a_window() -> None:
+    with pytest.raises(ValueError, match="window=0"):
+        Throughput(window=0)
+
+
+def test_gradient_norm_is_the_one_before_clipping(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Expect(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+            seen.append(float(torch.linalg.vector_norm(module.table.weight.grad)))
+
+    keep = fit(tmp_path, Expect(), GradientNorm(), gradient_clip_val=1e-3, max_steps=3)
+    assert [step["grad_norm"] for step in keep.steps[1:]] == pytest.approx(seen)
+    assert min(seen) > 1e-2
+
+
+def test_train_perplexity(tmp_path: Path) -> None:
+    keep = fit(tmp_path, TrainPerplexity())
+    for step in keep.steps[1:]:
+        assert step["train_perplexity"] == pytest.approx(torch.tensor(step["train_loss"]).exp().item())
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [({"max_steps": 5}, 2), ({"max_steps": 6}, 2), ({"max_steps": -1, "max_epochs": 1, "limit_train_batches": 7}, 3)],
+)
+def test_the_last_validation_is_after_the_last_step_and_there_only_once(
+    tmp_path: Path, limits: dict[str, int], expected: int
+) -> None:
+    assert fit(tmp_path, ValidateAtEnd(), limit_val_batches=1, val_check_interval=3, **limits).validations == expected
+
+
+def test_the_configuration_is_kept_and_never_overwritten(tmp_path: Path) -> None:
+    for text in ("a: 1\n", "a: 1\n", "a: 2\n"):
+        fit(tmp_path, SaveResolvedConfig(text), max_steps=1)
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.yaml")} == {
+        "config.yaml": "a: 1\n",
+        "config-1.yaml": "a: 2\n",
+    }
+
+
+def test_the_configuration_goes_beside_the_logs(tmp_path: Path) -> None:
+    fit(tmp_path, SaveResolvedConfig("a: 1\n"), max_steps=1, logger=CSVLogger(tmp_path, name="exp", version=7))
+    assert (tmp_path / "exp" / "version_7" / "config.yaml").read_text() == "a: 1\n"
+
+
+def test_report_says_where_things_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "record.json"
+    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", monitor="val_loss", save_last=True, filename="best")
+    fit(
+        tmp_path,
+        RunReport(str(file)),
+        ValidateAtEnd(),
+        checkpoints,
+        max_steps=2,
+        limit_val_batches=1,
+        val_check_interval=2,
+        enable_checkpointing=True,
+    )
+    record = RunReport.read(str(file))
+    assert record == RunRecord(
+        folder=str(tmp_path),
+        checkpoint_folder=str(tmp_path / "checkpoints"),
+        checkpoint=str(tmp_path / "checkpoints" / "last.ckpt"),
+        best_checkpoint=str(tmp_path / "checkpoints" / "best.ckpt"),
+        finished=True,
+    )
+    assert f"checkpoint:  {record.checkpoint}" in capsys.readouterr().out
+
+
+def test_report_of_a_run_that_broke(tmp_path: Path) -> None:
+    class Break(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise RuntimeError("broken")
+
+    file = tmp_path / "record.json"
+    assert RunReport.read(str(file)) is None
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(tmp_path, RunReport(str(file)), Break())
+    assert json.loads(file.read_text())["finished"] is False
+
+
+class Tracking(CSVLogger):
+    """A logger with tags and texts."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.tags: dict[str, Any] = {}
+        self.texts: dict[str, str] = {}
+
+    def log_tags(self, tags: dict[str, Any]) -> None:
+        self.tags |= tags
+
+    def log_text(self, text: str, artifact_file: str) -> None:
+        self.texts[artifact_file] = text
+
+
+def test_layout_summary_prints_once_and_keeps_it_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = Tracking(tmp_path)
+
+    class Describe(Callback):
+        def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+            layout = ParallelLayout(world_size=1)
+            trainer.strategy.summary = lambda: StrategySummary(layout=layout, schedule="none", num_microbatches=1)
+
+    fit(tmp_path, Describe(), LayoutSummary(), logger=logger)
+    assert capsys.readouterr().out.count("layout      1 process") == 1
+    assert logger.texts["layout.txt"].startswith("layout      1 process")
+    assert (logger.tags["layout"], logger.tags["tensor_parallel_size"]) == ("t1 p1 d1", 1)
+
+
+def test_layout_summary_leaves_other_strategies_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, LayoutSummary())
+    assert "layout" not in capsys.readouterr().out

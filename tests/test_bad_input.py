@@ -1,0 +1,207 @@
+"""Impossible requests end before a process is started or a file is written, with the field, the value and what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_ptdp.models import GPTConfig, LitGPT
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.tensor_parallel import ParallelPlan
+from tests.conformance.toys import LitNet, loader
+from tests.pool import Pool
+
+P, V, T, M = "pipeline_parallel_size", "virtual_pipeline_size", "tensor_parallel_size", "num_microbatches"
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Processes cannot be started while the test runs, and no file may appear."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("torch.multiprocessing.start_processes", refuse)
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not list(tmp_path.iterdir()), "a file was written"
+
+
+class LitManual(LitNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class LitBackward(LitNet):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class LitLate(LitNet):
+    """Its layers are built in ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+
+class LitNoContainer(LitNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 1)  # type: ignore[assignment]
+
+
+class LitWrongPlan(LitNet):
+    def configure_parallel(self) -> Any:
+        return {"net.0": "column"}
+
+
+def gpt(**sizes: Any) -> LitGPT:
+    return LitGPT(GPTConfig.gpt2(**({"vocabulary_size": 32, "num_layers": 4, "hidden_size": 12, "sequence_length": 8} | sizes)))
+
+
+def plan(**tensor: str) -> ParallelPlan:
+    return ParallelPlan(tensor={name.replace("_", "."): kind for name, kind in tensor.items()})
+
+
+CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] = {
+    "world size": (3, {P: 2}, LitNet, 8, ["world_size=3", "tensor_parallel_size", "2 or 4"]),
+    "layers": (8, {P: 4, V: 2}, LitNet, 8, ["7", "pipeline_parallel_size", "8"]),
+    "layers built late": (4, {P: 4}, LitLate, 8, ["3", "pipeline_parallel_size"]),
+    "partition": (2, {P: 2, "partition": [3, 3]}, LitNet, 8, ["[3, 3]", "num_layers=7", "add 1"]),
+    "batch": (2, {P: 2, M: 4}, LitNet, 2, ["num_microbatches=4", "batch of 2", "num_microbatches=2"]),
+    "heads": (2, {T: 2}, lambda: gpt(num_heads=3), 8, ["num_heads=3", "tensor_parallel_size=2", "works with"]),
+    "features": (2, {T: 2, "plan": plan(net_6="column")}, LitNet, 8, ["net.6", "out_features=1", "tensor_parallel_size"]),
+    "pattern": (2, {T: 2, "plan": plan(nut_0="column")}, LitNet, 8, ["nut.0", "matches no module", "net.0"]),
+    "kind": (2, {T: 2, "plan": plan(net_1="column")}, LitNet, 8, ["net.1", "ReLU", "nn.Linear"]),
+    "blocks": (2, {P: 2, "plan": ParallelPlan(blocks="nets")}, LitNet, 8, ["blocks='nets'", "net"]),
+    "no container": (2, {P: 2}, LitNoContainer, 8, ["LitNoContainer", "nn.Sequential", "blocks="]),
+    "no plan": (2, {T: 2}, LitNet, 8, ["tensor_parallel_size=2", "plan=ParallelPlan", "configure_parallel"]),
+    "plan type": (2, {T: 2}, LitWrongPlan, 8, ["configure_parallel", "dict", "ParallelPlan"]),
+    "manual optimization": (2, {P: 2}, LitManual, 8, ["automatic_optimization=False", "Use automatic optimization"]),
+    "own backward": (2, {P: 2}, LitBackward, 8, ["LightningModule.backward", "on_after_backward"]),
+}
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+@pytest.mark.parametrize("name", CASES)
+def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
+    devices, layout, module, batch_size, words = CASES[name]
+    with pytest.raises((ValueError, MisconfigurationException)) as error:
+        trainer = L.Trainer(
+            strategy=PTDPStrategy(**layout, start_method=start_method), accelerator="cpu", devices=devices, max_epochs=1
+        )
+        trainer.fit(module(), loader(batch_size=batch_size))
+    assert not isinstance(error.value, AssertionError)
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in: {error.value}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "1f1c"}, ["1f1c", "1f1b"]),
+        ({"start_method": "popn"}, ["start_method='popn'", "'popen'"]),
+        ({"num_microbatches": 0}, ["num_microbatches=0", "positive"]),
+        ({"bucket_mb": 0}, ["bucket_mb=0", "greater than 0"]),
+        ({"timeout_s": -1.0}, ["timeout_s=-1.0", "greater than 0"]),
+        ({P: 0}, ["pipeline_parallel_size=0", "positive"]),
+        ({V: 2}, ["virtual_pipeline_size=2", "pipeline_parallel_size"]),
+        ({"sequence_parallel": True}, ["sequence_parallel", "tensor_parallel_size"]),
+        ({P: 2, "partition": [1, 1, 1]}, ["partition=[1, 1, 1]", "3 entries", "= 2"]),
+        ({P: 2, V: 2, "schedule": "1f1b"}, ["1f1b", "virtual_pipeline_size=2"]),
+    ],
+)
+def test_strategy_options(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        PTDPStrategy(**options)
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in: {error.value}"
+
+
+def test_unknown_option_names_itself() -> None:
+    with pytest.raises(TypeError, match="tensor_paralel_size"):
+        PTDPStrategy(tensor_paralel_size=2)
+
+
+class LitTwoOptimizers(LitNet):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[2].parameters(), lr=0.1)]
+
+
+class LitSkips(LitNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+def error_of(rank: int, module: Any, layout: dict[str, Any], options: dict[str, Any], data: Any) -> str:
+    """What fit raises on this rank, by type and message."""
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(**layout),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    try:
+        trainer.fit(module(), data())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Sequences of 7 tokens."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.arange(7), "labels": torch.arange(7)}
+
+
+def odd_tokens() -> Any:
+    return torch.utils.data.DataLoader(Tokens(), batch_size=4)
+
+
+def small_gpt() -> LitGPT:
+    return gpt(num_heads=4, hidden_size=16)
+
+
+AT_START = {
+    "two optimizers": (LitTwoOptimizers, {P: 2}, {}, loader, ["MisconfigurationException", "2 optimizers", "parameter groups"]),
+    "skipped step": (LitSkips, {P: 2}, {}, loader, ["ValueError", "NoneType", "'loss'"]),
+    "sequence length": (
+        small_gpt,
+        {T: 2, "sequence_parallel": True},
+        {},
+        odd_tokens,
+        ["ValueError", "7", "tensor_parallel_size=2", "sequence_parallel"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_START)
+def test_what_is_only_known_when_the_model_runs(name: str, pool: Pool) -> None:
+    module, layout, options, data, words = AT_START[name]
+    errors = pool.run(error_of, world_size=2, args=(module, layout, options, data))
+    assert "nothing" not in errors
+    assert any(all(word in error for word in words) for error in errors), errors
