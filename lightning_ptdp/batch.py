@@ -34,7 +34,12 @@ def _map(value: Any, on_tensor: Callable[[Tensor], Any], on_list: Callable[[Any]
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in a nested batch, in a fixed order."""
     found: list[Tensor] = []
-    _map(value, lambda t: found.append(t) or t)
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map(value, keep)
     yield from found
 
 
@@ -66,16 +71,19 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """One batch a microbatch; tensors are views. Scalars and tensors of first dimension 1 are passed whole."""
     total, start, parts = sum(sizes), 0, []
     for size in sizes:
-        window = slice(start, start + size)
-        parts.append(
-            _map(
-                batch,
-                lambda t, w=window: t[w] if t.dim() and t.size(0) == total else t,
-                lambda items, w=window: items[w] if len(items) == total else items,
-            )
-        )
+        parts.append(_window(batch, slice(start, start + size), total))
         start += size
     return parts
+
+
+def _window(batch: Any, window: slice, total: int) -> Any:
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[window] if tensor.dim() and tensor.size(0) == total else tensor
+
+    def cut_list(items: Any) -> Any:
+        return items[window] if len(items) == total else items
+
+    return _map(batch, cut, cut_list)
 
 
 def signature(batch: Any) -> Hashable:

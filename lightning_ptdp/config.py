@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -42,7 +43,9 @@ class PTDPConfig:
 
     def __post_init__(self) -> None:
         # One replica of the smallest world that holds it: all checks that do not need the world's size.
-        self.layout(self.tensor_parallel_size * self.pipeline_parallel_size)
+        sizes = (self.tensor_parallel_size, self.pipeline_parallel_size)
+        # A size that is no positive integer is named by the layout itself, whatever the world.
+        self.layout(math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 1)
         if self.num_microbatches is not None and self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches!r} must be a positive integer, or None")
         if self.start_method not in _START_METHODS:

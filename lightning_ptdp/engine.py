@@ -55,7 +55,8 @@ class Engine:
         self._memory = ReportMemory()
         self._buckets: GradientBuckets | None = None
         self._fresh, self._accumulates = True, False
-        self._factor, self._compared = 1.0, False
+        self._factor: float | Tensor = 1.0
+        self._compared = False
         self._unscope = scope_metrics(module, mesh) if mesh.layout.model_parallel_size > 1 else lambda: None
 
     @property
@@ -103,7 +104,7 @@ class Engine:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss of a straight step with this replica's weight in the mean over replicas."""
-        return loss if self._factor == 1.0 else loss * self._factor
+        return loss * self._factor if self._mesh.group("replica_sum").size > 1 else loss
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
@@ -156,9 +157,9 @@ class Engine:
             _, tokens = loss_and_weight(output)
             self._factor = 1 / group.size
             if tokens is not None:
-                total = torch.tensor([tokens], dtype=torch.float64, device=self._device)
+                total = tokens.clone()
                 dist.all_reduce(total, group=group.handle)
-                self._factor = tokens / total.item() if total.item() else 0.0
+                self._factor = tokens / total.clamp(min=1)
         return output
 
     def _scheduled_training_step(self, context: Context, args: Sequence[Any]) -> Any:
@@ -222,6 +223,7 @@ class Engine:
 
     def _job(self, hook: str, context: Context, args: Sequence[Any], **training: Any) -> LightningJob:
         batch = args[0]
+        sizes: tuple[int, ...]
         try:
             samples = batch_size(batch)
         except ValueError:

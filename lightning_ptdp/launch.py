@@ -22,8 +22,10 @@ def make_launcher(strategy: Any, namespace: str, start_method: str) -> Any:
 @lru_cache(maxsize=2)
 def _launcher_classes(namespace: str) -> tuple[Any, Any]:
     names = lightning_names(namespace)
+    subprocess_launcher: Any = names.SubprocessLauncher
+    multiprocessing_launcher: Any = names.MultiProcessingLauncher
 
-    class CheckedSubprocessLauncher(names.SubprocessLauncher):
+    class CheckedSubprocessLauncher(subprocess_launcher):
         """Re-runs the script once a process."""
 
         def __init__(self, strategy: Any) -> None:
@@ -34,7 +36,7 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
             self._strategy.check_before_launch(trainer, args)
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
-    class CheckedMultiProcessingLauncher(names.MultiProcessingLauncher):
+    class CheckedMultiProcessingLauncher(multiprocessing_launcher):
         """Forks or spawns the processes, and gives the main process the whole trained model."""
 
         def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:

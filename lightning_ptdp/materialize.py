@@ -45,7 +45,7 @@ def initial_values(module: nn.Module, *, name: str, seed: int, initializer: Any 
             f"'{name}' ({type(module).__name__}) was built on the meta device but has no reset_parameters() method that gives it "
             "values; add one, build the model in __init__, or set PTDPStrategy(meta_init=False)"
         )
-    scratch = _own_tensors_only(module)
+    scratch: Any = _own_tensors_only(module)
     with seeded(derive_seed(seed, "init", name), torch.device("cpu")), torch.no_grad():
         scratch.to_empty(device="cpu", recurse=False)
         if reset is not None:
@@ -101,9 +101,9 @@ class Materializer:
             module._parameters[key] = self._made[id(parameter)]
         for key, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
-                value = values(name, module)._buffers[key]
-                assert value is not None
-                module._buffers[key] = value.to(self._device)
+                drawn_buffer = values(name, module)._buffers[key]
+                assert drawn_buffer is not None
+                module._buffers[key] = drawn_buffer.to(self._device)
 
     def _initializer(self, name: str) -> Any:
         """The ``_init_weights`` of the nearest module above ``name``."""

@@ -103,14 +103,16 @@ def parallelize(
     kinds = plan.resolve(module) if layout.tensor_parallel_size > 1 else {}
     plan.check(module, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
     notes = _agree(module, device)
-    original = _original_parameters(module)
+    original = list(module.named_parameters())
     names = {id(parameter): name for name, parameter in original}
     order = {name: index for index, (name, _) in enumerate(original)}
     users = _users(module, names)
     aliases = {alias: names[id(p)] for alias, p in module.named_parameters(remove_duplicate=False) if alias not in order}
     materialize = Materializer(module, seed=seed, device=device)
 
-    parts, ranges, cut = None, (), None
+    parts: ModelParts | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    cut: PipelineCut | None = None
     if layout.pipeline_parallel_size > 1:
         parts = find_parts(module, blocks=plan.blocks, before=plan.before, after=plan.after)
         ranges = layer_ranges(module, parts=parts, layout=layout, partition=partition)
@@ -121,7 +123,7 @@ def parallelize(
         cut.module_stages if cut is not None else {name: 0 for name, _ in module.named_modules(remove_duplicate=False)}
     )
 
-    shardings = _build_local(module, kinds, materialize, names, mesh)
+    shardings = _build_local(module, kinds, materialize, names, users, mesh)
     records = _records(module, shardings, names, order, users, module_stages, mesh)
     notes = (*notes, *_padding_notes(records.values(), layout.tensor_parallel_size))
     return ParallelModel(module=module, parts=parts, ranges=ranges, cut=cut, records=records, aliases=aliases, notes=notes)
@@ -174,10 +176,6 @@ def _agree(module: nn.Module, device: torch.device) -> tuple[str, ...]:
     return (f"{len(differing)} tensors ({shown}) were built with different values on different ranks; rank 0's were broadcast",)
 
 
-def _original_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters())
-
-
 def _users(module: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
     """Names of the modules that hold each parameter, tied ones included."""
     users: dict[str, list[str]] = {}
@@ -189,39 +187,63 @@ def _users(module: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
 
 
 def _build_local(
-    module: nn.Module, kinds: Mapping[str, Kind], materialize: Materializer, names: dict[int, str], mesh: ProcessMesh
+    module: nn.Module,
+    kinds: Mapping[str, Kind],
+    materialize: Materializer,
+    names: dict[int, str],
+    users: Mapping[str, list[str]],
+    mesh: ProcessMesh,
 ) -> dict[int, Sharding]:
     """Give values to and shard what is left in the tree, one module at a time; keeps ``names`` up to date."""
     group, sequence_parallel = mesh.group("tensor"), mesh.layout.sequence_parallel
     shared: dict[int, nn.Parameter] = {}
-    kept: list[object] = []  # originals whose ids are keys above must stay alive
+    kept: list[object] = []  # parameters whose ids are keys must stay alive, or another would get the same id
     shardings: dict[int, Sharding] = {}
+    places = _places(module)
     for name, child in list(module.named_modules()):
-        before = dict(child._parameters)
-        kept.extend(before.values())
-        materialize(child, name)
-        for key, parameter in child._parameters.items():
-            old = before[key]
-            if parameter is not None and old is not None:
-                names[id(parameter)] = names[id(old)]
-        kept.extend(child._parameters.values())
-        if name in kinds and not isinstance(child, Placeholder):
-            new, own = shard_module(child, kinds[name], group=group, sequence_parallel=sequence_parallel, shared=shared)
-            if new is not child:
-                parent = module.get_submodule(name.rpartition(".")[0])
-                parent._modules[name.rpartition(".")[2]] = new
-            for key, sharding in own.items():
-                parameter, old = new._parameters[key], child._parameters[key]
-                assert parameter is not None
-                assert old is not None
-                names[id(parameter)] = names[id(old)]
-                shardings[id(parameter)] = sharding
-                kept.append(parameter)
+        kind = None if isinstance(child, Placeholder) else kinds.get(name)
+        # A kind may speak for a module with children, which then need their values first.
+        for suffix, part in child.named_modules() if kind is not None else [("", child)]:
+            _give_values(part, f"{name}.{suffix}" if suffix else name, materialize, names, kept)
+        if kind is None:
+            continue
+        old = dict(child.named_parameters())
+        kept.extend(old.values())
+        new, own = shard_module(child, kind, group=group, sequence_parallel=sequence_parallel, shared=shared)
+        for parent, key in places[id(child)] if new is not child else ():
+            parent._modules[key] = new
+        for key, sharding in own.items():
+            parameter = new.get_parameter(key)
+            kept.append(parameter)
+            names[id(parameter)], shardings[id(parameter)] = names[id(old[key])], sharding
+            if parameter is not old[key] and len(users[names[id(parameter)]]) == 1:
+                old[key].data = old[key].data.new_empty(0)  # the slice is a copy: the full value is not held any longer
     for parameter in module.parameters():
         if id(parameter) not in shardings:
             partial = sequence_parallel and group.size > 1
             shardings[id(parameter)] = Sharding.replicated(tuple(parameter.shape), partial=partial)
     return shardings
+
+
+def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each module is registered; a module may have several names."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for key, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(id(child), []).append((parent, key))
+    return places
+
+
+def _give_values(module: nn.Module, name: str, materialize: Materializer, names: dict[int, str], kept: list[object]) -> None:
+    before = dict(module._parameters)
+    kept.extend(before.values())
+    materialize(module, name)
+    kept.extend(module._parameters.values())
+    for key, parameter in module._parameters.items():
+        old = before[key]
+        if parameter is not None and old is not None:
+            names[id(parameter)] = names[id(old)]
 
 
 def _records(

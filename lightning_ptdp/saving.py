@@ -190,4 +190,3 @@ class ModelSpaceSaving:
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
-

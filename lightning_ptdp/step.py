@@ -20,8 +20,9 @@ from lightning_ptdp.tensor_parallel import gather_full
 __all__ = ["LightningJob", "loss_and_weight", "sum_over_replicas"]
 
 
-def loss_and_weight(output: Any) -> tuple[Tensor, float | None]:
-    """Loss of a training step's output, and the number of tokens that it is the mean of, if the output says so.
+def loss_and_weight(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Loss of a training step's output, and the number of tokens that it is the mean of, if the output says so; both stay on the
+    device, since waiting for a value would stall the pipeline.
 
     Raises:
         ValueError: The output is neither a tensor nor a mapping with a "loss".
@@ -30,7 +31,8 @@ def loss_and_weight(output: Any) -> tuple[Tensor, float | None]:
         return output, None
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         tokens = output.get("num_tokens")
-        return output["loss"], None if tokens is None else float(tokens)
+        loss = output["loss"]
+        return loss, None if tokens is None else torch.as_tensor(tokens, dtype=torch.float32, device=loss.device)
     raise ValueError(
         f"training_step returned {type(output).__name__}; under this strategy it must return the loss tensor or a dictionary with "
         "'loss' (and 'num_tokens' to weight microbatches by their tokens); skipping a step with None is not possible"
@@ -83,8 +85,7 @@ class LightningJob:
         self._outputs: list[Any] = [None] * len(sizes)
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
         self._losses: list[Tensor] = []
-        self._weights: list[float] = [float(size) for size in sizes]
-        self.counts_tokens = False
+        self._tokens: list[Any] = [None] * len(sizes)
 
     @property
     def count(self) -> int:
@@ -107,20 +108,19 @@ class LightningJob:
     def finish(self, microbatch: int, output: Any) -> Tensor | None:
         """Keep the output; when training, the loss to differentiate: scaled, and weighted by samples or tokens."""
         if not self.training:
-            if isinstance(output, Mapping) and output.get("num_tokens") is not None:
-                self._weights[microbatch] = float(output["num_tokens"])
+            if isinstance(output, Mapping):
+                self._tokens[microbatch] = output.get("num_tokens")
             self._outputs[microbatch] = _detached(output)
             return None
         loss, tokens = loss_and_weight(output)
-        if tokens is not None:
-            self._weights[microbatch], self.counts_tokens = tokens, True
+        self._tokens[microbatch] = tokens
         self._losses.append(loss.detach())
         self._outputs[microbatch] = _detached(output)
         if tokens is None:
             return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale)
         # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
         # A mean over no tokens may be 0/0, and its weight of zero must not turn that into nan gradients.
-        return loss * tokens if tokens else torch.where(loss.isfinite(), loss, torch.zeros_like(loss)) * 0.0
+        return torch.where(tokens > 0, loss, torch.zeros_like(loss)) * tokens
 
     def before_last_backward(self, stage: int) -> None:
         """Start reductions as the buckets of this stage fill."""
@@ -134,17 +134,18 @@ class LightningJob:
 
     def report(self) -> StepReport:
         """What the last stage has to say, after all microbatches have run."""
-        weights = self._weights
+        counted = all(tokens is not None for tokens in self._tokens)
+        weights = [float(tokens) for tokens in self._tokens] if counted else [float(size) for size in self._sizes]
         report = StepReport(calls=average_calls(self._calls, weights, metric_path=self._metric_path))
         report.metrics = [self._metric_state(call.metric) for call in report.calls if call.metric is not None]
         if self.training:
             losses = torch.stack([loss.float() for loss in self._losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
-            report.weight, report.counted = sum(weights), self.counts_tokens
-        report.extras = self._extras()
+            report.weight, report.counted = sum(weights), counted
+        report.extras = self._extras(weights)
         return report
 
-    def _extras(self) -> Any:
+    def _extras(self, weights: Sequence[float]) -> Any:
         outputs = self._outputs
         if self.training:
             if not isinstance(outputs[0], Mapping):
@@ -152,9 +153,9 @@ class LightningJob:
             outputs = [{k: v for k, v in o.items() if k not in ("loss", "num_tokens")} for o in outputs]
             if not outputs[0]:
                 return None
-        merged = merge_outputs(outputs, self._sizes, self._weights)
+        merged = merge_outputs(outputs, self._sizes, weights)
         if isinstance(merged, Mapping) and "num_tokens" in merged and len(outputs) > 1:
-            merged = {**merged, "num_tokens": torch.tensor(sum(self._weights)).to(torch.int64)}
+            merged = {**merged, "num_tokens": torch.tensor(sum(weights)).to(torch.int64)}
         return merged
 
     def _metric_path(self, metric: Any) -> str:

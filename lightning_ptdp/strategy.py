@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,15 @@ from lightning_ptdp.summarize import summarize
 from lightning_ptdp.summary import StrategySummary
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _LightningStrategy
+else:
+    _LightningStrategy = object  # ``strategy_class`` adds the base of either namespace
+
 __all__ = ["PTDPStrategy", "strategy_class"]
 
 
-class _PTDPStrategy(ModelSpaceSaving):
+class _PTDPStrategy(ModelSpaceSaving, _LightningStrategy):
     """Pipeline, tensor, sequence and data parallel training of an ordinary LightningModule.
 
     Args:
@@ -61,6 +66,7 @@ class _PTDPStrategy(ModelSpaceSaving):
     """
 
     _names: LightningNames
+    model: Any
     strategy_name = "ptdp"
 
     def __init__(
@@ -143,7 +149,8 @@ class _PTDPStrategy(ModelSpaceSaving):
         if trainer is None or self.lightning_module is None:
             return
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
-        self.check(self.lightning_module)
+        if not self._is_cut_here:
+            self.check(self.lightning_module)
         if trainer.state.fn == self._names.TrainerFn.FITTING and len(arguments) > 1:
             check_loader(arguments[1], self.config)
 
@@ -202,17 +209,12 @@ class _PTDPStrategy(ModelSpaceSaving):
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
-        if self.parallel is None:
+        if not self._is_cut_here:
             self._parallelize()
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
-            if len(self.optimizers) > 1:
-                raise self._names.MisconfigurationException(
-                    f"configure_optimizers returned {len(self.optimizers)} optimizers; the ptdp strategy trains with one. Use "
-                    "parameter groups of one optimizer"
-                )
         assert self.mesh is not None
         assert self.parallel is not None
         if self._engine is not None:
@@ -231,6 +233,11 @@ class _PTDPStrategy(ModelSpaceSaving):
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)
 
+    @property
+    def _is_cut_here(self) -> bool:
+        """Whether the module is already this rank's part of itself, from an earlier fit, validate, test or predict."""
+        return self.parallel is not None and self.parallel.module is self.lightning_module
+
     def _parallelize(self) -> None:
         module = self.lightning_module
         assert self.mesh is not None
@@ -242,6 +249,19 @@ class _PTDPStrategy(ModelSpaceSaving):
         )
         if self.layout.model_parallel_size > 1:
             module.__dict__[CUT_MARK] = self.layout.describe()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the one optimizer."""
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning's own message recommends manual optimization, which the schedule cannot honour either.
+            raise self._names.MisconfigurationException(
+                "configure_optimizers returned several optimizers; the ptdp strategy trains with one. Use parameter groups of one "
+                "optimizer"
+            ) from error
 
     def model_to_device(self) -> None:
         """Move this rank's part."""

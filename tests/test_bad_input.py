@@ -140,7 +140,7 @@ def test_unknown_option_names_itself() -> None:
 
 class LitTwoOptimizers(LitNet):
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[2].parameters(), lr=0.1)]
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.2)]
 
 
 class LitSkips(LitNet):
@@ -187,8 +187,8 @@ def small_gpt() -> LitGPT:
 
 
 AT_START = {
-    "two optimizers": (LitTwoOptimizers, {P: 2}, {}, loader, ["MisconfigurationException", "2 optimizers", "parameter groups"]),
-    "skipped step": (LitSkips, {P: 2}, {}, loader, ["ValueError", "NoneType", "'loss'"]),
+    "two optimizers": (LitTwoOptimizers, {P: 2}, {}, loader, ["MisconfigurationException", "several optimizers", "parameter groups"]),
+    "skipped step": (LitSkips, {P: 2, "timeout_s": 6}, {}, loader, ["ValueError", "NoneType", "'loss'"]),
     "sequence length": (
         small_gpt,
         {T: 2, "sequence_parallel": True},

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import DataError
 from lightning_ptdp.data.order import sample_order
-from lightning_ptdp.data.stream import PADDING, TokenStream
+from lightning_ptdp.data.stream import PADDING, TokenStream, as_batch
 
 __all__ = ["EvaluationLoader", "TokenLoader"]
 
@@ -104,7 +104,7 @@ class TokenLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         start = self.consumed_samples
-        batches = _loader(self.stream, _TrainingRows(self, start), self._num_workers, self._pin_memory)
+        batches = _read(self.stream, _TrainingRows(self, start), self._num_workers, self._pin_memory)
         for number, batch in enumerate(batches, start=1):
             self.consumed_samples = start + number * self.step_samples
             yield batch
@@ -194,7 +194,7 @@ class EvaluationLoader:
         return -(-len(self.stream) // (self.batch_size * self.num_replicas))
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from _loader(self.stream, _EvaluationRows(self), self._num_workers, self._pin_memory)
+        yield from _read(self.stream, _EvaluationRows(self), self._num_workers, self._pin_memory)
 
     def indices(self, step: int) -> list[int]:
         """Samples of this replica's batch number ``step``, ``PADDING`` where a row fills up."""
@@ -232,16 +232,18 @@ class _EvaluationRows(Sampler[list[int]]):
         return map(self._loader.indices, range(len(self)))
 
 
-def _loader(stream: TokenStream, rows: Sampler[list[int]], num_workers: int, pin_memory: bool) -> DataLoader:
-    return DataLoader(
+def _read(stream: TokenStream, rows: Sampler[list[int]], num_workers: int, pin_memory: bool) -> Iterator[Batch]:
+    loader: DataLoader[Any] = DataLoader(
         stream,
         batch_sampler=rows,
         collate_fn=_as_read,
         num_workers=num_workers,
-        pin_memory=pin_memory,
         # Else every iteration would draw from the global generator, and change what a model draws after it.
         generator=torch.Generator(),
     )
+    for blocks in loader:
+        batch = as_batch(blocks)
+        yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
 
 
 def _as_read(batch: Any) -> Any:

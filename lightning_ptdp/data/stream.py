@@ -21,7 +21,7 @@ from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.store import BlockReader, count_blocks, longest_block, open_blocks
 
-__all__ = ["IGNORE_INDEX", "PADDING", "TokenStream"]
+__all__ = ["IGNORE_INDEX", "PADDING", "TokenStream", "as_batch"]
 
 IGNORE_INDEX = -100
 """Label that no loss counts (the default of ``torch.nn.functional.cross_entropy``)."""
@@ -73,23 +73,27 @@ class TokenStream(Dataset[dict[str, torch.Tensor]]):
         """One sample: ``input_ids`` and ``labels``, int64 of shape (s,)."""
         return {name: rows[0] for name, rows in self.batch([index]).items()}
 
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """A batch at once: what a DataLoader calls."""
-        return self.batch(indices)
+    def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
+        """What a DataLoader calls; see ``blocks``."""
+        return self.blocks(indices)
 
     def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``labels``, int64 of shape (b, s); the index ``PADDING`` gives an ignored row."""
-        blocks_bs = np.zeros((len(indices), self.sequence_length + 1), np.int64)
+        return as_batch(self.blocks(indices))
+
+    def blocks(self, indices: Sequence[int]) -> np.ndarray:
+        """Blocks, int32 of shape (b, s + 1); rows of ``PADDING`` for that index.
+
+        The form in which worker processes send them: a quarter of a batch, and no shared memory to set up.
+        """
+        blocks_bs = np.full((len(indices), self.sequence_length + 1), PADDING, np.int32)
         reader = self._open()
         for row, index in enumerate(indices):
             if index != PADDING:
                 if not 0 <= index < self._blocks:
                     raise IndexError(f"sample {index} of {self._blocks}")
                 blocks_bs[row] = reader[int(index)]
-        tokens_bs = torch.from_numpy(blocks_bs)
-        labels_bs = tokens_bs[:, 1:].clone()
-        labels_bs[torch.as_tensor(indices) == PADDING] = IGNORE_INDEX
-        return {"input_ids": tokens_bs[:, :-1].contiguous(), "labels": labels_bs}
+        return blocks_bs
 
     def _open(self) -> BlockReader:
         # A reader holds maps of files, which a forked worker must not share with its parent.
@@ -99,3 +103,13 @@ class TokenStream(Dataset[dict[str, torch.Tensor]]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
+
+
+def as_batch(blocks_bs: np.ndarray) -> dict[str, torch.Tensor]:
+    """``input_ids`` and ``labels``, int64 of shape (b, s), of blocks of s + 1 tokens."""
+    tokens_bs = torch.from_numpy(blocks_bs).long()
+    inputs_bs, labels_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
+    padding_b = tokens_bs[:, 0] == PADDING
+    inputs_bs[padding_b] = 0
+    labels_bs[padding_b] = IGNORE_INDEX
+    return {"input_ids": inputs_bs, "labels": labels_bs}

@@ -57,6 +57,9 @@ class PipelineRuntime:
             ActionKind.RECEIVE_BACKWARD: self._receive_backward,
             ActionKind.REDUCE: self._reduce,
         }
+        self._schedule: Schedule | None = None
+        self._job: StepJob | None = None
+        self._final: frozenset[Action] = frozenset()
         self._clear()
 
     def run(self, schedule: Schedule, job: StepJob) -> None:
@@ -72,9 +75,7 @@ class PipelineRuntime:
             self._clear()
 
     def _clear(self) -> None:
-        self._schedule: Schedule | None = None
-        self._job: StepJob | None = None
-        self._final: frozenset[Action] = frozenset()
+        self._schedule, self._job, self._final = None, None, frozenset()
         self._posted: dict[tuple[ActionKind, int, int], Receipt] = {}
         self._handed: dict[tuple[ActionKind, int, int], Crossing] = {}
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
@@ -110,11 +111,7 @@ class PipelineRuntime:
             self._handed[kind, stage + (kind is ActionKind.RECEIVE_FORWARD), microbatch] = result
         if job.training:
             self._inputs[stage, microbatch] = received.tensor if received is not None else None
-            # The edge keeps the graph alive but not the output itself, which is freed once it has been sent.
-            needs_gradient = root is not None and root.requires_grad
-            self._roots[stage, microbatch] = (
-                (root if last else torch.autograd.graph.get_gradient_edge(root)) if needs_gradient else None
-            )
+            self._roots[stage, microbatch] = _root(root, last)
 
     def _backward(self, action: Action) -> None:
         job, stage, microbatch = self._job, action.stage, action.microbatch
@@ -175,6 +172,13 @@ class PipelineRuntime:
     def _reduce(self, action: Action) -> None:
         assert self._job is not None
         self._job.reduce(action.stage)
+
+
+def _root(output: Tensor | None, last: bool) -> Any:
+    """Where the backward starts. Of an output that is sent away only the graph's edge is kept, so that its memory can be freed."""
+    if output is None or not output.requires_grad:
+        return None
+    return output if last else torch.autograd.graph.get_gradient_edge(output)
 
 
 def _final_backwards(program: tuple[Action, ...]) -> frozenset[Action]:

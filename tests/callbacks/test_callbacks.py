@@ -255,8 +255,8 @@ def test_layout_summary_prints_once_and_keeps_it_with_the_run(tmp_path: Path, ca
             trainer.strategy.summary = lambda: StrategySummary(layout=layout, schedule="none", num_microbatches=1)
 
     fit(tmp_path, Describe(), LayoutSummary(), logger=logger)
-    assert capsys.readouterr().out.count("layout      1 process") == 1
-    assert logger.texts["layout.txt"].startswith("layout      1 process")
+    assert capsys.readouterr().out.count("layout    1 process") == 1
+    assert logger.texts["layout.txt"].startswith("layout    1 process")
     assert (logger.tags["layout"], logger.tags["tensor_parallel_size"]) == ("t1 p1 d1", 1)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, read_metadata, read_state, save_checkpoint
 from lightning_ptdp.checkpoint import metadata as metadata_module
+from lightning_ptdp.tensor_parallel.sharding import Sharding
 from tests.checkpoint.layouts import Layout, blank, held
 
 FILES = ["metadata.json", "state.pt", ".metadata", "__0_0.distcp"]
@@ -69,15 +70,17 @@ def test_flipped(torn: Path, file: str, place: float) -> None:
         read_all(torn)
 
 
-def test_every_flipped_byte_of_the_metadata_is_noticed(torn: Path) -> None:
-    file = torn / "metadata.json"
+def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path: Path) -> None:
+    one = {"model/w": (torch.ones(2), Sharding.replicated((2,)))}
+    save_checkpoint(tmp_path / "c", tensors=one, state={}, metadata={"layout": "t1"})
+    file = tmp_path / "c" / "metadata.json"
     content = file.read_bytes()
     for place in range(len(content)):
         flipped = bytearray(content)
         flipped[place] ^= (0x01, 0x20, 0xFF)[place % 3]
         file.write_bytes(flipped)
         with pytest.raises(CheckpointError):
-            read_metadata(torn)
+            read_metadata(tmp_path / "c")
 
 
 def _rewrite(path: Path, **changes: object) -> None:
@@ -106,22 +109,21 @@ def test_other_things_than_checkpoints(tmp_path: Path) -> None:
 
 
 class _Harmful:
-    """Unpickling it calls ``function(argument)``."""
+    """Unpickling it makes a folder."""
 
-    def __init__(self, function: Callable[..., Any], argument: str) -> None:
-        self._call = (function, (argument,))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return self._call
+        return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize(("function", "name"), [(os.mkdir, r"posix\.mkdir"), (torch.manual_seed, r"torch\.random\.manual_seed")])
-def test_an_index_with_code_in_it_is_refused(torn: Path, tmp_path: Path, function: Callable[..., Any], name: str) -> None:
+def test_an_index_with_code_in_it_is_refused(torn: Path, tmp_path: Path) -> None:
     tensors = read_metadata(torn).tensors
     (torn / "metadata.json").unlink()
-    (torn / ".metadata").write_bytes(pickle.dumps(_Harmful(function, str(tmp_path / "harm"))))
+    (torn / ".metadata").write_bytes(pickle.dumps(_Harmful(tmp_path / "harm")))
     metadata_module.write_metadata(torn, metadata_module.describe_folder(torn, run={}, tensors=tensors))
-    with pytest.raises(CheckpointError, match=rf"names {name}, which has no place"):
+    with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which has no place"):
         read_full(torn)
     assert not (tmp_path / "harm").exists()
 

@@ -35,7 +35,7 @@ class LogsEverything(LitNet):
         self.log("epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.log("weighted", loss, on_step=False, on_epoch=True, batch_size=len(x), sync_dist=True)
         self.log("most", prediction.max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
-        self.log("least", prediction.min(), on_step=False, on_epoch=True, reduce_fx=min_over_steps, sync_dist=True)
+        self.log("least", prediction.min(), on_step=False, on_epoch=True, reduce_fx=torch.min, sync_dist=True)
         self.log("count", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         self.metric(prediction, y)
         self.log("metric", self.metric, on_step=False, on_epoch=True)
@@ -53,13 +53,6 @@ class LogsEverything(LitNet):
         self.log("val_metric", self.val_metric)
         self.collection(prediction, y)
         self.log_dict(self.collection)
-
-
-def min_over_steps(values: torch.Tensor) -> torch.Tensor:
-    return torch.min(values)
-
-
-min_over_steps.__name__ = "min"
 
 
 class SeenMetrics(L.Callback):

@@ -101,7 +101,6 @@ def test_precision_strings(name: str, precision: str, tolerance: float, pool: Po
         for weight, value in expected["weights"].items():
             assert found["weights"][weight].dtype == value.dtype
         assert_same(found, expected, tolerance)
-        assert found["losses"][-1] < found["losses"][0]
 
 
 def monitor_rates(rank: int, place: Place, folder: str, path: str) -> Any:

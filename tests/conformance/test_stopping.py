@@ -77,7 +77,7 @@ def train_until_stopped(rank: int, place: Place, folder: str) -> Any:
     stops = [
         EarlyStopping("val_loss", patience=2, min_delta=0.05),
         EarlyStopping("train_loss", stopping_threshold=1e-4, check_on_train_epoch_end=True),
-        EarlyStopping("val_loss", patience=50, divergence_threshold=100.0),
+        EarlyStopping("val_loss", mode="max", patience=50),
     ]
     trainer = make_trainer(place, callbacks=stops, max_epochs=40)
     trainer.fit(LitNet(), loader(), loader())
@@ -144,7 +144,7 @@ def test_model_checkpoint_writes_what_lightning_writes(name: str, pool: Pool, tm
     for (files, best, scores), (expected_files, expected_best, expected_scores) in both(
         pool, write_checkpoints, name, str(tmp_path)
     ):
-        assert len(expected_files) > 20
+        assert len(expected_files) >= 20
         assert files == expected_files
         assert best == expected_best
         assert scores == pytest.approx(expected_scores, rel=1e-5)

@@ -13,7 +13,7 @@ import torch
 from lightning_ptdp.data import DataError, EvaluationLoader, PreparedData, StoreError, TokenLoader, TokenStream
 from lightning_ptdp.data.stream import IGNORE_INDEX
 
-LENGTH = 32
+LENGTH = 128
 
 
 @pytest.fixture

@@ -71,6 +71,12 @@ def test_evaluation_has_forwards_alone(p: int) -> None:
             assert kinds <= {ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD}
 
 
+def test_the_peak_is_the_most_held_at_any_time() -> None:
+    program = [Action.parse(word) for word in "F0.0 F0.1 SF0.1 B0.0 B0.1 F0.2 B0.2 R0".split()]
+    assert peak_in_flight(program) == 2
+    assert peak_in_flight([]) == 0
+
+
 def test_1f1b_holds_what_the_paper_says() -> None:
     for p in range(1, 9):
         for m in range(1, 18):

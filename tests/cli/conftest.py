@@ -1,0 +1,129 @@
+"""A corpus and a configuration small enough to train in a second."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_ptdp.cli import main
+
+WORDS = [
+    "the",
+    "a",
+    "stage",
+    "rank",
+    "layer",
+    "sends",
+    "waits",
+    "holds",
+    "its",
+    "next",
+    "gradient",
+    "forward",
+    "backward",
+    "and",
+    "then",
+    "of",
+    "to",
+    "weight",
+]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    for number in range(40):
+        sentences = [" ".join(draw.choices(WORDS, k=12)) + "." for _ in range(20)]
+        (folder / f"{number}.txt").write_text("\n".join(sentences))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus as tokens, made once."""
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    config = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    config.write_text(tiny(corpus, folder, folder.parent))
+    assert main(["prepare", "--config", str(config)]) == 0
+    return folder
+
+
+def tiny(corpus: Path, data_dir: Path, folder: Path) -> str:
+    """The configuration, as YAML."""
+    config = {
+        "seed_everything": 1,
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 4,
+            "val_check_interval": 3,
+            "check_val_every_n_epoch": None,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "gradient_clip_val": 1.0,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(folder),
+            "logger": {
+                "class_path": "lightning_ptdp.loggers.MLFlowLogger",
+                "init_args": {"save_dir": str(folder / "runs"), "experiment_name": "tiny"},
+            },
+            "callbacks": [
+                {"class_path": "ModelCheckpoint", "init_args": {"save_last": True, "monitor": "val_loss"}},
+                {"class_path": "LearningRateMonitor"},
+            ],
+        },
+        "model": {
+            "class_path": "LitGPT",
+            "init_args": {
+                "config": {
+                    "vocabulary_size": 320,
+                    "sequence_length": 16,
+                    "num_layers": 4,
+                    "hidden_size": 32,
+                    "num_heads": 2,
+                },
+                "optimizer": {"learning_rate": 0.01},
+            },
+        },
+        "data": {
+            "class_path": "TextDataModule",
+            "init_args": {
+                "data_dir": str(data_dir),
+                "source": str(corpus),
+                "vocabulary_size": 320,
+                "sequence_length": 16,
+                "micro_batch_size": 2,
+                "num_microbatches": 4,
+                "validation_samples": 8,
+            },
+        },
+        "sample": {"prompt": "the stage", "max_new_tokens": 8},
+    }
+    return yaml.safe_dump(config)
+
+
+@pytest.fixture
+def config(corpus: Path, prepared: Path, tmp_path: Path) -> str:
+    """A configuration file whose run writes below ``tmp_path`` only."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(tiny(corpus, prepared, tmp_path))
+    return str(path)
+
+
+@pytest.fixture
+def ptdp(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run ``ptdp`` in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

@@ -1,0 +1,141 @@
+"""Verbs, help, recipes, and what is said about mistakes in them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_ptdp.cli import recipe_folder, recipes
+from lightning_ptdp.cli.config_errors import readable
+from lightning_ptdp.cli.errors import UserError, explain, nearest, worker_failure
+
+Run = Callable[..., tuple[int, str, str]]
+
+VERBS = ["fit", "validate", "test", "prepare", "generate", "recipes", "timeline"]
+
+
+def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+    code = """
+import sys
+from lightning_ptdp.cli import main
+assert main(["--help"]) == 0 and main([]) == 0 and main(["--version"]) == 0 and main(["recipes", "list"]) == 0
+assert main(["fti"]) == 2 and main(["fit", "--config", "gpt/nanoo"]) == 2 and main(["recipes", "--help"]) == 0
+assert "torch" not in sys.modules and "lightning" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for verb in VERBS:
+        assert f"\n  {verb} " in result.stdout
+    assert "did you mean 'fit'?" in result.stderr
+    assert "did you mean 'gpt/nano'?" in result.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(ptdp: Run, verb: str) -> None:
+    code, out, _ = ptdp(verb, "--help")
+    assert code == 0
+    assert "usage:" in out
+
+
+def test_help_of_fit_is_complete(ptdp: Run) -> None:
+    _, out, _ = ptdp("fit", "--help")
+    for key in ("--config", "--print_config", "--trainer.max_steps", "--trainer.strategy", "--model", "--data", "--ckpt_path",
+                "--throughput.window", "--sample", "--seed_everything"):  # fmt: skip
+        assert key in out
+
+
+def test_debug_shows_the_traceback(ptdp: Run) -> None:
+    assert "Traceback" not in ptdp("nothing")[2]
+    code, _, err = ptdp("nothing", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+
+
+def test_recipes(ptdp: Run) -> None:
+    code, out, _ = ptdp("recipes", "list")
+    assert code == 0
+    assert "gpt/nano" in out
+    assert ptdp("recipes", "show", "gpt/nano")[1] == (recipe_folder() / "gpt" / "nano.yaml").read_text()
+    resolved = yaml.safe_load(ptdp("recipes", "show", "gpt/nano", "--resolved")[1])
+    assert resolved["model"]["init_args"]["optimizer"]["betas"] == [0.9, 0.95]
+
+
+def test_every_key_of_a_recipe_is_commented() -> None:
+    for name in recipes.recipe_names():
+        assert (recipe_folder() / f"{name}.yaml").read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("name", ["gpt/nano", "gpt/nano.yaml", "recipes/gpt/nano.yaml"])
+@pytest.mark.parametrize("form", [["--config", "{}"], ["-c", "{}"], ["--config={}"]])
+def test_a_recipe_is_found_by_name_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [part.format(name) for part in form]
+    wanted = [part.format(recipe_folder() / "gpt" / "nano.yaml") for part in form]
+    assert recipes.resolve_configs([*given, "--trainer.max_steps", "2"]) == [*wanted, "--trainer.max_steps", "2"]
+
+
+def test_a_file_wins_over_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "nano").write_text("")
+    assert recipes.find_config("gpt/nano") == Path("gpt/nano")
+
+
+def test_an_installed_package_has_its_recipes_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "lightning_ptdp" / "cli" / "recipes.py"
+    monkeypatch.setattr(recipes, "__file__", str(module))
+    with pytest.raises(FileNotFoundError, match="install lightning-ptdp again"):
+        recipes.recipe_folder()
+    for folder in (tmp_path / "recipes", tmp_path / "lightning_ptdp" / "recipes"):
+        folder.mkdir(parents=True)
+        assert recipes.recipe_folder() == folder
+
+
+def test_nearest() -> None:
+    assert nearest("hiden_size", ["hidden_size", "num_heads"]) == "; did you mean 'hidden_size'?"
+    assert nearest("zzz", ["hidden_size"]) == ""
+
+
+def test_what_jsonargparse_says_about_several_types_becomes_one_line() -> None:
+    message = 'Parser key "model":\n  Does not validate against any of the Union subtypes\n  Errors:\n'
+    own = (
+        message
+        + "    - Problem with given class_path 'lightning_ptdp.models.LitGPT':\n        Group 'config' does not accept option 'x'"
+    )
+    assert readable(own, []).startswith("there is no key 'model.config.x' (lightning_ptdp.models.LitGPT has no 'config.x'")
+    assert readable("Parser key \"trainer.max_steps\":\n  Expected a <class 'int'>. Got value: abc", []) == (
+        "trainer.max_steps: Expected a int. Got value: abc"
+    )
+    assert readable("something else", []) == "something else"
+
+
+class ProcessRaisedException(Exception):
+    """torch's, without starting a process."""
+
+    def __init__(self, msg: str) -> None:
+        self.msg = msg
+
+
+def test_errors_of_workers() -> None:
+    trace = "\n\n-- Process 2 terminated with the following error:\nTraceback (most recent call last):\n  File x\n"
+    ours = ProcessRaisedException(trace + "lightning_ptdp.checkpoint.errors.CheckpointError: no 'a'\nin here\n")
+    failure = worker_failure(ours)
+    assert failure is not None
+    assert (failure.message, failure.mendable) == ("no 'a'\nin here", True)
+    other = worker_failure(ProcessRaisedException(trace + "ZeroDivisionError: division by zero\n"))
+    assert other is not None
+    assert not other.mendable
+    assert "Process 2" in other.message
+    assert worker_failure(RuntimeError("x")) is None
+
+
+def test_which_errors_are_the_users() -> None:
+    assert explain(UserError("so")) == "so"
+    assert explain(FileNotFoundError("gone")) == "gone"
+    assert explain(RuntimeError("broken")) is None

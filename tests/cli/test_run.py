@@ -1,0 +1,188 @@
+"""fit, prepare, validate and generate for real, on a tiny corpus."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from lightning_ptdp.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+PTDP = [
+    "--trainer.devices=4",
+    "--trainer.strategy=lightning_ptdp.strategy.PTDPStrategy",
+    "--trainer.strategy.tensor_parallel_size=2",
+    "--trainer.strategy.pipeline_parallel_size=2",
+    "--trainer.strategy.virtual_pipeline_size=2",
+    "--trainer.strategy.num_microbatches=4",
+    "--trainer.strategy.start_method=fork",
+]
+LOGGED = {
+    "train_loss", "train_perplexity", "val_loss", "val_perplexity", "grad_norm", "lr-AdamW/pg1", "tokens_per_s", "samples_per_s",
+    "model_tflops_per_s",
+}  # fmt: skip
+
+
+def only_run(folder: Path) -> Path:
+    (found,) = (folder / "runs" / "tiny").iterdir()
+    return found
+
+
+def mlflow_run(folder: Path, run_id: str) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(f"sqlite:///{folder / 'runs' / 'mlflow.db'}").get_run(run_id)
+
+
+@pytest.mark.parametrize("layout", [[], PTDP], ids=["one process", "t2 p2 v2"])
+def test_fit_then_validate_then_generate(ptdp: Run, config: str, tmp_path: Path, layout: list[str]) -> None:
+    code, out, err = ptdp("fit", "--config", config, *layout)
+    assert code == 0, err
+    run = only_run(tmp_path)
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    assert "sample (--sample.prompt 'the stage'):\nthe stage" in out
+    if not layout:  # pytest sees what this process prints, not what its children do
+        assert f"checkpoint:  {checkpoint}" in out
+        assert f"MLflow run:  {run.name}" in out
+
+    tracked = mlflow_run(tmp_path, run.name)
+    assert tracked.info.status == "FINISHED"
+    assert set(tracked.data.metrics) >= LOGGED
+    assert tracked.data.params["config.hidden_size"] == "32"
+    assert tracked.data.tags["checkpoint"] == str(checkpoint)
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 4
+    artifacts = {path.name for path in Path(tracked.info.artifact_uri.removeprefix("file://")).iterdir()}
+    assert "config.yaml" in artifacts
+    if layout:
+        assert tracked.data.tags["layout"] == "t2 p2 v2 d1"
+        assert "layout.txt" in artifacts
+
+    options = ["--prompt", "a rank", "--max_new_tokens", "5", "--seed", "3"]
+    code, written, err = ptdp("generate", "--checkpoint", str(checkpoint), *options)
+    assert (code, written[:6]) == (0, "a rank"), err
+    assert ptdp("generate", "--checkpoint", str(checkpoint), *options)[1] == written
+    code, _, err = ptdp("validate", "--config", config, *layout, "--ckpt_path", str(checkpoint))
+    assert code == 0, err
+
+
+def test_a_second_run_and_a_resumed_one(ptdp: Run, config: str, tmp_path: Path) -> None:
+    first = ["--trainer.max_steps=2", "--sample=null"]
+    assert ptdp("fit", "--config", config, *first)[0] == 0
+    run = only_run(tmp_path)
+    resumed = ["--ckpt_path", str(run / "checkpoints" / "last.ckpt"), f"--trainer.logger.run_id={run.name}", "--sample=null"]
+    code, _, err = ptdp("fit", "--config", config, *resumed)
+    assert code == 0, err
+    assert only_run(tmp_path) == run
+    assert {path.name for path in run.glob("*.yaml")} == {"config.yaml", "config-1.yaml"}
+    assert mlflow_run(tmp_path, run.name).info.status == "FINISHED"
+    assert ptdp("fit", "--config", config, *first)[0] == 0
+    assert len(list((tmp_path / "runs" / "tiny").iterdir())) == 2
+
+
+def test_print_config_round_trip(ptdp: Run, config: str, tmp_path: Path) -> None:
+    code, printed, _ = ptdp("fit", "--config", config, "--model.config.num_layers", "6", "--sample", "null", "--print_config")
+    assert code == 0
+    assert yaml.safe_load(printed)["model"]["init_args"]["config"]["num_layers"] == 6
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    assert ptdp("fit", "--config", str(again), "--print_config")[1] == printed
+
+
+def test_prepare_says_what_it_does_and_finds_what_is_there(ptdp: Run, config: str, tmp_path: Path) -> None:
+    where = f"--data.data_dir={tmp_path / 'data'}"
+    code, out, err = ptdp("prepare", "--config", config, where)
+    assert code == 0, err
+    assert "learning 320 pieces" in out
+    assert (tmp_path / "data" / "manifest.json").exists()
+    assert "found" in ptdp("prepare", "--config", config, where)[1]
+
+
+MISTAKES = [
+    (["--trainer.max_stps=3"], ["trainer.max_stps", "did you mean 'trainer.max_steps'"]),
+    (["--trainer.max_steps=abc"], ["trainer.max_steps", "abc"]),
+    (["--model.config.num_layrs=3"], ["model.config.num_layrs", "did you mean 'config.num_layers'"]),
+    (["--model=LitGTP"], ["model=LitGTP", "did you mean 'LitGPT'"]),
+    (["--model.config.num_heads=5"], ["hidden_size=32", "num_heads=5"]),
+    (["--data.sequence_length=32"], ["model.config.sequence_length=16", "--model.config.sequence_length 32"]),
+    (["--data.vocabulary_size=400"], ["model.config.vocabulary_size=320"]),
+    (["--data.source=/no/where", "--data.data_dir=new"], ["/no/where"]),
+    (["--ckpt_path=last.ckp"], ["--ckpt_path last.ckp", "no such checkpoint"]),
+    (["--trainer.logger.tracking_uri=sqlite:///tiny.yaml"], ["tracking_uri", "not an SQLite database"]),
+    (["--trainer.default_root_dir=tiny.yaml"], ["trainer.default_root_dir"]),
+    ([*PTDP, "--trainer.devices=3"], ["world_size=3", "use 4 processes"]),
+    ([*PTDP, "--model.config.num_heads=1"], ["num_heads=1", "tensor_parallel_size"]),
+    ([*PTDP, "--model.config.num_layers=3"], ["3 ", "layers"]),
+    ([*PTDP, "--data.micro_batch_size=1", "--data.num_microbatches=2"], ["num_microbatches=4", "2"]),
+    ([*PTDP, "--trainer.strategy.schedule=zigzag"], ["schedule='zigzag'"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(m[0][-1:]) for m in MISTAKES])
+def test_mistakes_are_found_before_anything_is_written(
+    ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    code, _, err = ptdp("fit", "--config", config, *arguments)
+    assert code == 2, err
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err.splitlines()[-1]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_configuration_that_is_not_yaml(ptdp: Run, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("trainer: {max_steps: 3")
+    code, _, err = ptdp("fit", "--config", str(tmp_path / "broken.yaml"))
+    assert (code, "Problems parsing config" in err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["missing", "not a checkpoint"])
+def test_generate_from_something_else(ptdp: Run, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "last.ckpt"
+    if kind == "not a checkpoint":
+        torch.save({"state_dict": {}}, path)
+    code, _, err = ptdp("generate", "--checkpoint", str(path))
+    assert code == 2
+    assert "--checkpoint" in err
+    assert "Traceback" not in err
+
+
+def _fit_forever(arguments: list[str], out: Connection) -> None:
+    os.setsid()
+    os.dup2(out.fileno(), 1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os._exit(main(arguments))
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Signals, expected: int) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    endless = ["--trainer.max_steps=1000000", "--trainer.val_check_interval=1000000"]
+    process = context.Process(target=_fit_forever, args=(["fit", "--config", config, *PTDP, *endless], there))
+    process.start()
+    there.close()
+    seen = b""
+    while b"layout" not in seen:  # printed when training starts
+        seen += os.read(here.fileno(), 4096)
+    assert process.pid is not None
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 4
+    os.kill(process.pid, sent)
+    process.join(60)
+    assert process.exitcode == expected
+    assert psutil.wait_procs(workers, timeout=0)[1] == []
+    run = only_run(tmp_path)
+    assert mlflow_run(tmp_path, run.name).info.status == "FAILED"
