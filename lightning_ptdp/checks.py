@@ -15,7 +15,7 @@ from lightning_ptdp.parallelize import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["check_loader", "check_model", "check_trainer", "plan_of"]
+__all__ = ["check_loader", "check_model", "check_sequence_length", "check_trainer", "plan_of"]
 
 CUT_MARK = "_ptdp_layout"
 
@@ -109,6 +109,21 @@ def check_loader(loader: Any, config: PTDPConfig) -> None:
         raise ValueError(
             f"num_microbatches={wanted} is larger than the batch of {size} samples that the train dataloader gives each replica; use "
             f"num_microbatches={size} or less, or a batch size of at least {wanted}"
+        )
+
+
+def check_sequence_length(data: Any, config: PTDPConfig) -> None:
+    """Compare the data's ``sequence_length``, if it tells one, with what sequence parallelism splits.
+
+    Raises:
+        ValueError: t does not divide it.
+    """
+    length, size = getattr(data, "sequence_length", None), config.tensor_parallel_size
+    if config.sequence_parallel and isinstance(length, int) and length % size:
+        nearest = sorted({length // size * size, -(-length // size) * size} - {0})
+        raise ValueError(
+            f"sequence_length={length} is not divisible by tensor_parallel_size={size}, over which sequence_parallel=True splits it; "
+            f"use sequence_length={' or '.join(map(str, nearest))}, or sequence_parallel=False"
         )
 
 

@@ -25,6 +25,10 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
     subprocess_launcher: Any = names.SubprocessLauncher
     multiprocessing_launcher: Any = names.MultiProcessingLauncher
 
+    def reduce(launcher: Any) -> tuple[Any, ...]:
+        # Classes made in a function cannot be found by name: spawned processes get them from this one's arguments.
+        return _bare_launcher, (namespace, _launcher_classes(namespace).index(type(launcher))), vars(launcher)
+
     class CheckedSubprocessLauncher(subprocess_launcher):
         """Re-runs the script once a process."""
 
@@ -35,6 +39,8 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
         def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self._strategy.check_before_launch(trainer, args)
             return super().launch(function, *args, trainer=trainer, **kwargs)
+
+        __reduce__ = reduce
 
     class CheckedMultiProcessingLauncher(multiprocessing_launcher):
         """Forks or spawns the processes, and gives the main process the whole trained model."""
@@ -47,4 +53,12 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
             with self._strategy.whole_state_dict(trainer.lightning_module):
                 return super()._collect_rank_zero_results(trainer, results)
 
+        __reduce__ = reduce
+
     return CheckedSubprocessLauncher, CheckedMultiProcessingLauncher
+
+
+def _bare_launcher(namespace: str, index: int) -> Any:
+    """A launcher without attributes, for pickle to fill."""
+    launcher_class = _launcher_classes(namespace)[index]
+    return launcher_class.__new__(launcher_class)

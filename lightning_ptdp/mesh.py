@@ -100,21 +100,27 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
 
 
 def _channels(ranks: tuple[int, ...], rank: int, timeout: timedelta | None) -> dict[tuple[int, int, str], Any]:
-    """The communicator for each (source, destination, direction) between ring neighbours of a pipeline.
+    """A communicator for each (source, destination, direction) between ring neighbours of a pipeline.
 
-    Sends and receives between two ranks on one NCCL communicator run in the order in which they were issued: with both directions on
-    one, two ranks that each send before they receive wait for each other forever. With three ranks or more, a communicator for the
-    forward direction and one for the backward carry messages one way between any two ranks. With two, the next rank and the previous
-    one are the same, and each way needs its own.
+    Sends and receives on one NCCL communicator run in the order in which they were issued: with two directions of traffic on one,
+    ranks that each send before they receive wait for each other forever (p = 2 most easily: there the next rank and the previous
+    one are the same). So every channel has its own. They are made in rounds of disjoint pairs; a rank that no pair of a round
+    needs makes a group of itself, to have made equally many.
     """
     size = len(ranks)
     if size == 1:
         return {}
+    rounds = 2 if size % 2 == 0 else 3
     channels = {}
     for direction, step in (("forward", 1), ("backward", -1)):
-        ways = [_new_group(ranks, timeout) for _ in range(2 if size == 2 else 1)]
-        for index in range(size):
-            source, target = ranks[index], ranks[(index + step) % size]
-            if rank in (source, target):
-                channels[source, target, direction] = ways[index % len(ways)]
+        for turn in range(rounds):
+            pairs = [
+                (ranks[index], ranks[(index + step) % size])
+                for index in range(size)
+                if (2 if size % 2 and index == size - 1 else index % 2) == turn
+            ]
+            mine = next((pair for pair in pairs if rank in pair), None)
+            handle = _new_group(tuple(sorted(mine or (rank,))), timeout)
+            if mine is not None:
+                channels[*mine, direction] = handle
     return channels

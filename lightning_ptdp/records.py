@@ -85,15 +85,20 @@ class LogRecorder:
 
 
 def average_calls(
-    recorded: Sequence[Sequence[tuple[str, Any, dict[str, Any]]]], weights: Sequence[float], *, metric_path: Callable[[Any], str]
+    recorded: Sequence[Sequence[tuple[str, Any, dict[str, Any]]]],
+    weights: Sequence[float],
+    *,
+    metric_path: Callable[[Any], str],
+    counted: bool = False,
 ) -> list[LogCall]:
     """One call for each call that the microbatches made: weighted mean of the values, or their sum, least or largest as ``reduce_fx``
-    asks.
+    asks. A ``batch_size`` that the calls give is added up, since Lightning weights the batches of an epoch by it.
 
     Args:
         recorded: Calls of every microbatch, in order.
         weights: Weight of every microbatch.
         metric_path: Attribute path of a Metric object on the module.
+        counted: Whether the weights are token counts; a call's own ``batch_size`` then does not weight its microbatches.
 
     Raises:
         ValueError: The microbatches logged different names.
@@ -106,11 +111,16 @@ def average_calls(
     merged = []
     for calls in zip(*recorded, strict=True):
         name, first, options = calls[0]
+        shares = weights
+        own = [call_options.get("batch_size") for _, _, call_options in calls]
+        if all(size is not None for size in own):
+            options = {**options, "batch_size": sum(own)}
+            shares = weights if counted else own
         if hasattr(first, "compute") and hasattr(first, "update"):
             merged.append(LogCall(name, None, options, metric_path(first)))
             continue
         values = [float(value) for _, value, _ in calls]
-        merged.append(LogCall(name, _reduce(values, weights, options.get("reduce_fx", "mean")), options))
+        merged.append(LogCall(name, _reduce(values, shares, options.get("reduce_fx", "mean")), options))
     return merged
 
 

@@ -18,6 +18,7 @@ from lightning_ptdp.checkpoint import (
     optimizer_groups,
     optimizer_tensors,
     read_state,
+    same_outcome,
     save_checkpoint,
 )
 from lightning_ptdp.parallelize import ParallelModel
@@ -49,7 +50,8 @@ class ModelSpaceSaving:
         if self.parallel is None:
             return super().optimizer_state(optimizer)  # type: ignore[misc]
         inner = getattr(optimizer, "_optimizer", optimizer)
-        groups = optimizer_groups(inner, self.parallel.names)
+        with same_outcome("reading the optimizer's parameter groups"):
+            groups = optimizer_groups(inner, self.parallel.names)
         ranks = [groups]
         if dist.is_initialized():
             ranks = [[] for _ in range(dist.get_world_size())]
@@ -69,9 +71,9 @@ class ModelSpaceSaving:
         if storage_options is not None:
             raise TypeError("storage_options is not supported: checkpoints are written by torch.distributed.checkpoint")
         state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-        tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
-        if "optimizer_states" in state:
-            for index, optimizer in enumerate(self.optimizers):
+        with same_outcome(f"saving the checkpoint {filepath}"):
+            tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
+            for index, optimizer in enumerate(self.optimizers if "optimizer_states" in state else ()):
                 tensors |= optimizer_tensors(optimizer, names=self.parallel.names, shardings=self.parallel.shardings, index=index)
         layout = self.layout  # type: ignore[attr-defined]
         metadata = {"layout": layout.describe(), "aliases": dict(self.parallel.aliases)}

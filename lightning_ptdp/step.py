@@ -136,7 +136,7 @@ class LightningJob:
         """What the last stage has to say, after all microbatches have run."""
         counted = all(tokens is not None for tokens in self._tokens)
         weights = [float(tokens) for tokens in self._tokens] if counted else [float(size) for size in self._sizes]
-        report = StepReport(calls=average_calls(self._calls, weights, metric_path=self._metric_path))
+        report = StepReport(calls=average_calls(self._calls, weights, metric_path=self._metric_path, counted=counted))
         report.metrics = [self._metric_state(call.metric) for call in report.calls if call.metric is not None]
         if self.training:
             losses = torch.stack([loss.float() for loss in self._losses]).tolist()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._lightning import LightningNames, lightning_names
-from lightning_ptdp.checks import CUT_MARK, check_loader, check_model, check_trainer, plan_of
+from lightning_ptdp.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import global_norm
 from lightning_ptdp.engine import Engine
@@ -152,7 +152,9 @@ class _PTDPStrategy(ModelSpaceSaving, _LightningStrategy):
         if not self._is_cut_here:
             self.check(self.lightning_module)
         if trainer.state.fn == self._names.TrainerFn.FITTING and len(arguments) > 1:
-            check_loader(arguments[1], self.config)
+            for source in (arguments[1], *arguments[3:4]):  # the train dataloader, the datamodule
+                check_loader(source, self.config)
+                check_sequence_length(source, self.config)
 
     def check(self, lightning_module: Any, datamodule: Any = None) -> None:
         """Check a module (and data module) against the layout without starting anything.
@@ -163,6 +165,7 @@ class _PTDPStrategy(ModelSpaceSaving, _LightningStrategy):
         check_model(lightning_module, self.config, self.layout)
         if datamodule is not None:
             check_loader(datamodule, self.config)
+            check_sequence_length(datamodule, self.config)
 
     def setup_environment(self) -> None:
         """Join the process group and make the mesh."""
@@ -172,8 +175,8 @@ class _PTDPStrategy(ModelSpaceSaving, _LightningStrategy):
         layout = self.layout
         if layout.world_size > 1:
             backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
-            device = self.root_device if self.root_device.type == "cuda" else None
-            self._names.init_process_group(self.cluster_environment, backend, timeout=self.config.timeout, device_id=device)
+            # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
+            self._names.init_process_group(self.cluster_environment, backend, timeout=self.config.timeout)
         if self.mesh is None:
             self.mesh = ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout)
         self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
@@ -397,12 +400,26 @@ class _PTDPStrategy(ModelSpaceSaving, _LightningStrategy):
         return {**state, "mesh": None, "parallel": None, "_engine": None}
 
 
-@lru_cache(maxsize=2)
 def strategy_class(namespace: str = "lightning.pytorch") -> Any:
     """The strategy for one of Lightning's two namespaces, ``lightning.pytorch`` or ``pytorch_lightning``."""
+    return _make_class(namespace)
+
+
+@lru_cache(maxsize=2)
+def _make_class(namespace: str) -> Any:
     names = lightning_names(namespace)
-    body = {"_names": names, "__doc__": _PTDPStrategy.__doc__, "__module__": __name__, "__qualname__": "PTDPStrategy"}
+    # pickle finds a class by its qualified name in this module.
+    qualified = "PTDPStrategy" if namespace == "lightning.pytorch" else _OTHER_NAME
+    body = {"_names": names, "__doc__": _PTDPStrategy.__doc__, "__module__": __name__, "__qualname__": qualified}
     return type("PTDPStrategy", (_PTDPStrategy, names.ParallelStrategy), body)
 
 
+_OTHER_NAME = "PyTorchLightningPTDPStrategy"
 PTDPStrategy: Any = strategy_class()
+
+
+def __getattr__(name: str) -> Any:
+    """Import the other namespace only for those who use it."""
+    if name == _OTHER_NAME:
+        return strategy_class("pytorch_lightning")
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -85,7 +85,7 @@ def test_llama_without_accumulation(name: str, pool: Pool, reference: Any) -> No
     assert_same(found, reference(**settings))
 
 
-@pytest.mark.parametrize("name", ["p2v2", "t2p2", "d2p2"])
+@pytest.mark.parametrize("name", ["p2v2 m3", "t2p2", "d2p2"])
 def test_eagerly_built_model_and_a_plain_loss(name: str, pool: Pool, reference: Any) -> None:
     world_size, layout = LAYOUTS[name]
     settings = {"eager": True, "count_tokens": False, "ignore_padding": False, "steps": 10, "accumulate": 2}

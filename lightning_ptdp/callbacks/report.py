@@ -66,7 +66,7 @@ class RunReport(Callback):
         text = Path(file).read_text(encoding="utf-8") if Path(file).exists() else ""
         return RunRecord(**json.loads(text)) if text else None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the record of a run that has begun."""
         if trainer.is_global_zero:
             self._write(_record(trainer, finished=False))

@@ -78,12 +78,12 @@ class PTDPCLI(LightningCLI):
         if self.verb == "fit":
             resolved = self.parser.dump(self.config, skip_none=False)
             self.trainer_defaults["callbacks"] = [
+                self.report,
                 LayoutSummary(),
                 GradientNorm(),
                 TrainPerplexity(),
                 ValidateAtEnd(),
                 SaveResolvedConfig(resolved),
-                self.report,
             ]
 
 

@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from lightning_ptdp.data.config import PrepareConfig
@@ -182,19 +183,19 @@ def _build(config: PrepareConfig, folder: Path, say: Progress) -> Manifest:
 
 
 def _sample(config: PrepareConfig, found: Survey) -> Iterator[str]:
-    """Lines of the training text for the tokenizer: all, or as many as allowed, drawn evenly over the corpus."""
+    """The training text for the tokenizer: all, or as many lines as allowed, drawn evenly over the corpus."""
+    texts = (found.split.parts(document)[0] for document in config.corpus.documents())
     keep = config.tokenizer_characters / found.characters
+    if keep >= 1:
+        yield from texts
+        return
     # Python promises that random() of a seed stays the same in every version.
     draw = random.Random(config.seed)
     left = config.tokenizer_characters
-    for document in config.corpus.documents():
-        for line in found.split.parts(document)[0].split("\n"):
-            if keep < 1 and draw.random() >= keep:
-                continue
+    for line in chain.from_iterable(text.split("\n") for text in texts):
+        if left > 0 and draw.random() < keep:
             yield line[:left]
             left -= len(line)
-            if left <= 0:
-                return
 
 
 def _write_splits(

@@ -70,8 +70,8 @@ def interleaved_one_f_one_b(p: int, v: int, m: int) -> Orders:
         rank 3                 F3.0 F3.1 F3.2 F3.3 F7.0 B7.0 F7.1 B7.1 F7.2 B7.2 F7.3 B7.3 B3.0 B3.1 B3.2 B3.3
 
     Any m: the paper takes groups of p and wants p to divide m. Here a remainder is spread over the groups (m = 9, p = 4: groups
-    of 5 and 4), which keeps the paper's bubble for every m >= p. A last group shorter than p - 1 would deadlock: rank 0 would
-    wait for the last rank and that for rank 0.
+    of 5 and 4), which keeps the paper's bubble for every m >= p. A shorter last group would cost time, and can deadlock: rank 0
+    waits for the last rank and that for rank 0.
     """
     forwards, backwards = _in_groups(p, range(v), m), _in_groups(p, range(v)[::-1], m)
     first = len(_groups(p, m)[0])
@@ -79,12 +79,14 @@ def interleaved_one_f_one_b(p: int, v: int, m: int) -> Orders:
 
 
 def forward_only(p: int, v: int, m: int) -> Orders:
-    """Forwards alone, for evaluation, in the order of the interleaved schedule::
+    """Forwards alone, for evaluation, in the order of the interleaved schedule.
 
-    rank 0  F0.0 F0.1 F0.2 F0.3 F4.0 F4.1 F4.2 F4.3 F0.4 F0.5 F0.6 F0.7 F4.4 F4.5 F4.6 F4.7
-    rank 1       F1.0 F1.1 F1.2 F1.3 F5.0 F5.1 F5.2 F5.3 F1.4 F1.5 F1.6 F1.7 F5.4 F5.5 F5.6 F5.7
-    rank 2            F2.0 F2.1 F2.2 F2.3 F6.0 F6.1 F6.2 F6.3 F2.4 F2.5 F2.6 F2.7 F6.4 F6.5 F6.6 F6.7
-    rank 3                 F3.0 F3.1 F3.2 F3.3 F7.0 F7.1 F7.2 F7.3 F3.4 F3.5 F3.6 F3.7 F7.4 F7.5 F7.6 F7.7
+    Bubble over ideal time (p-1)/(v m) for m >= p::
+
+        rank 0  F0.0 F0.1 F0.2 F0.3 F4.0 F4.1 F4.2 F4.3 F0.4 F0.5 F0.6 F0.7 F4.4 F4.5 F4.6 F4.7
+        rank 1       F1.0 F1.1 F1.2 F1.3 F5.0 F5.1 F5.2 F5.3 F1.4 F1.5 F1.6 F1.7 F5.4 F5.5 F5.6 F5.7
+        rank 2            F2.0 F2.1 F2.2 F2.3 F6.0 F6.1 F6.2 F6.3 F2.4 F2.5 F2.6 F2.7 F6.4 F6.5 F6.6 F6.7
+        rank 3                 F3.0 F3.1 F3.2 F3.3 F7.0 F7.1 F7.2 F7.3 F3.4 F3.5 F3.6 F3.7 F7.4 F7.5 F7.6 F7.7
     """
     forwards = _in_groups(p, range(v), m)
     return tuple(_alternate(rank, p, forwards, [], warmup=v * m) for rank in range(p))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,13 +153,32 @@ def _stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """How to make an output of the right shape without the module's weights; None if that is not known for its type."""
     if isinstance(module, nn.Embedding):
         width, dtype = module.embedding_dim, module.weight.dtype
-        return lambda x: torch.zeros(*x.shape, width, dtype=dtype, device=x.device)
+        return partial(_zeros_after_lookup, width=width, dtype=dtype)
     if isinstance(module, nn.Linear):
         out = module.out_features
-        return lambda x: x.new_zeros(*x.shape[:-1], out)
+        return partial(_zeros_after_linear, width=out)
     if isinstance(module, _NORMS):
-        return lambda x: x
+        return _unchanged
     return None
+
+
+# Functions of the module, not closures: a cut model, and the Trainer that holds it, can be pickled.
+
+
+def _zeros_after_lookup(x: Tensor, *, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(*x.shape, width, dtype=dtype, device=x.device)
+
+
+def _zeros_after_linear(x: Tensor, *, width: int) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], width)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _note_wrap(port: _Port, _module: nn.Module, _args: Any, output: Any) -> None:
+    port.wrap = len(output) if isinstance(output, (tuple, list)) else 0
 
 
 @dataclass(frozen=True)
@@ -284,15 +304,11 @@ class PipelineCut:
 
     def _watch_outputs(self, model: nn.Module, ranges: Sequence[tuple[int, int]]) -> None:
         """Remember whether blocks return a tensor or a tuple: the next stage's placeholders must return the same."""
-        container, port = model.get_submodule(self.parts.blocks), self._port
-
-        def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            port.wrap = len(output) if isinstance(output, (tuple, list)) else 0
-
+        container = model.get_submodule(self.parts.blocks)
         for stage in self.stages:
             last = list(container._modules.values())[ranges[stage][1] - 1]
             assert last is not None
-            last.register_forward_hook(note)
+            last.register_forward_hook(partial(_note_wrap, self._port))
 
 
 class WholeModel:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import psutil
 import pytest
 import torch
 import yaml
-
-from lightning_ptdp.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -159,30 +156,29 @@ def test_generate_from_something_else(ptdp: Run, tmp_path: Path, kind: str) -> N
     assert "Traceback" not in err
 
 
-def _fit_forever(arguments: list[str], out: Connection) -> None:
-    os.setsid()
-    os.dup2(out.fileno(), 1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os._exit(main(arguments))
-
-
 @pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Signals, expected: int) -> None:
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
     endless = ["--trainer.max_steps=1000000", "--trainer.val_check_interval=1000000"]
-    process = context.Process(target=_fit_forever, args=(["fit", "--config", config, *PTDP, *endless], there))
-    process.start()
-    there.close()
-    seen = b""
-    while b"layout" not in seen:  # printed when training starts
-        seen += os.read(here.fileno(), 4096)
-    assert process.pid is not None
+    # A process of its own: torch refuses to fork workers from a process that was itself forked.
+    command = [sys.executable, "-c", "import sys; from lightning_ptdp.cli import main; sys.exit(main())"]
+    process = subprocess.Popen(
+        [*command, "fit", "--config", config, *PTDP, *endless],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen = []
+    while not any(line.startswith("layout") for line in seen):  # printed when training starts
+        seen.append(process.stdout.readline())
+        assert seen[-1], "".join(seen)
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 4
-    os.kill(process.pid, sent)
-    process.join(60)
-    assert process.exitcode == expected
+    process.send_signal(sent)
+    seen += process.stdout.readlines()
+    assert process.wait(60) == expected, "".join(seen)
     assert psutil.wait_procs(workers, timeout=0)[1] == []
     run = only_run(tmp_path)
     assert mlflow_run(tmp_path, run.name).info.status == "FAILED"
+    assert "training ended early" in "".join(seen)

@@ -1,4 +1,4 @@
-"""Behaviours 7 and 10 to 12: parameter groups, schedulers, accumulation, clipping and precision give Lightning's numbers."""
+"""Behaviours 7, 10 to 12 and 32: groups, schedulers, accumulation, clipping and precision give Lightning's numbers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.conformance.toys import LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import PLACES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
 from tests.pool import Pool
 
 ALL = ["one", "d2", "p2"]
@@ -119,21 +119,32 @@ def test_learning_rate_monitor(name: str, pool: Pool, tmp_path: Any) -> None:
 
 
 class LitInfinite(LitNet):
-    """One sample of one replica gives an infinite loss at the third batch."""
+    """The loss of the last rank's replica is infinite at the seventh batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss * float("inf") if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1 else loss
+        self.log("agreed_loss", loss * self.factor(), sync_dist=True, on_step=False, on_epoch=True)
+        return loss * self.factor()
+
+    def factor(self) -> float:
+        last = self.global_rank == self.trainer.world_size - 1
+        return float("inf") if self.trainer.fit_loop.epoch_loop.total_batch_idx == 6 and last else 1.0
 
 
-def meet_infinity(rank: int, place: Place, folder: str) -> Any:
-    from lightning.pytorch.callbacks import EarlyStopping
-
+def meet_infinity(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
-    losses = Losses()
-    stop = EarlyStopping("seen_loss", check_finite=True, check_on_train_epoch_end=True, patience=100)
-    trainer = make_trainer(place, callbacks=[losses, stop], gradient_clip_val=1.0, max_epochs=6)
-    module = LitInfinite()
-    trainer.fit(module, loader())
-    finite = {name: bool(value.isfinite().all()) for name, value in weights(trainer).items()}
-    return {"losses": losses.values, "finite": finite, "step": trainer.global_step}
+    stop = EarlyStopping("agreed_loss", check_finite=True, check_on_train_epoch_end=True, patience=100)
+    trainer = make_trainer(place, callbacks=[stop], gradient_clip_val=1.0, max_epochs=9)
+    trainer.fit(LitInfinite(), loader())
+    broken = sorted(name for name, value in weights(trainer).items() if not value.isfinite().all())
+    return trainer.global_step, stop.stopped_epoch, broken, len(weights(trainer))
+
+
+@pytest.mark.parametrize("name", ["d2", "p2"])
+def test_infinity_on_one_rank_is_met_by_all(name: str, pool: Pool) -> None:
+    ranks = pool.run(meet_infinity, world_size=2, args=(PLACES[name][0],))
+    step, stopped_epoch, broken, total = ranks[0]
+    assert ranks[1] == ranks[0]
+    assert 6 < step < 18
+    assert stopped_epoch > 0
+    assert len(broken) == total, "clipping by an infinite norm must give the same on all ranks"

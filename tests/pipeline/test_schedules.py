@@ -72,7 +72,7 @@ def test_evaluation_has_forwards_alone(p: int) -> None:
 
 
 def test_the_peak_is_the_most_held_at_any_time() -> None:
-    program = [Action.parse(word) for word in "F0.0 F0.1 SF0.1 B0.0 B0.1 F0.2 B0.2 R0".split()]
+    program = [Action.parse(word) for word in ("F0.0", "F0.1", "B0.0", "B0.1", "F0.2", "B0.2", "R0")]
     assert peak_in_flight(program) == 2
     assert peak_in_flight([]) == 0
 

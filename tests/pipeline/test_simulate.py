@@ -54,7 +54,9 @@ def test_idle_fraction_is_a_part_of_the_step() -> None:
 
 
 def test_evaluation_bubble() -> None:
-    assert simulate(build("auto", 4, 2, 8, training=False)).step_time == 16 + 3
+    for m in range(4, 14):
+        timeline = simulate(build("auto", 4, 2, m, training=False))
+        assert timeline.bubble_fraction == Fraction(3, 2 * m)
 
 
 def test_peaks_are_those_of_the_programs() -> None:

@@ -1,0 +1,141 @@
+"""Behaviours 19 (fork), 20, 21, 22 and 23: the strategy's names, copies of a Trainer, and processes forked by it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as L
+import psutil
+import pytest
+import torch
+
+from lightning_ptdp.strategy import PTDPStrategy, strategy_class
+from tests.conformance.toys import FEATURES, P2, LitNet, Losses, Place, assert_weights, layers, loader, make_trainer, weights
+from tests.pool import Pool, WorkerFailure
+
+QUIET = {
+    "accelerator": "cpu",
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@pytest.fixture
+def fresh() -> Iterator[Pool]:
+    """A worker that has not run a backward yet: after one, torch cannot be forked."""
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+def other_namespace(rank: int, strategy: Any, devices: int) -> Any:
+    import pytorch_lightning as pl
+
+    class LitOther(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = layers()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.log("train_loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    if isinstance(strategy, dict):
+        strategy = strategy_class("pytorch_lightning")(**strategy)
+    trainer = pl.Trainer(strategy=strategy, devices=devices, **QUIET)
+    assert isinstance(trainer.strategy, pl.strategies.ParallelStrategy)
+    assert not isinstance(trainer.strategy, PTDPStrategy)
+    pickle.loads(pickle.dumps(trainer))
+    trainer.fit(LitOther(), loader())
+    return type(trainer.strategy).__name__, trainer.global_step, "train_loss" in trainer.callback_metrics
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("ptdp", 1), ("ptdp", 2), (P2, 2)], ids=["one", "d2", "p2"])
+def test_the_other_namespace_by_name_and_by_class(strategy: Any, devices: int, pool: Pool) -> None:
+    steps = 4 if strategy == P2 or devices == 1 else 2
+    for found in pool.run(other_namespace, world_size=devices, args=(strategy, devices)):
+        assert found == ("PTDPStrategy", steps, True)
+
+
+def by_name(rank: int, name: str) -> Any:
+    trainer = L.Trainer(strategy=name, devices=1, **QUIET)
+    if name != "ptdp_spawn":  # which would cost the imports of a new process
+        trainer.fit(LitNet(), loader())
+    return isinstance(trainer.strategy, PTDPStrategy), trainer.strategy.config.start_method
+
+
+@pytest.mark.parametrize(("name", "method"), [("ptdp", "popen"), ("ptdp_spawn", "spawn"), ("ptdp_fork", "fork")])
+def test_names_with_one_device(name: str, method: str, fresh: Pool) -> None:
+    assert fresh.run(by_name, world_size=1, args=(name,)) == [(True, method)]
+
+
+def copy_around_fit(rank: int, place: Place) -> None:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, callbacks=[Losses()])
+    for _ in range(2):  # before and after it has run
+        for other in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+            assert isinstance(other.strategy, PTDPStrategy)
+            assert other.strategy.config == trainer.strategy.config
+            assert other.global_step == trainer.global_step
+        trainer.fit(LitNet(), loader())
+
+
+@pytest.mark.parametrize("place", [Place(), Place(world_size=2, layout=P2)], ids=["one", "p2"])
+def test_a_trainer_is_copied_and_pickled(place: Place, pool: Pool) -> None:
+    pool.run(copy_around_fit, world_size=place.world_size, args=(place,))
+
+
+class LitFails(LitNet):
+    """The user's mistake, on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2 and self.global_rank == 1:
+            raise ZeroDivisionError("the user's own mistake")
+        return super().training_step(batch, batch_idx)
+
+
+def forked(rank: int, place: Place, module: Any) -> Any:
+    """Lightning starts the processes itself: the worker only looks like one that was started by somebody."""
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    L.seed_everything(1, verbose=False)
+    trainer, net = make_trainer(place), module()
+    trainer.fit(net, loader(), loader())
+    trained = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    val_loss = float(trainer.callback_metrics["val_loss"])
+    again = trainer.validate(net, loader(), verbose=False)[0]["val_loss"]
+    assert not psutil.Process().children(recursive=True), "processes are left behind"
+    return trained, val_loss, again
+
+
+def alone(rank: int) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(Place(reference="auto"))
+    trainer.fit(LitNet(), loader())
+    return weights(trainer)
+
+
+def test_forked_ranks_bring_the_whole_trained_model_home(fresh: Pool, pool: Pool) -> None:
+    place = Place(world_size=2, layout={**P2, "start_method": "fork"})
+    ((trained, val_loss, again),) = fresh.run(forked, world_size=1, args=(place, LitNet))
+    assert_weights(trained, pool.run(alone, world_size=1)[0])
+    assert trained["net.0.weight"].shape == (16, FEATURES)
+    assert again == pytest.approx(val_loss, rel=1e-5)
+
+
+def test_exception_on_one_forked_rank_ends_all_and_is_shown(fresh: Pool) -> None:
+    place = Place(world_size=2, layout={**P2, "start_method": "fork"})
+    with pytest.raises(WorkerFailure, match="the user's own mistake") as failure:
+        fresh.run(forked, world_size=1, args=(place, LitFails), limit=60.0)
+    assert "in training_step" in str(failure.value)
