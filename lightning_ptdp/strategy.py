@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._lightning import LightningNames, lightning_names
+from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import global_norm
@@ -177,6 +178,8 @@ class _PTDPStrategy(ModelSpaceSaving, _LightningStrategy):
             backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
             # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
             self._names.init_process_group(self.cluster_environment, backend, timeout=self.config.timeout)
+        if layout.world_size > 1 and self.root_device.type == "cpu":
+            return_large_blocks()
         if self.mesh is None:
             self.mesh = ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout)
         self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())

@@ -1,6 +1,6 @@
 """Speed of the data room beside what it is built on.
 
-    python ci/benchmarks/data.py [--repeats 5]
+Run: python ci/benchmarks/data.py [--rounds 5]
 
 Prepares the default corpus (the standard library's sources) and reads it. Peers, on the same text or the same chunks in the same
 run, alternating with ours:
@@ -10,20 +10,21 @@ run, alternating with ours:
 - reading: litdata's own StreamingDataLoader, shuffled, over the same chunks with the same block and batch size, with 0 and 2
   workers (new worker processes for every pass, as for every epoch).
 
-The last line is a JSON array; ``ours`` and ``peer`` are median times, so that a ratio below 1 is faster.
+A ratio below 1 is faster. The last line is the rows as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from harness import Comparison, compare, report
 
 SEQUENCE_LENGTH = 256
 BATCH_SIZE = 16
@@ -33,34 +34,31 @@ VOCABULARY = 8192
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="passes of each reader; preparing is repeated at most three times")
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each reader; preparing is repeated at most three times")
+    rounds = parser.parse_args().rounds
     # Imports are not what is measured.
     import litdata  # noqa: F401
     import sentencepiece  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
-        results = [prepare_result(Path(folder), min(repeats, 3))]
-        results += [read_result(Path(folder, "0"), num_workers, repeats) for num_workers in (0, 2)]
-    for result in results:
-        rates = f"{result.pop('ours_rate'):>9.2f} {result.pop('peer_rate'):>9.2f} {result.pop('rate_unit')}"
-        print(f"{result['name']:<24} {result['ours']:>8.3f} s {result['peer']:>8.3f} s  {result['ratio']:>5.2f}   {rates}")
-    print(json.dumps(results))
+        rows = [prepare_result(Path(folder), min(rounds, 3))]
+        rows += [read_result(Path(folder, "0"), num_workers, rounds) for num_workers in (0, 2)]
+    report("data: seconds for the same work", rows)
 
 
-def prepare_result(folder: Path, repeats: int) -> dict:
+def prepare_result(folder: Path, rounds: int) -> Comparison:
     """Preparing the default corpus; leaves a prepared folder ``0``."""
     from lightning_ptdp.data import Corpus, PrepareConfig, prepare
 
     texts = [document.text for document in Corpus().documents()]
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
-    numbers = iter(range(repeats))
+    numbers = iter(range(rounds))
 
     def ours() -> None:
         prepare(PrepareConfig(output=folder / str(next(numbers)), vocabulary_size=VOCABULARY))
 
-    times = alternate(ours, lambda: sentencepiece_alone(texts), repeats)
-    return result("prepare default corpus", times, megabytes, "MB/s", "sentencepiece train + encode")
+    times = alternate(ours, lambda: sentencepiece_alone(texts), rounds)
+    return compared("prepare default corpus", times, megabytes, "MB/s", "sentencepiece train + encode")
 
 
 def sentencepiece_alone(texts: list[str]) -> None:
@@ -91,7 +89,7 @@ def sentencepiece_alone(texts: list[str]) -> None:
     processor.encode(texts, out_type=int, num_threads=os.cpu_count() or 1)
 
 
-def read_result(folder: Path, num_workers: int, repeats: int) -> dict:
+def read_result(folder: Path, num_workers: int, rounds: int) -> Comparison:
     """One epoch of the training split."""
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 
@@ -110,36 +108,29 @@ def read_result(folder: Path, num_workers: int, repeats: int) -> dict:
             tokens = block.long()
             _ = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
-    times = alternate(lambda: [None for _ in loader], theirs, repeats)
+    times = alternate(lambda: [None for _ in loader], theirs, rounds)
     tokens = len(loader) * BATCH_SIZE * SEQUENCE_LENGTH / 1e6
-    return result(f"read, {num_workers} workers", times, tokens, "M tokens/s", "litdata StreamingDataLoader")
+    return compared(f"read, {num_workers} workers", times, tokens, "M tokens/s", "litdata StreamingDataLoader")
 
 
-def alternate(ours: Callable[[], object], peer: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median seconds of each, measured in turn."""
+def alternate(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of each, measured in turn."""
     seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats):
+    for _ in range(rounds):
         for taken, run in zip(seconds, (ours, peer), strict=True):
             began = time.perf_counter()
             run()
             taken.append(time.perf_counter() - began)
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
+    return seconds
 
 
-def result(name: str, times: tuple[float, float], work: float, rate_unit: str, peer_name: str) -> dict:
-    """One entry, with the rates for the table."""
+def compared(name: str, times: tuple[list[float], list[float]], work: float, rate_unit: str, peer_name: str) -> Comparison:
+    """The row of the report; prints the rates."""
     ours, peer = times
-    return {
-        "name": name,
-        "ours": round(ours, 4),
-        "peer": round(peer, 4),
-        "peer_name": peer_name,
-        "ratio": round(ours / peer, 3),
-        "unit": "s",
-        "ours_rate": work / ours,
-        "peer_rate": work / peer,
-        "rate_unit": rate_unit,
-    }
+    print(
+        f"{name}: {work / statistics.median(ours):.2f} {rate_unit}, {peer_name} {work / statistics.median(peer):.2f} {rate_unit}"
+    )
+    return compare(name=name, ours=ours, peer=peer, peer_name=peer_name, unit="s")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.data import TextDataModule
 from lightning_ptdp.loggers.store import check_writable_folder
 
-__all__ = ["check_checkpoint", "check_run"]
+__all__ = ["check_checkpoint", "check_data", "check_run"]
 
 _KEYWORDS = ("best", "last", "hpc", "registry")
 _SHARED_SIZES = ("vocabulary_size", "sequence_length")
@@ -33,17 +34,27 @@ def check_run(
     Raises:
         ValueError: Names the field, the value and what would work.
     """
-    check_sizes(model, datamodule)
+    _check_sizes(model, datamodule)
     if hasattr(trainer.strategy, "check"):
         trainer.strategy.check(model, datamodule)
-    if datamodule is not None and hasattr(datamodule, "check"):
-        datamodule.check()
+    check_data(trainer, datamodule)
     check_checkpoint("--ckpt_path", ckpt_path)
     if writes:
         for logger in trainer.loggers:
             if hasattr(logger, "check"):
                 logger.check()
         _check_folders(trainer)
+
+
+def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
+    """Whether our data can be prepared, or are there and suffice.
+
+    Raises:
+        DataError: They cannot, or do not.
+    """
+    if isinstance(datamodule, TextDataModule):
+        layout = getattr(trainer.strategy, "layout", None)
+        datamodule.check(num_replicas=1 if layout is None else layout.data_parallel_size)
 
 
 def check_checkpoint(field: str, path: str | None) -> None:
@@ -59,7 +70,7 @@ def check_checkpoint(field: str, path: str | None) -> None:
     raise UserError(f"{field} {path}: there is no such checkpoint" + (f"; in {parent} there is {there}" if there else ""))
 
 
-def check_sizes(model: LightningModule, datamodule: LightningDataModule | None) -> None:
+def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None) -> None:
     """Sizes that the model and the data both state must agree.
 
     Raises:

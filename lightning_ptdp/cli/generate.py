@@ -78,6 +78,8 @@ def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str
     state, weights = _read(checkpoint)
     tokenizer = Tokenizer.load(tokenizer_folder or _tokenizer_folder(state, checkpoint))
     module = _build(state, weights, checkpoint)
+    if not hasattr(getattr(module, "config", None), "sequence_length"):
+        raise UserError(f"--checkpoint {checkpoint} holds a {type(module).__name__}, which is not one of our language models")
     if tokenizer.vocabulary_size > module.config.vocabulary_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocabulary_size} pieces and the model {module.config.vocabulary_size}: name the "

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
-from lightning_ptdp import callbacks, data, loggers, models  # noqa: F401
+from lightning_ptdp import callbacks, data, loggers, models, strategy  # noqa: F401
 from lightning_ptdp.callbacks import (
     GradientNorm,
     LayoutSummary,
@@ -96,7 +96,7 @@ def print_config(file: str) -> None:
             raise
 
 
-_CKPT_HELP = "Checkpoint to continue from (fit: with the whole state of training) or to evaluate; 'last' and 'best' work too."
+_CKPT_HELP = "Checkpoint to continue from (fit: with the whole state of training) or to evaluate."
 _DESCRIPTIONS = {
     "fit": "Train a model. Prepares the data first, validates at the end, and says where everything is.",
     "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data.",

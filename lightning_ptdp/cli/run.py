@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.callbacks import RunRecord, RunReport
-from lightning_ptdp.cli.checks import check_run
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.checks import check_data, check_run
 from lightning_ptdp.cli.generate import write_text
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
@@ -33,8 +33,7 @@ def run(verb: str, arguments: list[str]) -> int:
     cli = PTDPCLI(verb, arguments)
     ckpt_path = cli.config.ckpt_path
     if verb == "prepare":
-        if cli.datamodule is not None and hasattr(cli.datamodule, "check"):
-            cli.datamodule.check()
+        check_data(cli.trainer, cli.datamodule)
         _prepare(cli)
         return 0
     check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=verb == "fit")
@@ -42,6 +41,8 @@ def run(verb: str, arguments: list[str]) -> int:
         _prepare(cli)
     if verb == "fit":
         return _fit(cli, ckpt_path)
+    if ckpt_path is None:
+        rank_zero_info(f"ptdp {verb} without --ckpt_path evaluates the initial weights")
     with ending_workers(cli.trainer):
         getattr(cli.trainer, verb)(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
     return 0
@@ -95,7 +96,7 @@ def _sample(cli: PTDPCLI, record: RunRecord) -> None:
         return
     try:
         text = write_text(record.checkpoint, options)
-    except UserError as error:
+    except ValueError as error:
         print(f"no sample: {error}", flush=True)
         return
     print(f"\nsample (--sample.prompt {options.prompt!r}):\n{text}", flush=True)

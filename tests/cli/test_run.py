@@ -18,7 +18,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 PTDP = [
     "--trainer.devices=4",
-    "--trainer.strategy=lightning_ptdp.strategy.PTDPStrategy",
+    "--trainer.strategy=lightning_ptdp.PTDPStrategy",
     "--trainer.strategy.tensor_parallel_size=2",
     "--trainer.strategy.pipeline_parallel_size=2",
     "--trainer.strategy.virtual_pipeline_size=2",

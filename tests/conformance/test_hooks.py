@@ -39,8 +39,16 @@ def _public(*classes: type) -> list[str]:
 
 
 CALLBACK_HOOKS = [n for n in _public(L.Callback) if n not in ("state_dict", "load_state_dict")]
+NOT_CALLED = (
+    "prepare_data",
+    "configure_sharded_model",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
+)
 MODULE_HOOKS = [
-    *(n for n in _public(ModelHooks, DataHooks, CheckpointHooks) if not n.endswith("dataloader") and n not in ("prepare_data", "configure_sharded_model")),
+    *(name for name in _public(ModelHooks, DataHooks, CheckpointHooks) if name not in NOT_CALLED),
     *STEPS,
     *("configure_optimizers", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad"),
 ]

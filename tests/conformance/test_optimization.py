@@ -34,7 +34,9 @@ class LitGroups(LitNet):
             plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
         scheduler = schedulers.ExponentialLR(optimizer, 0.8)
-        return [optimizer], [{"scheduler": scheduler, "interval": self.schedule, "frequency": 2 if self.schedule == "step" else 1}]
+        return [optimizer], [
+            {"scheduler": scheduler, "interval": self.schedule, "frequency": 2 if self.schedule == "step" else 1}
+        ]
 
 
 def run(rank: int, place: Place, folder: str, module: Any, settings: dict[str, Any], callbacks: list[Any]) -> Any:

@@ -51,7 +51,9 @@ class Writer(BasePredictionWriter):
         super().__init__(write_interval="batch_and_epoch")
         self.folder, self.epoch, self.indices = Path(folder), [], []
 
-    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, index: int, _: int) -> None:
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, index: int, _: int
+    ) -> None:
         torch.save(prediction, self.folder / f"{trainer.global_rank}-{index}.pt")
         self.indices.extend(indices)
 

@@ -20,6 +20,9 @@ class SeenSamples(L.Callback):
     def __init__(self) -> None:
         self.epochs: list[list[list[float]]] = []
 
+    def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
+        torch.rand(trainer.global_rank + 1)  # every process has drawn something else: the order may not depend on it
+
     def on_train_epoch_start(self, *_: Any) -> None:
         self.epochs.append([])
 
@@ -28,9 +31,7 @@ class SeenSamples(L.Callback):
 
 
 def read(rank: int, place: Place, shuffle: bool) -> list[list[list[float]]]:
-    # Every process has drawn something else before: the order may not depend on it.
     L.seed_everything(1, verbose=False)
-    torch.rand(rank + 1)
     seen = SeenSamples()
     trainer = make_trainer(place, callbacks=[seen])
     trainer.fit(LitNet(), loader(32, batch_size=4, shuffle=shuffle))
