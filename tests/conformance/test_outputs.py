@@ -186,7 +186,7 @@ def test_checkpoints_saved_after_fit_load_elsewhere_and_on_one_device(pool: Pool
     module = LitNet.load_from_checkpoint(tmp_path / "single.ckpt")
     assert_weights(module.state_dict(), trained, tolerance=0)
     loss = nn.functional.mse_loss(module.net(samples(32).tensors[0]), samples(32).tensors[1])
-    assert float(loss) == pytest.approx(val_loss, rel=1e-5)
+    assert loss.item() == pytest.approx(val_loss, rel=1e-5)
     assert_weights(read_full(tmp_path / "weights.ckpt"), trained, tolerance=0)
 
 

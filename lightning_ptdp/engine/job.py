@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.batch import merge_outputs, signature
 from lightning_ptdp.data_parallel import GradientBuckets
+from lightning_ptdp.engine.batch import merge_outputs, signature
+from lightning_ptdp.engine.report import LogRecorder, MetricState, StepReport, average_calls
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.records import LogRecorder, MetricState, StepReport, average_calls
 from lightning_ptdp.tensor_parallel import gather_full
 
 __all__ = ["LightningJob", "loss_and_weight", "sum_over_replicas"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ptdp.engine.report import MetricState
 from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.records import MetricState
 
 __all__ = ["load_metric_states", "scope_metrics"]
 

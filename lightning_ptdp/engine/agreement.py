@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.batch import iterate_tensors
+from lightning_ptdp.engine.batch import iterate_tensors
 from lightning_ptdp.mesh import Group
 
 __all__ = ["BatchMismatchError", "check_same_batch"]

@@ -10,20 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.agreement import check_same_batch
-from lightning_ptdp.batch import batch_size, microbatch_sizes, split_batch
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets
+from lightning_ptdp.engine.agreement import check_same_batch
+from lightning_ptdp.engine.batch import batch_size, microbatch_sizes, split_batch
+from lightning_ptdp.engine.job import LightningJob, loss_and_weight
+from lightning_ptdp.engine.metric_groups import load_metric_states, scope_metrics
+from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
 from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.metric_groups import load_metric_states, scope_metrics
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline import build_schedule
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.records import ReportMemory, StepReport, share_report
-from lightning_ptdp.step import LightningJob, loss_and_weight
 from lightning_ptdp.tensor_parallel import gather_full
 
 __all__ = ["Engine"]
