@@ -143,8 +143,9 @@ class _Stub(Placeholder):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.__dict__["_ptdp_port"].passes:
             raise StageError(
-                f"'{self.__dict__['_ptdp_name']}' belongs to the first pipeline stage but was called after the repeated blocks; "
-                "list it in the plan: ParallelPlan(after=(...,))"
+                f"'{self.__dict__['_ptdp_name']}' belongs to the first pipeline stage but was called after the repeated blocks. If it "
+                "stands behind them, list it in the plan: ParallelPlan(after=(...,)); if the step calls the model more than once, "
+                "concatenate the inputs along the batch dimension and call it once"
             )
         return self.__dict__["_ptdp_shape"](x)
 
@@ -220,12 +221,14 @@ class PipelineCut:
             if slot.stage not in self.stages:
                 slot.parent._modules[slot.key] = slot.placeholder(self.stages[0])
         self._static = len(self.stages) == 1
-        self._watch_outputs(model, ranges)
+        self._container, self._ranges, self._watched = model.get_submodule(parts.blocks), tuple(ranges), False
 
     def run(self, stage: int, received: Crossing | None, step: Callable[[], Any], *, training: bool) -> tuple[Any, bool]:
         """Run ``step`` as ``stage``: (its return value, True) on the last stage, else (the Crossing to send, False)."""
         port = self._port
         port.incoming, port.passes, port.training = received, 0, training
+        if not self._watched:
+            self._watch_blocks()
         try:
             with self._active(stage):
                 output = step()
@@ -302,13 +305,38 @@ class PipelineCut:
             absent = _Absent(name, model.get_submodule(name), self._port)
             yield _Slot(parent, name.rpartition(".")[2], name, self.num_stages - 1, {"earlier": absent, "later": absent})
 
-    def _watch_outputs(self, model: nn.Module, ranges: Sequence[tuple[int, int]]) -> None:
-        """Remember whether blocks return a tensor or a tuple: the next stage's placeholders must return the same."""
-        container = model.get_submodule(self.parts.blocks)
+    def _watch_blocks(self) -> None:
+        """Watch the ends of the local stages (on the first run, when sharding has put the final modules in place).
+
+        At the exit: whether blocks return a tensor or a tuple, since the next stage's placeholders must return the same. At the
+        entrance: that the first block is given the very tensor that was received. If not, the model computes something between
+        its blocks, which would be computed once more behind the boundary.
+        """
+        self._watched = True
+        port, blocks = self._port, list(self._container._modules.items())
+
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            port.wrap = len(output) if isinstance(output, (tuple, list)) else 0
+
         for stage in self.stages:
-            last = list(container._modules.values())[ranges[stage][1] - 1]
-            assert last is not None
-            last.register_forward_hook(partial(_note_wrap, self._port))
+            start, stop = self._ranges[stage]
+            (name, first), (_, last) = blocks[start], blocks[stop - 1]
+            assert first is not None and last is not None
+            last.register_forward_hook(note)
+            if stage:
+                first.register_forward_pre_hook(_entrance_check(name, port), with_kwargs=True)
+
+
+def _entrance_check(name: str, port: _Port) -> Callable[..., None]:
+    def check(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        if port.incoming is not None and given is not port.incoming.tensor:
+            raise StageError(
+                f"something is computed between the repeated blocks, before block '{name}': its input is not what the block before it "
+                "returned. At a pipeline boundary that would be computed twice; move it into the blocks"
+            )
+
+    return check
 
 
 class WholeModel:

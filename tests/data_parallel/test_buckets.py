@@ -1,0 +1,83 @@
+"""Gradient buckets: sums over replicas, whatever is used in whatever order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, global_norm
+from lightning_ptdp.mesh import Group
+from tests.pool import Pool
+
+
+def _model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(3, 3))
+
+
+def _loss(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return model[:5](x).square().mean()  # the last layer is not used
+
+
+def _sum_over_replicas(rank: int, bucket_bytes: int, batches: int) -> float:
+    model, reference = _model(), _model()
+    inputs = [[torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * b + r)) for r in range(2)] for b in range(batches)]
+    buckets = GradientBuckets(
+        [BucketEntry(p, chunk=0) for p in model.parameters()],
+        group=Group(dist.group.WORLD, (0, 1), rank),
+        bucket_bytes=bucket_bytes,
+    )
+    buckets.zero()
+    buckets.install()
+    for index, batch in enumerate(inputs):
+        if index == batches - 1:
+            buckets.arm(0)
+        _loss(model, batch[rank]).backward()
+    buckets.reduce(0)
+    buckets.finish(scale=0.5)
+    (sum(_loss(reference, x) for batch in inputs for x in batch) * 0.5).backward()
+    differences = []
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.grad is not None
+        expected = theirs.grad if theirs.grad is not None else torch.zeros_like(theirs)
+        differences.append((mine.grad - expected).abs().max().item())
+    buckets.park()
+    assert all(p.grad is None for p in model.parameters())
+    buckets.install()
+    assert sum(p.grad.abs().sum().item() for p in model.parameters()) > 0, "parking lost the gradients"  # type: ignore[union-attr]
+    return max(differences)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 2**20])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_sums_equal_one_process_also_for_unused_parameters(bucket_bytes: int, batches: int, pool: Pool) -> None:
+    for difference in pool.run(_sum_over_replicas, world_size=2, args=(bucket_bytes, batches)):
+        assert difference < 1e-6
+
+
+def test_stash_scales_each_batch_on_its_own() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    buckets = GradientBuckets([BucketEntry(weight, chunk=0)], group=Group())
+    buckets.zero()
+    buckets.install()
+    (weight * 2).sum().backward()
+    buckets.stash(10.0)
+    assert buckets.has_stash
+    (weight * 3).sum().backward()
+    buckets.unstash(100.0)
+    buckets.reduce_all()
+    buckets.finish()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [320.0] * 3
+    assert not buckets.has_stash
+
+
+def _norm(rank: int) -> float:
+    gradients = [torch.full((4,), float(rank + 1))] if rank < 2 else []
+    return float(global_norm(gradients, group=Group(dist.group.WORLD, (0, 1, 2), rank), device=torch.device("cpu")))
+
+
+def test_norm_is_over_all_ranks_and_equal_on_them(pool: Pool) -> None:
+    assert pool.run(_norm, world_size=3) == pytest.approx([(4 * 1 + 4 * 4) ** 0.5] * 3)

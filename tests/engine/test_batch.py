@@ -1,0 +1,86 @@
+"""Cutting batches and joining outputs."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_ptdp.engine.batch import batch_size, merge_outputs, microbatch_sizes, signature, split_batch
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Labelled:
+    tokens: Tensor
+    source: str
+
+
+@given(st.integers(1, 50), st.integers(1, 20))
+def test_sizes_are_even_and_lose_nothing(samples: int, count: int) -> None:
+    sizes = microbatch_sizes(samples, count)
+    assert sum(sizes) == samples
+    assert len(sizes) == min(samples, count)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.arange(7),
+        (torch.arange(7), torch.arange(14).view(7, 2)),
+        {"x": torch.arange(7), "nested": [torch.arange(7), {"y": torch.arange(7)}]},
+        Pair(torch.arange(7), torch.arange(7)),
+        Labelled(torch.arange(7), "book"),
+        {"x": torch.arange(7), "scale": torch.tensor(2.0), "mask": torch.ones(1, 3), "names": list("abcdefg")},
+    ],
+)
+def test_parts_put_together_are_the_batch(batch: object) -> None:
+    sizes = microbatch_sizes(batch_size(batch), 3)
+    parts = split_batch(batch, sizes)
+    assert [batch_size(part) for part in parts] == list(sizes)
+    assert type(parts[0]) is type(batch)
+
+
+def test_scalars_and_broadcast_tensors_are_passed_whole_and_lists_are_cut() -> None:
+    batch = {"x": torch.arange(4), "scale": torch.tensor(2.0), "mask": torch.ones(1, 3), "names": list("abcd")}
+    first, second = split_batch(batch, (2, 2))
+    assert first["scale"] is batch["scale"]
+    assert second["mask"] is batch["mask"]
+    assert (first["names"], second["names"]) == (["a", "b"], ["c", "d"])
+    assert second["x"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("batch", [{"a": torch.zeros(4), "b": torch.zeros(3)}, {"a": torch.tensor(1.0)}, "text"])
+def test_a_batch_without_a_common_first_dimension_says_so(batch: object) -> None:
+    with pytest.raises(ValueError, match="dimension"):
+        batch_size(batch)
+
+
+def test_outputs_are_concatenated_and_scalars_weighted() -> None:
+    outputs = [
+        {"logits": torch.zeros(2, 3), "loss": torch.tensor(1.0), "ids": ["a", "b"]},
+        {"logits": torch.ones(1, 3), "loss": torch.tensor(4.0), "ids": ["c"]},
+    ]
+    merged = merge_outputs(outputs, (2, 1), (2.0, 1.0))
+    assert merged["logits"].shape == (3, 3)
+    assert merged["loss"].item() == 2.0
+    assert merged["ids"] == ["a", "b", "c"]
+
+
+def test_a_microbatch_that_weighs_nothing_may_be_nan() -> None:
+    merged = merge_outputs([torch.tensor(float("nan")), torch.tensor(3.0)], (1, 1), (0.0, 5.0))
+    assert merged.item() == 3.0
+
+
+def test_signature_tells_shapes_and_dtypes_apart() -> None:
+    one = signature({"x": torch.zeros(2, 3)})
+    assert one == signature({"x": torch.ones(2, 3)})
+    assert one != signature({"x": torch.zeros(2, 4)})
+    assert one != signature({"x": torch.zeros(2, 3, dtype=torch.float64)})

@@ -1,0 +1,55 @@
+"""What the last stage says reaches every stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp.engine.report import LogCall, ReportMemory, StepReport, average_calls, share_report
+from lightning_ptdp.mesh import Group
+from tests.pool import Pool
+
+
+def no_metrics(_: Any) -> str:
+    raise AssertionError("no metric was logged")
+
+
+def test_values_are_averaged_by_weight_or_as_reduce_fx_says() -> None:
+    recorded = [
+        [("loss", torch.tensor(1.0), {}), ("count", 2, {"reduce_fx": "sum"}), ("worst", 3.0, {"reduce_fx": "max"})],
+        [("loss", torch.tensor(4.0), {}), ("count", 5, {"reduce_fx": "sum"}), ("worst", 1.0, {"reduce_fx": max})],
+    ]
+    calls = average_calls(recorded, (2.0, 1.0), metric_path=no_metrics)
+    assert [(call.name, call.value) for call in calls] == [("loss", 2.0), ("count", 7.0), ("worst", 3.0)]
+
+
+def test_different_names_in_different_microbatches_are_refused() -> None:
+    with pytest.raises(ValueError, match="different names"):
+        average_calls([[("a", 1.0, {})], [("b", 1.0, {})]], (1.0, 1.0), metric_path=no_metrics)
+
+
+def _share(rank: int) -> list[tuple[Any, ...]]:
+    group = Group(dist.new_group([0, 1, 2]), (0, 1, 2), rank)
+    memory, seen = ReportMemory(), []
+    reports = [
+        StepReport(1.0, 2.0, False, [LogCall("a", 3.0, {"prog_bar": True})]),
+        StepReport(1.5, 2.0, False, [LogCall("a", 4.0, {"prog_bar": True})]),  # only values change
+        StepReport(2.0, 8.0, True, [LogCall(f"n{i}", float(i), {}) for i in range(100)]),  # more than fit
+        StepReport(0.0, 0.0, False, [], {"prediction": torch.arange(3)}),
+    ]
+    for report in reports:
+        shared = share_report(report if rank == 2 else None, group=group, memory=memory, device=torch.device("cpu"))
+        extras = None if shared.extras is None else shared.extras["prediction"].tolist()
+        seen.append((shared.loss, shared.weight, shared.counted, shared.calls, extras))
+    return seen
+
+
+def test_every_stage_gets_the_same_report(pool: Pool) -> None:
+    first, second, last = pool.run(_share, world_size=3)
+    assert first == second == last
+    assert last[1][3] == [LogCall("a", 4.0, {"prog_bar": True})]
+    assert [call.value for call in last[2][3]] == [float(i) for i in range(100)]
+    assert last[3][4] == [0, 1, 2]

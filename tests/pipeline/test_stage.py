@@ -1,0 +1,163 @@
+"""Entering and leaving somebody's forward: a model cut in one process equals the uncut one, and misuse is named."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.pipeline.discover import find_blocks, find_parts
+from lightning_ptdp.pipeline.stage import Crossing, ModelParts, PipelineCut, StageError
+
+
+class Net(nn.Module):
+    """Embedding, four blocks that may return tuples, head."""
+
+    def __init__(self, *, tuples: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+        self.tuples = tuples
+        if tuples:
+            self.layers = nn.ModuleList(TupleBlock() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)[0] if self.tuples else layer(x)
+        return self.head(self.norm(x))
+
+
+class TupleBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.inner(x), None
+
+
+RANGES = ((0, 1), (1, 3), (3, 4))
+
+
+def run_cut(whole: Net, ids: Tensor, parts: ModelParts) -> Tensor:
+    crossing = None
+    for stage in range(3):
+        part = copy.deepcopy(whole)
+        cut = PipelineCut(part, parts=parts, ranges=RANGES, stages=(stage,))
+        result, last = cut.run(stage, crossing, lambda part=part: part(ids), training=True)
+        if last:
+            return result
+        crossing = result
+    raise AssertionError("no stage was the last")
+
+
+@pytest.mark.parametrize("tuples", [False, True])
+def test_three_stages_equal_the_whole(tuples: bool) -> None:
+    torch.manual_seed(0)
+    whole, ids = Net(tuples=tuples), torch.randint(0, 11, (2, 5))
+    assert torch.equal(run_cut(whole, ids, find_parts(whole)), whole(ids))
+
+
+def test_parameters_keep_their_names_and_each_lives_once() -> None:
+    whole = Net()
+    names = []
+    for stage in range(3):
+        part = copy.deepcopy(whole)
+        PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
+        names += [name for name, _ in part.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+
+
+def test_chunks_of_one_rank_take_turns() -> None:
+    torch.manual_seed(0)
+    whole, ids = Net(), torch.randint(0, 11, (2, 5))
+    expected = whole(ids)
+    part, middle = copy.deepcopy(whole), copy.deepcopy(whole)
+    ends = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(0, 2))
+    between = PipelineCut(middle, parts=find_parts(middle), ranges=RANGES, stages=(1,))
+    first, _ = ends.run(0, None, lambda: part(ids), training=True)
+    second, _ = between.run(1, first, lambda: middle(ids), training=True)
+    result, last = ends.run(2, second, lambda: part(ids), training=True)
+    assert last
+    assert torch.equal(result, expected)
+
+
+class Late(Net):
+    """Calls the embedding again after the blocks."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.embedding(ids)[..., :3]
+
+
+class Early(Net):
+    """Calls the norm, registered after the blocks, before them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embedding(ids))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Twice(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + super().forward(ids)
+
+
+class Between(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+class Never(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(ids)))
+
+
+class Peeking(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) @ self.head.weight + self.embedding.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "words"),
+    [
+        (Late, 2, "after="),
+        (Early, 0, "before="),
+        (Twice, 2, "more than once"),
+        (Between, 1, "computed between the repeated blocks"),
+        (Never, 1, "belongs to the last pipeline stage"),
+        (Never, 2, "did not call the blocks"),
+    ],
+)
+def test_misuse_is_named_with_the_mend(model: type[Net], stage: int, words: str) -> None:
+    part = model()
+    cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
+    received = Crossing(torch.zeros(2, 5, 6)) if stage else None
+    with pytest.raises(StageError, match=words):
+        cut.run(stage, received, lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
+
+
+def test_reading_the_weight_of_a_module_that_lives_elsewhere_is_named() -> None:
+    part = Peeking()
+    cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
+    with pytest.raises(AttributeError, match=r"'embedding' lives on another pipeline stage.*'weight'"):
+        cut.run(2, Crossing(torch.zeros(2, 5, 6)), lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
+
+
+def test_the_container_is_found_or_asked_for() -> None:
+    assert find_blocks(Net()) == "layers"
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ""
+    with pytest.raises(ValueError, match="blocks="):
+        find_blocks(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="nearest: layers"):
+        find_parts(Net(), blocks="layer")
+    assert find_parts(Net(), before=("norm",)) == ModelParts(blocks="layers", before=("norm", "embedding"), after=("head",))
