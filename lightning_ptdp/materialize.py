@@ -124,7 +124,7 @@ def agree_on_values(tensors: Iterable[tuple[str, Tensor]], *, device: torch.devi
     low, high = sums.clone(), sums.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-    differing = [i for i, same in enumerate((low == high).tolist()) if not same]
+    differing = [i for i, same in enumerate((low == high).all(dim=1).tolist()) if not same]
     for index in differing:
         value = named[index][1].detach().to(device)
         dist.broadcast(value, src=0, group=group)
@@ -132,11 +132,14 @@ def agree_on_values(tensors: Iterable[tuple[str, Tensor]], *, device: torch.devi
     return [named[i][0] for i in differing]
 
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _checksum(tensor: Tensor) -> Tensor:
-    """A sum over the raw bytes, weighted by position, that two different tensors are very unlikely to share."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    weights = torch.arange(1, raw.numel() + 1, device=raw.device, dtype=torch.int64) * 2654435761 % 1000003
-    return (raw * weights).sum()
+    """Three sums over the bits, of all elements and of two selections, which different values are very unlikely to share."""
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
+    return torch.stack([bits[::step].sum(dtype=torch.int64) for step in (1, 2, 3)])
 
 
 def _own_tensors_only(module: nn.Module) -> nn.Module:

@@ -260,6 +260,14 @@ class _PTDPStrategy(ModelSpaceSaving, _LightningStrategy):
         """Make the one optimizer."""
         try:
             super().setup_optimizers(trainer)
+        except ValueError as error:
+            if "empty parameter list" not in str(error):
+                raise
+            raise self._names.MisconfigurationException(
+                f"the optimizer has no parameter on rank {self.global_rank}: configure_optimizers selects parameters that all live on "
+                "other pipeline stages. Give it all of self.parameters() (frozen ones, with requires_grad=False, are not changed), or "
+                "use pipeline_parallel_size=1"
+            ) from error
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise

@@ -115,7 +115,7 @@ MISTAKES = [
     (["--data.vocabulary_size=400"], ["model.config.vocabulary_size=320"]),
     (["--data.source=/no/where", "--data.data_dir=new"], ["/no/where"]),
     (["--ckpt_path=last.ckp"], ["--ckpt_path last.ckp", "no such checkpoint"]),
-    (["--trainer.logger.tracking_uri=sqlite:///tiny.yaml"], ["tracking_uri", "not an SQLite database"]),
+    (["--data.data_dir=new", "--trainer.logger.tracking_uri=sqlite:///tiny.yaml"], ["tracking_uri", "not an SQLite database"]),
     (["--trainer.default_root_dir=tiny.yaml"], ["trainer.default_root_dir"]),
     ([*PTDP, "--trainer.devices=3"], ["world_size=3", "use 4 processes"]),
     ([*PTDP, "--model.config.num_heads=1"], ["num_heads=1", "tensor_parallel_size"]),
