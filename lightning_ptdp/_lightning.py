@@ -9,9 +9,14 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LightningNames", "NAMESPACES", "lightning_names"]
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as StrategyBase
+else:
+    StrategyBase = object  # what mixins of a strategy derive from; the class of a namespace adds its own ParallelStrategy
+
+__all__ = ["LightningNames", "NAMESPACES", "StrategyBase", "lightning_names"]
 
 NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 

@@ -313,30 +313,27 @@ class PipelineCut:
         its blocks, which would be computed once more behind the boundary.
         """
         self._watched = True
-        port, blocks = self._port, list(self._container._modules.items())
-
-        def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            port.wrap = len(output) if isinstance(output, (tuple, list)) else 0
-
+        blocks = list(self._container._modules.items())
         for stage in self.stages:
             start, stop = self._ranges[stage]
             (name, first), (_, last) = blocks[start], blocks[stop - 1]
             assert first is not None and last is not None
-            last.register_forward_hook(note)
+            last.register_forward_hook(partial(_note_output, self._port))
             if stage:
-                first.register_forward_pre_hook(_entrance_check(name, port), with_kwargs=True)
+                first.register_forward_pre_hook(partial(_check_input, self._port, name), with_kwargs=True)
 
 
-def _entrance_check(name: str, port: _Port) -> Callable[..., None]:
-    def check(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if args else next(iter(kwargs.values()), None)
-        if port.incoming is not None and given is not port.incoming.tensor:
-            raise StageError(
-                f"something is computed between the repeated blocks, before block '{name}': its input is not what the block before it "
-                "returned. At a pipeline boundary that would be computed twice; move it into the blocks"
-            )
+def _note_output(port: _Port, _module: nn.Module, _args: Any, output: Any) -> None:
+    port.wrap = len(output) if isinstance(output, (tuple, list)) else 0
 
-    return check
+
+def _check_input(port: _Port, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = args[0] if args else next(iter(kwargs.values()), None)
+    if port.incoming is not None and given is not port.incoming.tensor:
+        raise StageError(
+            f"something is computed between the repeated blocks, before block '{name}': its input is not what the block before it "
+            "returned. At a pipeline boundary that would be computed twice; move it into the blocks"
+        )
 
 
 class WholeModel:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ptdp._lightning import StrategyBase
 from lightning_ptdp.checkpoint import (
     load_optimizer,
     load_tensors,
@@ -29,16 +30,13 @@ __all__ = ["ModelSpaceSaving"]
 _MODEL = "model/"
 
 
-class ModelSpaceSaving:
+class ModelSpaceSaving(StrategyBase):
     """Mixin of the strategy: saves and loads shards under global names, so that any layout reads what any other wrote.
 
     Before ``setup`` there is nothing but an ordinary module, and Lightning's single file is written and read.
     """
 
     parallel: ParallelModel | None
-    lightning_module: Any
-    optimizers: list[Any]
-    broadcast: Any
     _loading: Path | None = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -48,7 +46,7 @@ class ModelSpaceSaving:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Hyperparameters of the groups with the names of all ranks' parameters; the tensors are saved as shards."""
         if self.parallel is None:
-            return super().optimizer_state(optimizer)  # type: ignore[misc]
+            return super().optimizer_state(optimizer)
         inner = getattr(optimizer, "_optimizer", optimizer)
         with same_outcome("reading the optimizer's parameter groups"):
             groups = optimizer_groups(inner, self.parallel.names)
@@ -66,7 +64,7 @@ class ModelSpaceSaving:
             TypeError: ``storage_options`` is given, which DCP does not take.
         """
         if self.parallel is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options is not supported: checkpoints are written by torch.distributed.checkpoint")
@@ -75,7 +73,7 @@ class ModelSpaceSaving:
             tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
             for index, optimizer in enumerate(self.optimizers if "optimizer_states" in state else ()):
                 tensors |= optimizer_tensors(optimizer, names=self.parallel.names, shardings=self.parallel.shardings, index=index)
-        layout = self.layout  # type: ignore[attr-defined]
+        layout = self.layout
         metadata = {"layout": layout.describe(), "aliases": dict(self.parallel.aliases)}
         save_checkpoint(self.broadcast(str(filepath)), tensors=tensors, state=state, metadata=metadata)
 
@@ -84,7 +82,7 @@ class ModelSpaceSaving:
         path = Path(self.broadcast(str(checkpoint_path)))
         if path.is_file():
             self._loading = None
-            return super().load_checkpoint(path, weights_only=weights_only)  # type: ignore[misc]
+            return super().load_checkpoint(path, weights_only=weights_only)
         state = read_state(path)
         self._loading = path
         return {**state, "state_dict": {}}
@@ -92,7 +90,7 @@ class ModelSpaceSaving:
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fill this rank's part, from a checkpoint folder or from the whole state of a single file."""
         if self.parallel is None:
-            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
+            super().load_model_state_dict(checkpoint, strict=strict)
         elif self._loading is not None:
             tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
             load_tensors(self._loading, tensors, strict=strict, prefix=_MODEL if strict else None)
@@ -106,7 +104,7 @@ class ModelSpaceSaving:
             ValueError: The checkpoint is a single file of another strategy, whose optimizer states have no names.
         """
         if self.parallel is None:
-            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+            super().load_optimizer_state_dict(checkpoint)
             return
         if self._loading is None:
             self._load_indexed_optimizer(checkpoint)
@@ -141,7 +139,7 @@ class ModelSpaceSaving:
     def whole_state_dict(self, module: Any) -> Iterator[None]:
         """While in the context, ``module.state_dict()`` is the whole, uncut model's (collective; used to bring the trained weights
         back to the process that started the ranks)."""
-        if self.parallel is None or self.layout.model_parallel_size == 1:  # type: ignore[attr-defined]
+        if self.parallel is None or self.layout.model_parallel_size == 1:
             yield
             return
         whole = self.gather_state_dict()
@@ -184,7 +182,7 @@ class ModelSpaceSaving:
                     tensor.copy_(slice_full(state[name], sharding))
 
     def _load_indexed_optimizer(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.layout.model_parallel_size > 1:  # type: ignore[attr-defined]
+        if self.layout.model_parallel_size > 1:
             raise ValueError(
                 "this checkpoint was written by a strategy that stores optimizer states by index, which tensor and pipeline parallel "
                 "ranks cannot place. Load only its weights (module.load_state_dict(torch.load(path)['state_dict']) before fit), or "

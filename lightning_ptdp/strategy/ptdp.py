@@ -8,39 +8,34 @@ Order of a run: ``setup_environment`` (groups) -> ``setup`` (cut, give values, s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp._lightning import LightningNames, lightning_names
+from lightning_ptdp._lightning import LightningNames, StrategyBase, lightning_names
 from lightning_ptdp._memory import return_large_blocks
-from lightning_ptdp.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import global_norm
 from lightning_ptdp.engine import Engine
-from lightning_ptdp.launch import make_launcher
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize
-from lightning_ptdp.samplers import seed_random_sampler
-from lightning_ptdp.saving import ModelSpaceSaving
-from lightning_ptdp.summarize import summarize
+from lightning_ptdp.strategy.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
+from lightning_ptdp.strategy.collectives import WorldCollectives
+from lightning_ptdp.strategy.launch import make_launcher
+from lightning_ptdp.strategy.samplers import seed_random_sampler
+from lightning_ptdp.strategy.saving import ModelSpaceSaving
+from lightning_ptdp.strategy.steps import ScheduledSteps
+from lightning_ptdp.strategy.summarize import summarize
 from lightning_ptdp.summary import StrategySummary
 from lightning_ptdp.tensor_parallel import ParallelPlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _LightningStrategy
-else:
-    _LightningStrategy = object  # ``strategy_class`` adds the base of either namespace
 
 __all__ = ["PTDPStrategy", "strategy_class"]
 
 
-class _PTDPStrategy(ModelSpaceSaving, _LightningStrategy):
+class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, StrategyBase):
     """Pipeline, tensor, sequence and data parallel training of an ordinary LightningModule.
 
     Args:
@@ -290,112 +285,6 @@ class _PTDPStrategy(ModelSpaceSaving, _LightningStrategy):
         assert self.mesh is not None
         assert self.parallel is not None
         return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
-
-    # ---- a step -------------------------------------------------------------------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward, and under a schedule backward too, of one batch."""
-        assert self._engine is not None
-        return self._engine.training_step(self.precision_plugin.train_step_context, (*args, *kwargs.values()))
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
-        assert self._engine is not None
-        if self._engine.runs_backward_itself:
-            closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-            self._engine.install_gradients()
-            return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        with self._engine.reducing():
-            return super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step; the next batch starts from zero gradients."""
-        assert self._engine is not None
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._engine.gradients_used()
-        return output
-
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """While accumulating: keep gradients local."""
-        assert self._engine is not None
-        with self._engine.accumulating():
-            yield
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``validation_step`` on every stage."""
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values()))
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``test_step`` on every stage."""
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, (*args, *kwargs.values()))
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``predict_step`` on every stage; every rank of a replica returns the whole prediction."""
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
-
-    def _evaluate(self, hook: str, context: Any, args: tuple[Any, ...]) -> Any:
-        assert self._engine is not None
-        return self._engine.evaluation_step(hook, context, args)
-
-    # ---- gradients ----------------------------------------------------------------------------------------------------
-
-    @property
-    def precision_plugin(self) -> Any:
-        """Lightning's plugin, with clipping by the norm over all ranks."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        if plugin is not None:
-            plugin.clip_grad_by_norm = partial(self._clip_by_norm, plugin)
-        self._precision_plugin = plugin
-
-    def compute_gradient_norm(self) -> Tensor:
-        """2-norm of the whole model's gradient, each parameter counted once; collective over the replica's ranks."""
-        assert self.mesh is not None
-        assert self.parallel is not None
-        mine = [p.grad for p, record in self.parallel.records.items() if record.counted and p.grad is not None]
-        return global_norm(mine, group=self.mesh.group("model"), device=self.root_device)
-
-    def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
-        self.gradient_norm = self.compute_gradient_norm()
-        parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm)
-
-    # ---- collectives that Lightning asks for ----------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas. Ranks of one replica hold equal values, so that the world's mean is the replicas' mean; a sum
-        counts every replica once."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        result = self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
-        is_sum = reduce_op is dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
-        copies = self.layout.model_parallel_size
-        if group is None and is_sum and copies > 1:
-            result = torch.div(result, copies, rounding_mode=None if result.is_floating_point() else "floor")
-        return result
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree over the whole world."""
-        flag = torch.tensor(int(decision), device=self.root_device)
-        if dist.is_initialized():
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for the world."""
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from rank ``src`` to the world."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
 
     # ---- the end ------------------------------------------------------------------------------------------------------
 

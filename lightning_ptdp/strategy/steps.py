@@ -1,0 +1,96 @@
+"""The strategy's part in a step: the engine runs it, Lightning's hooks see it in the order that they expect."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp._lightning import StrategyBase
+from lightning_ptdp.data_parallel import global_norm
+from lightning_ptdp.engine import Engine
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.parallelize import ParallelModel
+
+__all__ = ["ScheduledSteps"]
+
+
+class ScheduledSteps(StrategyBase):
+    """Mixin of the strategy: training and evaluation steps, gradients and their norm."""
+
+    mesh: ProcessMesh | None
+    parallel: ParallelModel | None
+    gradient_norm: Tensor | None
+    _engine: Engine | None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, and under a schedule backward too, of one batch."""
+        assert self._engine is not None
+        return self._engine.training_step(self.precision_plugin.train_step_context, (*args, *kwargs.values()))
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
+        assert self._engine is not None
+        if self._engine.runs_backward_itself:
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+            self._engine.install_gradients()
+            return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        with self._engine.reducing():
+            return super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step; the next batch starts from zero gradients."""
+        assert self._engine is not None
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._engine.gradients_used()
+        return output
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """While accumulating: keep gradients local."""
+        assert self._engine is not None
+        with self._engine.accumulating():
+            yield
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``validation_step`` on every stage."""
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values()))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``test_step`` on every stage."""
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, (*args, *kwargs.values()))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``predict_step`` on every stage; every rank of a replica returns the whole prediction."""
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
+
+    def _evaluate(self, hook: str, context: Any, args: tuple[Any, ...]) -> Any:
+        assert self._engine is not None
+        return self._engine.evaluation_step(hook, context, args)
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's plugin, with clipping by the norm over all ranks."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            plugin.clip_grad_by_norm = partial(self._clip_by_norm, plugin)
+        self._precision_plugin = plugin
+
+    def compute_gradient_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient, each parameter counted once; collective over the replica's ranks."""
+        assert self.mesh is not None
+        assert self.parallel is not None
+        mine = [p.grad for p, record in self.parallel.records.items() if record.counted and p.grad is not None]
+        return global_norm(mine, group=self.mesh.group("model"), device=self.root_device)
+
+    def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
+        self.gradient_norm = self.compute_gradient_norm()
+        parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm)
