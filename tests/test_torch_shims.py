@@ -1,0 +1,38 @@
+"""The names of torch that differ between versions do what the shims say."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp._memory import return_large_blocks
+from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
+from tests.pool import Pool
+
+
+def _collect(rank: int) -> tuple[list[float], list[float]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a renamed function would warn here
+        gathered = torch.empty(4)
+        all_gather_single(gathered, torch.tensor([rank * 2.0, rank * 2.0 + 1]), dist.group.WORLD)
+        scattered = torch.empty(2)
+        reduce_scatter_single(scattered, torch.arange(4.0) + rank, dist.group.WORLD)
+    return gathered.tolist(), scattered.tolist()
+
+
+def test_collectives_of_flat_tensors(pool: Pool) -> None:
+    assert pool.run(_collect, world_size=2) == [([0.0, 1.0, 2.0, 3.0], [1.0, 3.0]), ([0.0, 1.0, 2.0, 3.0], [5.0, 7.0])]
+
+
+def test_the_allocator_hint_never_raises() -> None:
+    assert return_large_blocks() in (True, False)
+
+
+def test_a_gradient_edge_is_enough_for_backward() -> None:
+    x = torch.ones(3, requires_grad=True)
+    edge = torch.autograd.graph.get_gradient_edge(x * 2)
+    torch.autograd.backward(edge, torch.tensor([1.0, 2.0, 3.0]))
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 4.0, 6.0]
