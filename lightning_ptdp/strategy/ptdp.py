@@ -8,6 +8,7 @@ Order of a run: ``setup_environment`` (groups) -> ``setup`` (cut, give values, s
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -175,6 +176,9 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             self._names.init_process_group(self.cluster_environment, backend, timeout=self.config.timeout)
         if layout.world_size > 1 and self.root_device.type == "cpu":
             return_large_blocks()
+        if layout.world_size > 1 and layout.data_parallel_size == 1:
+            # Ranks of a single replica hold equal values: Lightning's advice to reduce them does not apply.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
         if self.mesh is None:
             self.mesh = ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout)
         self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
