@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from alternate import Alternate
 from harness import compare, report
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -99,28 +100,6 @@ class Lit(L.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
 
-class Alternate(L.Callback):
-    """Times the Trainer's batches, and after every few of them the peer's."""
-
-    def __init__(self, peer: TorchPipeline, steps: int, batch: Tensor) -> None:
-        self.peer, self.steps, self.batch = peer, steps, batch
-        self.ours: list[float] = []
-        self.theirs: list[float] = []
-        self._start = 0.0
-
-    def on_train_start(self, *_: Any) -> None:
-        self.peer.steps(1, self.batch)
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.steps:
-            return
-        dist.barrier()
-        self.ours.append((time.perf_counter() - self._start) / self.steps)
-        self.theirs.append(self.peer.steps(self.steps, self.batch))
-        self._start = time.perf_counter()
-
-
 def worker(rank: int, store: str, rounds: int, steps: int, results: Any) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -129,7 +108,8 @@ def worker(rank: int, store: str, rounds: int, steps: int, results: Any) -> None
     generator = torch.Generator().manual_seed(0)
     shape = (MICROBATCHES * MICRO_BATCH, CONFIG.sequence_length + 1)
     batch = torch.randint(0, CONFIG.vocabulary_size, shape, generator=generator)
-    alternate = Alternate(TorchPipeline(rank), steps, batch)
+    peer = TorchPipeline(rank)
+    alternate = Alternate(lambda count: peer.steps(count, batch), steps=steps, barrier=dist.barrier)
     trainer = L.Trainer(
         strategy=PTDPStrategy(pipeline_parallel_size=2, num_microbatches=MICROBATCHES, partition=SPLIT),
         accelerator="cpu",

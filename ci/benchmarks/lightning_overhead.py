@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from typing import Any
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from alternate import Alternate
 from harness import compare, report
 
 from lightning_ptdp import PTDPStrategy
@@ -58,27 +58,6 @@ class Lit(L.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
 
-class Alternate(L.Callback):
-    """Times the Trainer's batches, and after every few of them the plain loop's."""
-
-    def __init__(self, peer: PlainLoop, steps: int, batch: torch.Tensor) -> None:
-        self.peer, self.steps, self.batch = peer, steps, batch
-        self.ours: list[float] = []
-        self.plain: list[float] = []
-        self._start = 0.0
-
-    def on_train_start(self, *_: Any) -> None:
-        self.peer.steps(1, self.batch)
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.steps:
-            return
-        self.ours.append((time.perf_counter() - self._start) / self.steps)
-        self.plain.append(self.peer.steps(self.steps, self.batch))
-        self._start = time.perf_counter()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
@@ -87,7 +66,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     batch = torch.randint(0, CONFIG.vocabulary_size, (BATCH, CONFIG.sequence_length + 1))
-    alternate = Alternate(PlainLoop(), options.steps, batch)
+    plain = PlainLoop()
+    alternate = Alternate(lambda count: plain.steps(count, batch), steps=options.steps)
     trainer = L.Trainer(
         strategy=PTDPStrategy(),
         accelerator="cpu",
@@ -104,7 +84,7 @@ def main() -> None:
     row = compare(
         name="step, 6.9 M parameter GPT, one process",
         ours=alternate.ours[1:],
-        peer=alternate.plain[1:],
+        peer=alternate.theirs[1:],
         peer_name="plain PyTorch loop",
         unit="s",
     )

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["batch_size", "iterate_tensors", "merge_outputs", "microbatch_sizes", "signature", "split_batch"]
+__all__ = ["batch_size", "iterate_tensors", "map_tensors", "merge_outputs", "microbatch_sizes", "signature", "split_batch"]
 
 
-def _map(value: Any, on_tensor: Callable[[Tensor], Any], on_list: Callable[[Any], Any] | None = None) -> Any:
+def map_tensors(value: Any, on_tensor: Callable[[Tensor], Any], on_list: Callable[[Any], Any] | None = None) -> Any:
     """Rebuild nested mappings, sequences and dataclasses with ``on_tensor`` applied to the tensors."""
     if isinstance(value, Tensor):
         return on_tensor(value)
     if isinstance(value, Mapping):
-        items = {k: _map(v, on_tensor, on_list) for k, v in value.items()}
+        items = {k: map_tensors(v, on_tensor, on_list) for k, v in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(v, on_tensor, on_list) for v in value))
+        return type(value)(*(map_tensors(v, on_tensor, on_list) for v in value))
     if isinstance(value, (list, tuple)):
         if on_list is not None and value and not any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value):
             return on_list(value)
-        return type(value)(_map(v, on_tensor, on_list) for v in value)
+        return type(value)(map_tensors(v, on_tensor, on_list) for v in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: _map(getattr(value, f.name), on_tensor, on_list) for f in dataclasses.fields(value) if f.init}
+        changes = {f.name: map_tensors(getattr(value, f.name), on_tensor, on_list) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **changes)
     return value
 
@@ -39,7 +39,7 @@ def iterate_tensors(value: Any) -> Iterator[Tensor]:
         found.append(tensor)
         return tensor
 
-    _map(value, keep)
+    map_tensors(value, keep)
     yield from found
 
 
@@ -83,7 +83,7 @@ def _window(batch: Any, window: slice, total: int) -> Any:
     def cut_list(items: Any) -> Any:
         return items[window] if len(items) == total else items
 
-    return _map(batch, cut, cut_list)
+    return map_tensors(batch, cut, cut_list)
 
 
 def signature(batch: Any) -> Hashable:

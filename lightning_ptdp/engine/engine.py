@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets
 from lightning_ptdp.engine.agreement import check_same_batch
-from lightning_ptdp.engine.batch import batch_size, microbatch_sizes, split_batch
+from lightning_ptdp.engine.batch import batch_size, map_tensors, microbatch_sizes, split_batch
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight
 from lightning_ptdp.engine.metric_groups import load_metric_states, scope_metrics
 from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
@@ -267,7 +267,7 @@ class Engine:
         shared = share_report(report, group=pipeline, memory=self._memory, device=self._device)
         if report is None:
             load_metric_states(self._module, shared.metrics, self._device)
-            shared.extras = _to(shared.extras, self._device)
+            shared.extras = map_tensors(shared.extras, lambda tensor: tensor.to(self._device))
         return shared
 
     def _replay(self, report: StepReport) -> None:
@@ -297,14 +297,3 @@ class Engine:
         if not self._compared:
             check_same_batch(batch, group=self._mesh.group("model"), rank=self._mesh.rank, device=self._device)
             self._compared = True
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        items = {k: _to(v, device) for k, v in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_to(v, device) for v in value)
-    return value

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.data_parallel import GradientBuckets
-from lightning_ptdp.engine.batch import merge_outputs, signature
+from lightning_ptdp.engine.batch import map_tensors, merge_outputs, signature
 from lightning_ptdp.engine.report import LogRecorder, MetricState, StepReport, average_calls
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.random import derive_seed, seeded
@@ -175,15 +175,4 @@ class LightningJob:
 def _detached(output: Any) -> Any:
     """The output without graph, with logits that are split over the vocabulary put together."""
     with torch.no_grad():
-        return _detach_tree(gather_full(output))
-
-
-def _detach_tree(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        items = {k: _detach_tree(v) for k, v in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_detach_tree(v) for v in value)
-    return value
+        return map_tensors(gather_full(output), torch.Tensor.detach)
