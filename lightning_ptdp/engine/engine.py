@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients
 from lightning_ptdp.engine.agreement import check_same_batch
 from lightning_ptdp.engine.batch import batch_size, map_tensors, microbatch_sizes, split_batch
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight
@@ -53,7 +53,7 @@ class Engine:
         cut = parallel.cut if parallel.cut is not None else WholeModel()
         self._runtime = PipelineRuntime(cut=cut, transport=transport, rank=pipeline.rank, ranks=pipeline.ranks)
         self._memory = ReportMemory()
-        self._buckets: GradientBuckets | None = None
+        self._buckets: GradientBuckets | LooseGradients | None = None
         self._fresh, self._accumulates = True, False
         self._factor: float | Tensor = 1.0
         self._compared = False
@@ -81,6 +81,9 @@ class Engine:
             for parameter, record in sorted(self._parallel.records.items(), key=lambda item: item[1].order)
             if parameter.requires_grad
         ]
+        if self._mesh.group("replica_sum").size == 1 and not any(entry.sums for entry in entries):
+            self._buckets = LooseGradients(entries)
+            return
         size = int(self._config.bucket_mb * 2**20)
         self._buckets = GradientBuckets(entries, group=self._mesh.group("replica_sum"), bucket_bytes=size)
 
@@ -190,7 +193,7 @@ class Engine:
         self._replay(report)
         return self._training_output(report)
 
-    def _settle_counted(self, buckets: GradientBuckets, scale: float) -> None:
+    def _settle_counted(self, buckets: GradientBuckets | LooseGradients, scale: float) -> None:
         if self._accumulates:
             buckets.stash(scale)
             return

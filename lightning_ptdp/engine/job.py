@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.data_parallel import GradientBuckets
+from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients
 from lightning_ptdp.engine.batch import map_tensors, merge_outputs, signature
 from lightning_ptdp.engine.report import LogRecorder, MetricState, StepReport, average_calls
 from lightning_ptdp.mesh import Group
@@ -74,7 +74,7 @@ class LightningJob:
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         seed: tuple[object, ...],
         device: torch.device,
-        buckets: GradientBuckets | None = None,
+        buckets: GradientBuckets | LooseGradients | None = None,
         scale: float = 1.0,
         reduce_gradients: bool = False,
     ) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, global_norm
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
 from lightning_ptdp.mesh import Group
 from tests.pool import Pool
 
@@ -57,9 +57,11 @@ def test_sums_equal_one_process_also_for_unused_parameters(bucket_bytes: int, ba
         assert difference < 1e-6
 
 
-def test_stash_scales_each_batch_on_its_own() -> None:
+@pytest.mark.parametrize("loose", [False, True])
+def test_stash_scales_each_batch_on_its_own(loose: bool) -> None:
     weight = nn.Parameter(torch.ones(3))
-    buckets = GradientBuckets([BucketEntry(weight, chunk=0)], group=Group())
+    entries = [BucketEntry(weight, chunk=0)]
+    buckets = LooseGradients(entries) if loose else GradientBuckets(entries, group=Group())
     buckets.zero()
     buckets.install()
     (weight * 2).sum().backward()
@@ -72,6 +74,23 @@ def test_stash_scales_each_batch_on_its_own() -> None:
     assert weight.grad is not None
     assert weight.grad.tolist() == [320.0] * 3
     assert not buckets.has_stash
+
+
+def test_loose_gradients_survive_zero_grad_and_start_anew() -> None:
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    gradients = LooseGradients([BucketEntry(used, chunk=0), BucketEntry(unused, chunk=0)])
+    for _ in range(2):  # two batches of an accumulation
+        gradients.install()
+        (used * 3).sum().backward()
+        gradients.finish()
+        gradients.park()
+        assert used.grad is None
+    gradients.install()
+    assert used.grad is not None and unused.grad is not None
+    assert (used.grad.tolist(), unused.grad.tolist()) == ([6.0, 6.0], [0.0, 0.0])
+    gradients.zero()
+    gradients.install()
+    assert used.grad is None
 
 
 def _norm(rank: int) -> float:

@@ -1,0 +1,102 @@
+"""Gradients of a single replica: kept apart from ``.grad`` like buckets, without the buffers that only a reduction needs.
+
+Autograd then hands over the first microbatch's gradients as they are, where a buffer would have to be cleared and added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp.data_parallel.buckets import BucketEntry
+
+__all__ = ["LooseGradients"]
+
+
+@dataclass(eq=False)
+class LooseGradients:
+    """The interface of ``GradientBuckets`` for a group of one rank.
+
+    Args:
+        entries: Parameters in forward order, none of which is a partial sum over another group than its ``shared`` one.
+    """
+
+    entries: Sequence[BucketEntry]
+    _kept: list[Tensor | None] = field(default_factory=list)
+    _stash: list[Tensor | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert all(entry.sums is None for entry in self.entries)
+        self._kept = [None] * len(self.entries)
+
+    def install(self) -> None:
+        """Put back the kept gradients; one that was never taken off the parameter stays."""
+        for entry, gradient in zip(self.entries, self._kept, strict=True):
+            if entry.parameter.grad is None:
+                entry.parameter.grad = gradient
+
+    def park(self) -> None:
+        """Take the gradients off the parameters and keep them; an unused parameter's is zero."""
+        for index, entry in enumerate(self.entries):
+            gradient = entry.parameter.grad
+            self._kept[index] = torch.zeros_like(entry.parameter) if gradient is None else gradient
+            entry.parameter.grad = None
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        self._stash = []
+        self._kept = [None] * len(self.entries)
+        for entry in self.entries:
+            entry.parameter.grad = None
+
+    def arm(self, chunk: int | None) -> None:
+        """Nothing is reduced over replicas."""
+
+    def reduce(self, chunk: int | None) -> None:
+        """Nothing is reduced over replicas."""
+
+    def reduce_all(self) -> None:
+        """Nothing is reduced over replicas."""
+
+    def finish(self, scale: float | None = None) -> None:
+        """Add up tied gradients over their stages, and scale."""
+        for entry in self.entries:
+            if entry.shared is not None:
+                if entry.parameter.grad is None:
+                    entry.parameter.grad = torch.zeros_like(entry.parameter)
+                dist.all_reduce(entry.parameter.grad, group=entry.shared.handle)
+            if scale is not None and entry.parameter.grad is not None:
+                entry.parameter.grad.mul_(scale)
+
+    def stash(self, scale: float) -> None:
+        """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can be scaled on its own."""
+        before = self._stash or [None] * len(self.entries)
+        self._stash = [_sum(kept, entry.parameter.grad, scale) for kept, entry in zip(before, self.entries, strict=True)]
+        for entry in self.entries:
+            entry.parameter.grad = None
+
+    def unstash(self, scale: float) -> None:
+        """``scale`` times the gradients plus what was moved aside."""
+        for kept, entry in zip(self._stash, self.entries, strict=True):
+            entry.parameter.grad = _sum(kept, entry.parameter.grad, scale)
+        self._stash = []
+
+    @property
+    def has_stash(self) -> bool:
+        """Whether gradients have been moved aside."""
+        return bool(self._stash)
+
+    def close(self) -> None:
+        """Detach from the parameters."""
+        self.zero()
+
+
+def _sum(kept: Tensor | None, gradient: Tensor | None, scale: float) -> Tensor | None:
+    if gradient is None:
+        return kept
+    gradient.mul_(scale)
+    return gradient if kept is None else kept.add_(gradient)
