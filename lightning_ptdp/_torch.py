@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "default_store", "has_gradient_hooks", "has_saved_tensor_hooks", "reduce_scatter_single"]
 
 
 def all_gather_single(output: torch.Tensor, source: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:
@@ -27,3 +27,18 @@ def reduce_scatter_single(
     """Reduce ``source`` over the ranks and keep this rank's slice along dimension 0 (torch renamed it in 2.13)."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return function(output, source, op=op, group=group, async_op=async_op)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter.register_hook`` was used: somebody wants to see its gradient before it is accumulated."""
+    return bool(getattr(parameter, "_backward_hooks", None))
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether what autograd saves now goes through ``saved_tensors_hooks``, as under activation checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def default_store() -> Any:
+    """The key-value store that the process group was made with (torch's accessor is private)."""
+    return dist.distributed_c10d._get_default_store()

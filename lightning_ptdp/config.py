@@ -9,7 +9,9 @@ from datetime import timedelta
 from typing import Literal
 
 from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.pipeline import build_schedule
+from lightning_ptdp.pipeline import CustomSchedule, Schedule, build_schedule
+from lightning_ptdp.pipeline.schedules import check_schedule, schedule_microbatches, schedule_placement
+from lightning_ptdp.recompute import RecomputePolicy, check_recompute_options
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
 __all__ = ["PTDPConfig", "StartMethod"]
@@ -31,8 +33,13 @@ class PTDPConfig:
     virtual_pipeline_size: int = 1
     sequence_parallel: bool = False
     num_microbatches: int | None = None
-    schedule: str = "auto"
-    partition: tuple[int, ...] | None = None
+    schedule: str | CustomSchedule = "auto"
+    microbatch_group_size: int | None = None
+    partition: tuple[int, ...] | tuple[str, ...] | None = None
+    recompute: RecomputePolicy = "none"
+    recompute_layers: int | tuple[int, ...] | None = None
+    distribute_saved_activations: bool = False
+    scatter_gather: bool = True
     plan: ParallelPlan | None = None
     meta_init: bool = True
     seed: int | None = None
@@ -59,12 +66,24 @@ class PTDPConfig:
                 f"partition={list(self.partition)} has {len(self.partition)} entries, but pipeline_parallel_size * "
                 f"virtual_pipeline_size = {self.num_stages}; give the number of layers of each stage"
             )
-        build_schedule(
+        if self.distribute_saved_activations and (
+            self.recompute != "full" or self.tensor_parallel_size == 1 or self.sequence_parallel
+        ):
+            raise ValueError(
+                "distribute_saved_activations=True splits the inputs of recomputed blocks over tensor ranks that all hold them: it needs "
+                f"recompute='full' (not {self.recompute!r}), tensor_parallel_size > 1 (not {self.tensor_parallel_size}) and "
+                "sequence_parallel=False"
+            )
+        check_recompute_options(self.recompute, self.recompute_layers, num_stages=self.num_stages)
+        check_schedule(
             self.schedule,
             pipeline_parallel_size=self.pipeline_parallel_size,
             virtual_pipeline_size=self.virtual_pipeline_size,
-            num_microbatches=1,
+            num_microbatches=self.num_microbatches,
+            group_size=self.microbatch_group_size,
         )
+        if isinstance(self.schedule, CustomSchedule):
+            self.build_schedule(self.microbatches(2**31))
 
     @property
     def num_stages(self) -> int:
@@ -88,9 +107,26 @@ class PTDPConfig:
             pipeline_parallel_size=self.pipeline_parallel_size,
             virtual_pipeline_size=self.virtual_pipeline_size,
             sequence_parallel=self.sequence_parallel,
+            placement=schedule_placement(self.schedule) if self.pipeline_parallel_size > 1 else "loop",
+        )
+
+    def build_schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
+        """The proven schedule of a step of ``num_microbatches``.
+
+        Raises:
+            ValueError: The schedule does not take these sizes.
+        """
+        return build_schedule(
+            self.schedule,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            virtual_pipeline_size=self.virtual_pipeline_size,
+            num_microbatches=num_microbatches,
+            training=training,
+            group_size=self.microbatch_group_size,
         )
 
     def microbatches(self, samples: int) -> int:
-        """m for a batch of ``samples``: as asked, else 4p with a pipeline (bubble under a quarter) and 1 without."""
+        """m for a batch of ``samples``: as asked, else what a schedule from a file is for, else 4p with a pipeline (bubble under a
+        quarter) and 1 without."""
         default = 4 * self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1
-        return min(samples, self.num_microbatches or default)
+        return min(samples, self.num_microbatches or schedule_microbatches(self.schedule) or default)

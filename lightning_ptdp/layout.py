@@ -13,13 +13,14 @@ so that it stays inside a node, and pipeline parallelism outermost, so that its 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from lightning_ptdp.placement import PLACEMENTS, Placement, rank_of_stage, stages_of_rank
+
 __all__ = ["Axis", "Coordinates", "ParallelLayout", "nearest_divisors"]
 
-Axis = Literal["tensor", "context", "data", "pipeline", "model", "replica_sum", "embedding"]
+Axis = Literal["tensor", "context", "data", "pipeline", "model", "replica_sum"]
 
 _DIMS = ("pipeline", "data", "context", "tensor")
 _AXIS_DIMS: dict[str, tuple[str, ...]] = {
@@ -60,12 +61,13 @@ class ParallelLayout:
         context_parallel_size: c, ranks that share one sequence along time.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence
             (arXiv 2205.05198, section 4.2.2).
+        placement: Which rank holds which stage (placement.py); decided by the schedule.
 
     The data-parallel size d is what remains of the world: ``world_size / (t * p * c)``.
 
     Raises:
         ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, v > 1 without a
-            pipeline, or sequence parallelism without tensor parallelism.
+            pipeline, sequence parallelism without tensor parallelism, or an unknown placement.
     """
 
     world_size: int
@@ -74,12 +76,17 @@ class ParallelLayout:
     virtual_pipeline_size: int = 1
     context_parallel_size: int = 1
     sequence_parallel: bool = False
+    placement: Placement = "loop"
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "sequence_parallel" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if field.name not in ("sequence_parallel", "placement") and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
                 raise ValueError(f"{field.name}={value!r} must be a positive integer")
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"placement={self.placement!r} must be one of {PLACEMENTS}")
         model = self.model_parallel_size
         if self.world_size % model:
             lower, upper = self.world_size // model * model, -(-self.world_size // model) * model
@@ -116,6 +123,24 @@ class ParallelLayout:
         """Number of pipeline stages, p * v."""
         return self.pipeline_parallel_size * self.virtual_pipeline_size
 
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank that holds ``stage``."""
+        return rank_of_stage(stage, pipeline_parallel_size=self.pipeline_parallel_size, placement=self.placement)
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds, in ascending order."""
+        return stages_of_rank(
+            pipeline_rank,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            virtual_pipeline_size=self.virtual_pipeline_size,
+            placement=self.placement,
+        )
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The pipeline rank on which the loss is computed."""
+        return self.rank_of_stage(self.num_stages - 1)
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Sizes of the axes (pipeline, data, context, tensor)."""
@@ -149,11 +174,8 @@ class ParallelLayout:
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of an axis, each in the order of that axis; every rank is in exactly one.
 
-        ``"model"`` holds one replica, ``"replica_sum"`` the ranks over which gradients are summed (data x context), and
-        ``"embedding"`` the first and last pipeline rank, which share tied weights (other ranks stand alone).
+        ``"model"`` holds one replica, ``"replica_sum"`` the ranks over which gradients are summed (data x context).
         """
-        if axis == "embedding":
-            return tuple(self._embedding_groups())
         dims = _AXIS_DIMS[axis]
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -164,10 +186,6 @@ class ParallelLayout:
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """The group of ``axis`` that contains ``rank``, computed without listing the others."""
-        if axis == "embedding":
-            pipeline = self.group_of("pipeline", rank)
-            ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
-            return ends if rank in ends else (rank,)
         here = self.coordinates(rank)
         moving = _AXIS_DIMS[axis]
         sizes = dict(zip(_DIMS, self.shape, strict=True))
@@ -179,11 +197,6 @@ class ParallelLayout:
                 index, values[dim] = divmod(index, sizes[dim])
             ranks.append(self.rank(Coordinates(**values)))
         return tuple(ranks)
-
-    def _embedding_groups(self) -> Iterator[tuple[int, ...]]:
-        for pipeline in self.groups("pipeline"):
-            yield tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
-            yield from ((rank,) for rank in pipeline[1:-1])
 
     def describe(self) -> str:
         """Short form for logs: ``t2 p2 v2 d1``."""

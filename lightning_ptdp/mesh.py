@@ -63,11 +63,8 @@ class ProcessMesh:
                 handle = made[ranks] if ranks in made else _new_group(ranks, timeout)
                 made[ranks] = handle
             groups[axis] = Group(handle, ranks, ranks.index(rank))
-        channels = _channels(groups["pipeline"].ranks, rank, timeout)
-        mesh = cls(layout=layout, rank=rank, timeout=timeout, groups=groups, channels=channels)
-        ends = tuple(dict.fromkeys((0, groups["pipeline"].size - 1)))
-        groups["embedding"] = mesh.pipeline_subgroup(ends) or Group(None, (rank,), 0)
-        return mesh
+        channels = _channels(layout, rank, timeout)
+        return cls(layout=layout, rank=rank, timeout=timeout, groups=groups, channels=channels)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -99,28 +96,35 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
-def _channels(ranks: tuple[int, ...], rank: int, timeout: timedelta | None) -> dict[tuple[int, int, str], Any]:
-    """A communicator for each (source, destination, direction) between ring neighbours of a pipeline.
+def _channels(layout: ParallelLayout, rank: int, timeout: timedelta | None) -> dict[tuple[int, int, str], Any]:
+    """A communicator for each (source, destination, direction) between the ranks of neighbouring stages.
 
     Sends and receives on one NCCL communicator run in the order in which they were issued: with two directions of traffic on one,
     ranks that each send before they receive wait for each other forever (p = 2 most easily: there the next rank and the previous
     one are the same). So every channel has its own. They are made in rounds of disjoint pairs; a rank that no pair of a round
     needs makes a group of itself, to have made equally many.
     """
-    size = len(ranks)
-    if size == 1:
-        return {}
-    rounds = 2 if size % 2 == 0 else 3
-    channels = {}
-    for direction, step in (("forward", 1), ("backward", -1)):
-        for turn in range(rounds):
-            pairs = [
-                (ranks[index], ranks[(index + step) % size])
-                for index in range(size)
-                if (2 if size % 2 and index == size - 1 else index % 2) == turn
-            ]
-            mine = next((pair for pair in pairs if rank in pair), None)
-            handle = _new_group(tuple(sorted(mine or (rank,))), timeout)
-            if mine is not None:
-                channels[*mine, direction] = handle
+    ranks = layout.group_of("pipeline", rank)
+    channels: dict[tuple[int, int, str], Any] = {}
+    for turn in _rounds(layout):
+        mine = next((line for line in turn if ranks.index(rank) in line[:2]), None)
+        members = (rank,) if mine is None else tuple(sorted((ranks[mine[0]], ranks[mine[1]])))
+        handle = _new_group(members, timeout)
+        if mine is not None:
+            channels[ranks[mine[0]], ranks[mine[1]], mine[2]] = handle
     return channels
+
+
+def _rounds(layout: ParallelLayout) -> list[list[tuple[int, int, str]]]:
+    """The channels between pipeline ranks (source, destination, direction), so that no rank is twice in a round."""
+    ends = [(layout.rank_of_stage(stage), layout.rank_of_stage(stage + 1)) for stage in range(layout.num_stages - 1)]
+    forward = [(source, target, "forward") for source, target in ends if source != target]
+    backward = [(target, source, "backward") for source, target, _ in forward]
+    rounds: list[list[tuple[int, int, str]]] = []
+    for line in dict.fromkeys([*forward, *backward]):
+        free = next((turn for turn in rounds if all(not {*line[:2]} & {*other[:2]} for other in turn)), None)
+        if free is None:
+            free = []
+            rounds.append(free)
+        free.append(line)
+    return rounds

@@ -35,6 +35,9 @@ class Run:
     precision: str = "32-true"
     eager: bool = False
     ignore_padding: bool = True
+    dropout: float = 0.0
+    changing_lengths: bool = False
+    validate_every: int | None = None
 
     @property
     def data_parallel_size(self) -> int:
@@ -42,14 +45,21 @@ class Run:
 
 
 class PaddedTokens(Dataset):
-    """Sequences of different true lengths: what is ignored differs between samples, microbatches and replicas."""
+    """Sequences of different true lengths: what is ignored differs between samples, microbatches and replicas.
 
-    def __init__(self, count: int, *, ignore_padding: bool = True) -> None:
+    Args:
+        count: Number of samples.
+        ignore_padding: Whether labels behind the true length are ignored.
+        batch: If given, a batch of this many samples is a token shorter than the one before it; the fourth is long again.
+    """
+
+    def __init__(self, count: int, *, ignore_padding: bool = True, batch: int | None = None) -> None:
         generator = torch.Generator().manual_seed(7)
         self.tokens = torch.randint(0, VOCABULARY, (count, LENGTH + 1), generator=generator)
         self.lengths = torch.randint(1, LENGTH + 1, (count,), generator=generator)
         if not ignore_padding:
             self.lengths.fill_(LENGTH)
+        self.batch = batch
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -57,7 +67,8 @@ class PaddedTokens(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         labels = self.tokens[index, 1:].clone()
         labels[self.lengths[index] :] = -100
-        return {"input_ids": self.tokens[index, :-1], "labels": labels}
+        length = LENGTH if self.batch is None else LENGTH - index // self.batch % 3
+        return {"input_ids": self.tokens[index, :-1][:length], "labels": labels[:length]}
 
 
 def gpt_config(run: Run) -> GPTConfig:
@@ -67,6 +78,7 @@ def gpt_config(run: Run) -> GPTConfig:
         "num_layers": run.layers,
         "hidden_size": 16,
         "num_heads": 4,
+        "dropout": run.dropout,
     }
     if run.llama:
         return GPTConfig.llama(**sizes, num_kv_heads=2)
@@ -106,6 +118,15 @@ class LitTiny(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class LitValidated(LitTiny):
+    """Evaluates too."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        self.log("val_loss", loss)
+        return {"num_tokens": (batch["labels"] != -100).sum()}
+
+
 class Recorder(L.Callback):
     """Losses of every batch, and norms."""
 
@@ -136,10 +157,7 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
     """Train; returns losses, norms, initial and final weights of the whole model."""
     L.seed_everything(3, verbose=False)
     recorder = Recorder()
-    module = LitTiny(run)
-    loader = DataLoader(
-        PaddedTokens(run.samples, ignore_padding=run.ignore_padding), batch_size=run.global_batch // run.data_parallel_size
-    )
+    module = LitTiny(run) if run.validate_every is None else LitValidated(run)
     trainer = L.Trainer(
         strategy=PTDPStrategy(**run.layout),
         accelerator="cpu",
@@ -148,21 +166,28 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip,
         precision=run.precision,
+        val_check_interval=run.validate_every,
+        check_val_every_n_epoch=None if run.validate_every else 1,
         callbacks=[recorder],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # Lightning's injected sampler shuffles for training; this keeps the order, so that batches have the same samples everywhere.
-    kwargs = trainer.strategy.distributed_sampler_kwargs
-    sampler = torch.utils.data.DistributedSampler(loader.dataset, **kwargs, shuffle=False)
-    loader = DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler)
-    trainer.fit(module, loader)
+    trainer.fit(module, _loader(run, trainer, run.samples), _loader(run, trainer, 5) if run.validate_every else None)
     return {
         "losses": recorder.losses,
         "norms": recorder.norms,
         "initial": recorder.initial,
         "final": trainer.strategy.gather_state_dict(),
-        "logged": float(trainer.callback_metrics["train_loss"]),
+        "ranges": trainer.strategy.parallel.ranges,
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
+
+
+def _loader(run: Run, trainer: Any, samples: int) -> DataLoader:
+    """Lightning's injected sampler shuffles for training; this keeps the order, so that batches have the same samples everywhere."""
+    batch = run.global_batch if run.changing_lengths else None
+    data = PaddedTokens(samples, ignore_padding=run.ignore_padding, batch=batch)
+    sampler = torch.utils.data.DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
+    return DataLoader(data, batch_size=run.global_batch // run.data_parallel_size, sampler=sampler)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from lightning_ptdp.layout import Coordinates, ParallelLayout
+from lightning_ptdp.placement import Placement
 
 SIZES = [sizes for sizes in itertools.product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2, 3)) if sizes[0] * sizes[1] * sizes[2] <= 24]
 
@@ -36,19 +37,26 @@ def test_groups_equal_brute_force(t: int, p: int, c: int, d: int) -> None:
     }
     for axis, groups in expected.items():
         assert {tuple(sorted(g)) for g in layout.groups(axis)} == groups, axis  # type: ignore[arg-type]
-    for axis in (*expected, "embedding"):
+    for axis in expected:
         members = [rank for group in layout.groups(axis) for rank in group]  # type: ignore[arg-type]
         assert sorted(members) == list(range(layout.world_size))
         for group in layout.groups(axis):  # type: ignore[arg-type]
             assert all(layout.group_of(axis, rank) == group for rank in group)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("t", "p", "c", "d"), SIZES)
-def test_embedding_groups_join_the_ends_of_each_pipeline(t: int, p: int, c: int, d: int) -> None:
-    layout = ParallelLayout(world_size=t * p * c * d, tensor_parallel_size=t, pipeline_parallel_size=p, context_parallel_size=c)
-    for pipeline in layout.groups("pipeline"):
-        ends = layout.group_of("embedding", pipeline[0])
-        assert set(ends) == {pipeline[0], pipeline[-1]}
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_every_stage_is_on_one_rank(p: int, placement: Placement) -> None:
+    layout = ParallelLayout(world_size=p, pipeline_parallel_size=p, virtual_pipeline_size=2 if p > 1 else 1, placement=placement)
+    held = {stage: rank for rank in range(p) for stage in layout.stages_of(rank)}
+    assert held == {stage: layout.rank_of_stage(stage) for stage in range(layout.num_stages)}
+    assert all(list(layout.stages_of(rank)) == sorted(layout.stages_of(rank)) for rank in range(p))
+    assert layout.last_stage_rank == (0 if placement == "v" else p - 1)
+
+
+def test_a_v_turns_at_the_last_rank() -> None:
+    layout = ParallelLayout(world_size=4, pipeline_parallel_size=4, virtual_pipeline_size=2, placement="v")
+    assert [layout.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
 
 
 def test_tensor_parallel_is_innermost_and_pipeline_outermost() -> None:

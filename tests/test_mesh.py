@@ -8,13 +8,14 @@ import torch.distributed as dist
 
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.placement import Placement
 from tests.pool import Pool
 
 
 def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, tuple[int, ...]]]:
     mesh = ProcessMesh.create(layout=layout, rank=rank)
     found = {}
-    for axis in ("tensor", "context", "data", "replica_sum", "pipeline", "model", "embedding"):
+    for axis in ("tensor", "context", "data", "replica_sum", "pipeline", "model"):
         group = mesh.group(axis)
         value = torch.tensor([float(rank)])
         if group.size > 1:
@@ -24,6 +25,11 @@ def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, t
     if middle:
         group = mesh.pipeline_subgroup(middle)
         assert (group is not None) == (mesh.group("pipeline").rank in middle)
+    here, stages = mesh.group("pipeline"), layout.num_stages
+    lines = {(layout.rank_of_stage(s), layout.rank_of_stage(s + 1)) for s in range(stages - 1)}
+    wanted = {(a, b, "forward") for a, b in lines if a != b} | {(b, a, "backward") for a, b in lines if a != b}
+    places = {(here.ranks.index(a), here.ranks.index(b), direction) for a, b, direction in mesh.channels}
+    assert places == {line for line in wanted if here.rank in line[:2]}
     for (source, target, _), handle in mesh.channels.items():
         message = torch.tensor([float(source)])
         if rank == source:
@@ -34,9 +40,28 @@ def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, t
     return found
 
 
-@pytest.mark.parametrize(("world_size", "t", "p", "c"), [(8, 2, 2, 1), (4, 1, 4, 1), (6, 2, 3, 1), (5, 1, 5, 1), (8, 2, 1, 2)])
-def test_every_group_sums_over_its_ranks(world_size: int, t: int, p: int, c: int, pool: Pool) -> None:
-    layout = ParallelLayout(world_size=world_size, tensor_parallel_size=t, pipeline_parallel_size=p, context_parallel_size=c)
+@pytest.mark.parametrize(
+    ("world_size", "t", "p", "c", "v", "placement"),
+    [
+        (8, 2, 2, 1, 2, "loop"),
+        (4, 1, 4, 1, 1, "loop"),
+        (6, 2, 3, 1, 2, "v"),
+        (5, 1, 5, 1, 2, "loop"),
+        (4, 2, 2, 1, 2, "v"),
+        (8, 2, 1, 2, 1, "loop"),
+    ],
+)
+def test_every_group_sums_over_its_ranks(
+    world_size: int, t: int, p: int, c: int, v: int, placement: Placement, pool: Pool
+) -> None:
+    layout = ParallelLayout(
+        world_size=world_size,
+        tensor_parallel_size=t,
+        pipeline_parallel_size=p,
+        context_parallel_size=c,
+        virtual_pipeline_size=v,
+        placement=placement,
+    )
     for found in pool.run(_sum_of_ranks, world_size=world_size, args=(layout,)):
         for total, ranks in found.values():
             assert total == sum(ranks)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp._memory import return_large_blocks
-from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
+from lightning_ptdp._torch import all_gather_single, default_store, reduce_scatter_single
 from tests.pool import Pool
 
 
@@ -24,6 +24,20 @@ def _collect(rank: int) -> tuple[list[float], list[float]]:
 
 def test_collectives_of_flat_tensors(pool: Pool) -> None:
     assert pool.run(_collect, world_size=2) == [([0.0, 1.0, 2.0, 3.0], [1.0, 3.0]), ([0.0, 1.0, 2.0, 3.0], [5.0, 7.0])]
+
+
+def _tell(rank: int) -> bytes:
+    """A second connection, as the watchdog's thread has, sees what another rank wrote through its own."""
+    store = default_store().clone()
+    store.set(f"key {rank}", f"value {rank}")
+    dist.barrier()
+    assert store.check([f"key {1 - rank}"])
+    assert not store.check(["no such key"])
+    return bytes(store.get(f"key {1 - rank}"))
+
+
+def test_the_default_store_can_be_connected_to_once_more(pool: Pool) -> None:
+    assert pool.run(_tell, world_size=2) == [b"value 1", b"value 0"]
 
 
 def test_the_allocator_hint_never_raises() -> None:

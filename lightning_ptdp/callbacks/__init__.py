@@ -6,11 +6,13 @@ from lightning_ptdp.callbacks.perplexity import TrainPerplexity
 from lightning_ptdp.callbacks.report import RunRecord, RunReport
 from lightning_ptdp.callbacks.save_config import SaveResolvedConfig
 from lightning_ptdp.callbacks.throughput import Throughput
+from lightning_ptdp.callbacks.timeline import PipelineTimeline
 from lightning_ptdp.callbacks.validate import ValidateAtEnd
 
 __all__ = [
     "GradientNorm",
     "LayoutSummary",
+    "PipelineTimeline",
     "RunRecord",
     "RunReport",
     "SaveResolvedConfig",

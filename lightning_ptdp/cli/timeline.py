@@ -1,13 +1,154 @@
-"""``ptdp timeline``: the picture of a pipeline schedule."""
+"""``ptdp timeline``: pictures, traces and numbers of pipeline schedules, without running anything."""
 
 from __future__ import annotations
 
-__all__ = ["run"]
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.pipeline.actions import Schedule
+from lightning_ptdp.pipeline.schedules import SCHEDULES, build_schedule, check_schedule
+from lightning_ptdp.pipeline.simulate import Costs, simulate
+from lightning_ptdp.pipeline.spans import Timeline
+from lightning_ptdp.pipeline.timeline import chrome_trace, draw_timelines
+
+__all__ = ["main", "run"]
+
+_DESCRIPTION = """\
+Simulate pipeline schedules; print step time, bubble and activations held, and draw them above each other.
+
+Durations are those of one microbatch through all layers of a rank. With v chunks a rank, each chunk takes a v-th of them, so
+that schedules with different numbers of chunks are comparable. Where a schedule splits the backward, the weight gradient
+takes --weight of the --backward, and the gradient of the input the rest."""
+
+_SUFFIXES = (".png", ".json")
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Simulate a schedule, print its bubble, and write the picture (.png) or a trace for Perfetto (.json)."""
-    from lightning_ptdp.pipeline.timeline import main
-
-    main(arguments)
+    """Run ``ptdp timeline``."""
+    main(arguments, prog=f"ptdp {verb}")
     return 0
+
+
+def main(arguments: Sequence[str], *, prog: str) -> None:
+    """Simulate, print a table, write the pictures and traces.
+
+    Raises:
+        SystemExit: The arguments make no sense; says which and why.
+        UserError: A picture is asked for, and matplotlib is missing.
+    """
+    parser = _parser(prog)
+    options = parser.parse_args(arguments)
+    outputs = options.output or [Path("timeline.png"), Path("timeline.json")]
+    for output in outputs:
+        if output.suffix not in _SUFFIXES:
+            parser.error(f"--output {output} must end in .png or .json")
+    try:
+        timelines = [_simulated(name, options) for name in options.compare or [options.schedule]]
+    except ValueError as error:
+        parser.error(str(error))
+    print(_table(timelines))
+    for output in outputs:
+        _write(timelines, output, options)
+        print(f"written: {output}")
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ", ".join(SCHEDULES)
+    parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline_parallel_size")
+    parser.add_argument(
+        "--vpp", type=int, metavar="V", help="virtual_pipeline_size (default: the least that the schedule can use)"
+    )
+    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="num_microbatches")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--schedule", default="auto", help=f"one of {names}, or a .csv file (default auto)")
+    what.add_argument("--compare", type=_names, metavar="A,B,…", help="several schedules in one picture, separated by commas")
+    parser.add_argument("--forward", type=float, default=1.0, help="duration of a forward (default 1)")
+    parser.add_argument("--backward", type=float, default=2.0, help="duration of a whole backward (default 2)")
+    parser.add_argument("--weight", type=float, help="the weight gradient's part of the backward (default half of it)")
+    parser.add_argument("--reduce", type=float, default=0.0, help="duration of the reduction of a rank's gradients (default 0)")
+    parser.add_argument("--latency", type=float, default=0.0, help="duration of a message (default 0)")
+    parser.add_argument("--memory", action="store_true", help="draw the activations that each rank holds too")
+    parser.add_argument("--width", type=int, default=1600, help="width of the picture in pixels (default 1600)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a .png, or a .json for https://ui.perfetto.dev; may be repeated (default: timeline.png and timeline.json)",
+    )
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _simulated(name: str, options: argparse.Namespace) -> Timeline:
+    weight = options.backward / 2 if options.weight is None else options.weight
+    if options.weight is not None and not 0 <= weight <= options.backward:
+        raise ValueError(f"--weight {weight:g} must be between 0 and --backward {options.backward:g}, of which it is a part")
+    schedule = _schedule(name, options)
+    v = schedule.virtual_pipeline_size
+    costs = Costs(
+        forward=options.forward / v,
+        backward=(options.backward - (weight if schedule.splits_backward else 0)) / v,
+        weight=weight / v,
+        reduce=options.reduce / v,
+        latency=options.latency,
+    )
+    return simulate(schedule, costs)
+
+
+def _schedule(name: str, options: argparse.Namespace) -> Schedule:
+    """The schedule, with as many chunks as it needs if that is not said: the mistake is that of the last try."""
+    needed = (1, options.vpp or 2, 2)
+    tries = needed if options.compare or options.vpp is None else (options.vpp,)
+    for chunks in tries:
+        try:
+            check_schedule(
+                name,
+                pipeline_parallel_size=options.pp,
+                virtual_pipeline_size=chunks,
+                num_microbatches=options.microbatches,
+            )
+        except ValueError as error:
+            mistake = error
+        else:
+            return build_schedule(
+                name,
+                pipeline_parallel_size=options.pp,
+                virtual_pipeline_size=chunks,
+                num_microbatches=options.microbatches,
+            )
+    raise mistake
+
+
+def _table(timelines: Sequence[Timeline]) -> str:
+    """A line a schedule; a rank's activations are in microbatches through all its layers."""
+    head = ("schedule", "v", "step time", "bubble", "activations held, by rank")
+    rows = [head]
+    for timeline in timelines:
+        v = timeline.schedule.virtual_pipeline_size
+        peaks = " ".join(f"{peak / v:g}" for peak in timeline.peak_in_flight)
+        bubble = f"{float(timeline.bubble_fraction):.2%}"
+        rows.append((timeline.schedule.name, str(v), f"{float(timeline.step_time):g}", bubble, peaks))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    name, *numbers = widths
+    return "\n".join(
+        "  ".join([row[0].ljust(name), *(cell.rjust(width) for cell, width in zip(row[1:4], numbers, strict=True)), row[4]])
+        for row in rows
+    )
+
+
+def _write(timelines: Sequence[Timeline], path: Path, options: argparse.Namespace) -> None:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(chrome_trace(*timelines)))
+        return
+    try:
+        draw_timelines(timelines, path, width=options.width, memory=options.memory)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}; or write a trace alone: --output timeline.json") from error

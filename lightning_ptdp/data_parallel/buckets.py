@@ -7,7 +7,7 @@ gradient has been accumulated (arXiv 2006.15704, section 3.2.3, with the trigger
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,13 +60,16 @@ class GradientBuckets:
         entries: Parameters in forward order; the order of shared ones must be the same on all ranks that share them.
         group: Ranks over which gradients are summed (data x context).
         bucket_bytes: Largest size of a buffer, except for a single larger parameter.
+        launched: Is told of every reduction that starts: its chunk and what waits for it.
     """
 
     entries: Sequence[BucketEntry]
     group: Group
     bucket_bytes: int = 25 * 2**20
+    launched: Callable[[int | None, Any], None] | None = None
     _buckets: dict[int | None, list[_Bucket]] = field(default_factory=dict)
     _armed: set[int | None] = field(default_factory=set)
+    _home: dict[int, tuple[int | None, _Bucket]] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
     _stash: list[Tensor] = field(default_factory=list)
 
@@ -76,7 +79,8 @@ class GradientBuckets:
             self._buckets[chunk] = [self._allocate(part) for part in _cut(mine, self.bucket_bytes)]
         for bucket in self._all():
             for entry in bucket.entries:
-                self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket, entry.chunk)))
+                self._home[id(entry.parameter)] = entry.chunk, bucket
+                self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(self.complete))
 
     def install(self) -> None:
         """Make every parameter's ``.grad`` its view of a buffer."""
@@ -95,11 +99,27 @@ class GradientBuckets:
         for bucket in self._all():
             bucket.buffer.zero_()
 
-    def arm(self, chunk: int | None) -> None:
-        """The next backward of ``chunk`` completes its gradients: start each bucket's reduction when it is full."""
+    def arm(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
+        """The next backward of ``chunk`` completes its gradients: start each bucket's reduction when it is full.
+
+        Args:
+            chunk: The stage.
+            awaited: The parameters whose gradients are still to come, each told by ``complete``; by default all of them, each
+                told by autograd.
+        """
         self._armed.add(chunk)
+        wanted = None if awaited is None else {id(parameter) for parameter in awaited}
         for bucket in self._buckets.get(chunk, ()):
-            bucket.pending, bucket.launched = len(bucket.entries), False
+            bucket.launched = False
+            bucket.pending = sum(wanted is None or id(entry.parameter) in wanted for entry in bucket.entries)
+        self._launch_full(chunk)
+
+    def complete(self, parameter: Tensor) -> None:
+        """The gradient of ``parameter``, one of the ``awaited``, is complete."""
+        chunk, bucket = self._home[id(parameter)]
+        if chunk in self._armed:
+            bucket.pending -= 1
+            self._launch_full(chunk)
 
     def reduce(self, chunk: int | None) -> None:
         """Start what ``arm`` left over: buckets with parameters that the backward did not use."""
@@ -187,19 +207,12 @@ class GradientBuckets:
         ]
         return _Bucket(entries, buffer, views)
 
-    def _on_gradient(self, bucket: _Bucket, chunk: int | None) -> Callable[[Tensor], None]:
-        def accumulated(_parameter: Tensor) -> None:
-            if chunk not in self._armed:
+    def _launch_full(self, chunk: int | None) -> None:
+        """Collectives must start in the same order on all replicas, whatever order their gradients arrive in."""
+        for bucket in self._buckets.get(chunk, ()):
+            if bucket.pending > 0:
                 return
-            bucket.pending -= 1
-            if bucket.pending <= 0:
-                # Collectives must start in the same order on all replicas, whatever order their gradients arrive in.
-                for earlier in self._buckets[chunk]:
-                    if earlier.pending > 0:
-                        return
-                    self._launch(earlier)
-
-        return accumulated
+            self._launch(bucket)
 
     def _launch(self, bucket: _Bucket) -> None:
         if bucket.launched:
@@ -207,6 +220,8 @@ class GradientBuckets:
         bucket.launched = True
         if self.group.size > 1:
             bucket.work = dist.all_reduce(bucket.buffer, group=self.group.handle, async_op=True)
+            if self.launched is not None:
+                self.launched(bucket.entries[0].chunk, bucket.work)
 
 
 def _cut(entries: Sequence[BucketEntry], limit: int) -> Iterator[list[BucketEntry]]:

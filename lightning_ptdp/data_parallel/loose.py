@@ -5,7 +5,7 @@ Autograd then hands over the first microbatch's gradients as they are, where a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,7 +53,10 @@ class LooseGradients:
         for entry in self.entries:
             entry.parameter.grad = None
 
-    def arm(self, chunk: int | None) -> None:
+    def arm(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
+        """Nothing is reduced over replicas."""
+
+    def complete(self, parameter: Tensor) -> None:
         """Nothing is reduced over replicas."""
 
     def reduce(self, chunk: int | None) -> None:

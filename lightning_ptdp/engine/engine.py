@@ -19,12 +19,14 @@ from lightning_ptdp.engine.metric_groups import load_metric_states, scope_metric
 from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.pipeline import build_schedule
 from lightning_ptdp.pipeline.p2p import Transport
+from lightning_ptdp.pipeline.progress import Observers
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
+from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.random import derive_seed, seeded
 from lightning_ptdp.tensor_parallel import gather_full
+from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["Engine"]
 
@@ -39,19 +41,51 @@ class Engine:
         config: The strategy's options.
         mesh: This rank's place and groups.
         parallel: What was made of the module.
+        weight_gradients: Where schedules that split the backward keep what their weight gradients need.
+        watchdog: Notes what this rank does.
         seed: Seed of the run.
         device: This rank's device.
+
+    Attributes:
+        observers: Are told of every action, wait and reduction.
     """
 
     def __init__(
-        self, *, module: Any, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, seed: int, device: torch.device
+        self,
+        *,
+        module: Any,
+        config: PTDPConfig,
+        mesh: ProcessMesh,
+        parallel: ParallelModel,
+        weight_gradients: WeightGradients,
+        watchdog: Watchdog,
+        seed: int,
+        device: torch.device,
     ) -> None:
         self._module, self._config, self._mesh, self._parallel = module, config, mesh, parallel
         self._seed, self._device = seed, device
         pipeline = mesh.group("pipeline")
-        transport = Transport(mesh=mesh, device=device) if pipeline.size > 1 else None
+        self._weight_gradients = weight_gradients
+        self.observers = Observers([watchdog])
+        transport = None
+        if pipeline.size > 1:
+            layout = mesh.layout
+            transport = Transport(
+                mesh=mesh,
+                device=device,
+                scatter=config.scatter_gather and layout.tensor_parallel_size > 1 and not layout.sequence_parallel,
+                waiting=self.observers.waiting,
+                explain=watchdog.explain,
+            )
         cut = parallel.cut if parallel.cut is not None else WholeModel()
-        self._runtime = PipelineRuntime(cut=cut, transport=transport, rank=pipeline.rank, ranks=pipeline.ranks)
+        self._runtime = PipelineRuntime(
+            cut=cut,
+            transport=transport,
+            rank=pipeline.rank,
+            ranks=pipeline.ranks,
+            weight_gradients=weight_gradients,
+            observer=self.observers,
+        )
         self._memory = ReportMemory()
         self._buckets: GradientBuckets | LooseGradients | None = None
         self._fresh, self._accumulates = True, False
@@ -70,6 +104,9 @@ class Engine:
         """Make the gradient buckets, if gradients have to be summed or kept apart."""
         if self._mesh.layout.world_size == 1 and not self.runs_backward_itself:
             return
+        for child in self._module.modules():
+            if "weight_gradients" in vars(child):
+                child.weight_gradients = self._weight_gradients
         tensor = self._mesh.group("tensor")
         entries = [
             BucketEntry(
@@ -85,7 +122,9 @@ class Engine:
             self._buckets = LooseGradients(entries)
             return
         size = int(self._config.bucket_mb * 2**20)
-        self._buckets = GradientBuckets(entries, group=self._mesh.group("replica_sum"), bucket_bytes=size)
+        self._buckets = GradientBuckets(
+            entries, group=self._mesh.group("replica_sum"), bucket_bytes=size, launched=self.observers.reducing
+        )
 
     def install_gradients(self) -> None:
         """Show the gradients that ``training_step`` computed to Lightning and the optimizer."""
@@ -250,24 +289,19 @@ class Engine:
         )
 
     def _schedule(self, microbatches: int, *, training: bool) -> Any:
-        return build_schedule(
-            self._config.schedule,
-            pipeline_parallel_size=self._config.pipeline_parallel_size,
-            virtual_pipeline_size=self._config.virtual_pipeline_size,
-            num_microbatches=microbatches,
-            training=training,
-        )
+        return self._config.build_schedule(microbatches, training=training)
 
     def _shared_report(self, job: LightningJob) -> StepReport:
         pipeline, replicas = self._mesh.group("pipeline"), self._mesh.group("replica_sum")
         report = None
-        if pipeline.rank == pipeline.size - 1:
+        last = self._mesh.layout.last_stage_rank
+        if pipeline.rank == last:
             report = job.report()
             if report.counted and replicas.size > 1:
                 sums = torch.tensor([report.loss, report.weight], dtype=torch.float64, device=self._device)
                 dist.all_reduce(sums, group=replicas.handle)
                 report.loss, report.weight = sums.tolist()
-        shared = share_report(report, group=pipeline, memory=self._memory, device=self._device)
+        shared = share_report(report, group=pipeline, source=last, memory=self._memory, device=self._device)
         if report is None:
             load_metric_states(self._module, shared.metrics, self._device)
             shared.extras = map_tensors(shared.extras, lambda tensor: tensor.to(self._device))

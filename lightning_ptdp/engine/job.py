@@ -122,10 +122,15 @@ class LightningJob:
         # A mean over no tokens may be 0/0, and its weight of zero must not turn that into nan gradients.
         return torch.where(tokens > 0, loss, torch.zeros_like(loss)) * tokens
 
-    def before_last_backward(self, stage: int) -> None:
+    def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
         """Start reductions as the buckets of this stage fill."""
         if self._reduces and self._buckets is not None:
-            self._buckets.arm(stage)
+            self._buckets.arm(stage, awaited)
+
+    def gradient_complete(self, parameter: Tensor) -> None:
+        """A bucket may be full."""
+        if self._reduces and self._buckets is not None:
+            self._buckets.complete(parameter)
 
     def reduce(self, stage: int) -> None:
         """Start what is left of this stage's reductions."""

@@ -143,12 +143,14 @@ class ReportMemory:
     structure: bytes = b""
 
 
-def share_report(report: StepReport | None, *, group: Group, memory: ReportMemory, device: torch.device) -> StepReport:
-    """Broadcast the last stage's report over the pipeline group; ``report`` is None on the other stages."""
+def share_report(
+    report: StepReport | None, *, group: Group, source: int, memory: ReportMemory, device: torch.device
+) -> StepReport:
+    """Broadcast the report of ``source``, the member with the last stage, over the pipeline group; the others give None."""
     if group.size == 1:
         assert report is not None
         return report
-    source = group.ranks[-1]
+    source = group.ranks[source]
     head = torch.zeros(_CAPACITY + 5, dtype=torch.float64)
     values: list[float] = []
     if report is not None:

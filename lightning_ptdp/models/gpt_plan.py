@@ -31,7 +31,11 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
         f"{root}head": Vocabulary(),
     }
     return ParallelPlan(
-        blocks=f"{root}blocks", tensor=tensor, before=(f"{root}wte", *positions), after=(f"{root}norm", f"{root}head")
+        blocks=f"{root}blocks",
+        tensor=tensor,
+        before=(f"{root}wte", *positions),
+        after=(f"{root}norm", f"{root}head"),
+        selective=(f"{block}.attention.core",),
     )
 
 

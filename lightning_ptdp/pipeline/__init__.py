@@ -4,14 +4,24 @@
     print(schedule.text())
     print(simulate(schedule).bubble_fraction)        # 3/16
 
+``schedules/`` says in which order each rank computes, ``lowering.py`` adds communication, ``verify.py`` proves the result.
 ``stage.py``, ``p2p.py`` and ``runtime.py``, which need torch, execute it; ``timeline.py`` draws it.
 """
 
 from lightning_ptdp.pipeline.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
 from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
-from lightning_ptdp.pipeline.schedules import SCHEDULES, build_schedule
+from lightning_ptdp.pipeline.schedule_error import ScheduleError
+from lightning_ptdp.pipeline.schedule_file import dump_schedule, load_schedule
+from lightning_ptdp.pipeline.schedules import (
+    SCHEDULES,
+    CustomSchedule,
+    build_schedule,
+    check_schedule,
+    schedule_microbatches,
+    schedule_placement,
+)
 from lightning_ptdp.pipeline.simulate import Costs, Span, Timeline, simulate
-from lightning_ptdp.pipeline.verify import ScheduleError, verify_schedule
+from lightning_ptdp.pipeline.verify import verify_schedule
 
 __all__ = [
     "SCHEDULES",
@@ -19,15 +29,21 @@ __all__ = [
     "ActionKind",
     "Channel",
     "Costs",
+    "CustomSchedule",
     "Schedule",
     "ScheduleError",
     "Span",
     "Timeline",
     "build_schedule",
     "check_num_layers",
+    "check_schedule",
+    "dump_schedule",
     "explicit_partition",
+    "load_schedule",
     "partition_layers",
     "peak_in_flight",
+    "schedule_microbatches",
+    "schedule_placement",
     "simulate",
     "verify_schedule",
 ]

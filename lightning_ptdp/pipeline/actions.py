@@ -16,6 +16,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from lightning_ptdp.placement import Placement, rank_of_stage, stages_of_rank
+
 __all__ = ["Action", "ActionKind", "Channel", "Direction", "Schedule", "peak_in_flight"]
 
 Direction = Literal["forward", "backward"]
@@ -87,7 +89,13 @@ class Channel(NamedTuple):
 class Schedule:
     """One step of a pipeline: a program (a tuple of actions, communication included) for each of the p ranks.
 
-    Stages are placed in loops: rank r holds the stages r, r+p, r+2p, … (arXiv 2104.04473, section 2.2).
+    Attributes:
+        name: For logs.
+        pipeline_parallel_size: p.
+        virtual_pipeline_size: v, stages a rank.
+        num_microbatches: m.
+        programs: What each rank does, in order.
+        placement: Which rank holds which stage (placement.py).
     """
 
     name: str
@@ -95,6 +103,7 @@ class Schedule:
     virtual_pipeline_size: int
     num_microbatches: int
     programs: tuple[tuple[Action, ...], ...]
+    placement: Placement = "loop"
 
     @property
     def num_stages(self) -> int:
@@ -107,13 +116,23 @@ class Schedule:
         forward = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
         return any(action.kind not in forward for program in self.programs for action in program)
 
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return any(action.kind is ActionKind.WEIGHT for program in self.programs for action in program)
+
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds ``stage``."""
-        return stage % self.pipeline_parallel_size
+        return rank_of_stage(stage, pipeline_parallel_size=self.pipeline_parallel_size, placement=self.placement)
 
-    def stages_of(self, rank: int) -> range:
-        """The stages that ``rank`` holds, first chunk first."""
-        return range(rank, self.num_stages, self.pipeline_parallel_size)
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, in ascending order: one a chunk."""
+        return stages_of_rank(
+            rank,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            virtual_pipeline_size=self.virtual_pipeline_size,
+            placement=self.placement,
+        )
 
     def channel(self, action: Action) -> Channel:
         """The channel that a send or receive action uses."""
@@ -143,14 +162,13 @@ def peak_in_flight(program: Iterable[Action]) -> int:
 
     One is held from its forward until its backward, or until its weight gradient where the program splits the backward.
     """
-    program = tuple(program)
-    splits = any(action.kind is ActionKind.WEIGHT for action in program)
-    release = ActionKind.WEIGHT if splits else ActionKind.BACKWARD
+    kinds = [action.kind for action in program]
+    forward, release = ActionKind.FORWARD, ActionKind.WEIGHT if ActionKind.WEIGHT in kinds else ActionKind.BACKWARD
     held = peak = 0
-    for action in program:
-        if action.kind is ActionKind.FORWARD:
+    for kind in kinds:
+        if kind is forward:
             held += 1
             peak = max(peak, held)
-        elif action.kind is release:
+        elif kind is release:
             held -= 1
     return peak

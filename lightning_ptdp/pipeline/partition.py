@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import Any
 
 __all__ = ["check_num_layers", "explicit_partition", "partition_layers"]
 
@@ -76,26 +78,73 @@ def partition_layers(costs: Sequence[float], *, num_stages: int, first_cost: flo
     return _most_even(sums, num_stages, _smallest_limit(sums, num_stages))
 
 
-def explicit_partition(counts: Sequence[int], *, num_layers: int, num_stages: int) -> Ranges:
-    """The split in which stage i has ``counts[i]`` layers.
+def explicit_partition(partition: Sequence[int] | Sequence[str], *, layers: Sequence[str], num_stages: int) -> Ranges:
+    """The split that somebody asks for: how many layers each stage has, or with which layer each stage starts::
+
+        explicit_partition([1, 3, 2], layers=names, num_stages=3)                             ((0, 1), (1, 4), (4, 6))
+        explicit_partition(["blocks.0", "blocks.1", "blocks.4"], layers=names, num_stages=3)  ((0, 1), (1, 4), (4, 6))
+
+    Args:
+        partition: Numbers of layers, or names of layers: the full dotted name or its end ("model.blocks.4", "blocks.4", "4").
+        layers: Full dotted name of each layer, in order.
+        num_stages: p * v.
 
     Raises:
-        ValueError: Not one count a stage, a count below 1, or counts whose sum is not ``num_layers``.
+        ValueError: Not one entry a stage, or numbers and names mixed; a number below 1, or numbers that do not add up to the number of
+            layers; an unknown name (with the nearest), a first stage that does not start with the first layer, or names out of order.
     """
-    if len(counts) != num_stages:
+    if len(partition) != num_stages:
         raise ValueError(
-            f"counts={list(counts)} has {len(counts)} entries for num_stages={num_stages} "
+            f"partition={list(partition)} has {len(partition)} entries for num_stages={num_stages} "
             "(pipeline_parallel_size * virtual_pipeline_size): give one a stage"
         )
+    named = [isinstance(entry, str) for entry in partition]
+    if any(named) and not all(named):
+        raise ValueError(f"partition={list(partition)} mixes numbers and names: give numbers of layers, or names of first layers")
+    bounds = _named_bounds([str(name) for name in partition], layers) if any(named) else _counted_bounds(partition, len(layers))
+    return tuple(pairwise(bounds))
+
+
+def _counted_bounds(counts: Sequence[Any], num_layers: int) -> list[int]:
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"counts={list(counts)} holds {count!r}: every stage needs at least one layer")
+            raise ValueError(f"partition={list(counts)} holds {count!r}: every stage needs at least one layer")
     if sum(counts) != num_layers:
         raise ValueError(
-            f"counts={list(counts)} sum to {sum(counts)}, but num_layers={num_layers}: "
+            f"the layers of partition={list(counts)} sum to {sum(counts)}, but num_layers={num_layers}: "
             f"{'add' if sum(counts) < num_layers else 'take away'} {abs(num_layers - sum(counts))}"
         )
-    return tuple(pairwise(accumulate(counts, initial=0)))
+    return list(accumulate(counts, initial=0))
+
+
+def _named_bounds(names: Sequence[str], layers: Sequence[str]) -> list[int]:
+    starts = [_find_layer(name, layers, names) for name in names]
+    if starts[0] != 0:
+        raise ValueError(
+            f"partition={list(names)} starts with layer {layers[starts[0]]!r}, so that no stage has the layers before it; start with "
+            f"{layers[0]!r}"
+        )
+    for stage, (start, following) in enumerate(pairwise(starts)):
+        if following <= start:
+            raise ValueError(
+                f"partition={list(names)} is out of order: stage {stage + 1} starts with {names[stage + 1]!r}, which does not come after "
+                f"{names[stage]!r}, the first layer of stage {stage}; name the first layer of each stage in the model's order"
+            )
+    return [*starts, len(layers)]
+
+
+def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
+    """Position of the layer whose dotted name ends with ``name``. The last component differs between layers, so it is the only one."""
+    for index, layer in enumerate(layers):
+        if layer == name or layer.endswith(f".{name}"):
+            return index
+    depth = name.count(".") + 1
+    tails = [".".join(layer.split(".")[-depth:]) for layer in layers]
+    near = difflib.get_close_matches(name, tails, n=3, cutoff=0.4) or tails[:3]
+    raise ValueError(
+        f"partition={list(names)} holds {name!r}, which is no layer; nearest: {', '.join(near)} (the {len(layers)} layers are "
+        f"{layers[0]!r} to {layers[-1]!r})"
+    )
 
 
 def _as_integers(values: Sequence[float]) -> list[int]:

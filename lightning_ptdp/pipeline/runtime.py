@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
+from lightning_ptdp.pipeline.crossing import Crossing, TensorForm, backward
 from lightning_ptdp.pipeline.p2p import Receipt, Transport
-from lightning_ptdp.pipeline.stage import Crossing, PipelineCut, WholeModel
+from lightning_ptdp.pipeline.progress import Observers, StepObserver
+from lightning_ptdp.pipeline.stage import PipelineCut, WholeModel
+from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["PipelineRuntime", "StepJob"]
 
@@ -29,8 +33,11 @@ class StepJob(Protocol):
     def finish(self, microbatch: int, output: Any) -> Tensor | None:
         """Take the step's output on the last stage; returns the scalar to differentiate when training."""
 
-    def before_last_backward(self, stage: int) -> None:
-        """The next backward of ``stage`` completes its gradients."""
+    def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
+        """What comes next completes the gradients of ``stage``: a backward (None), or the weight gradients of ``awaited``."""
+
+    def gradient_complete(self, parameter: Tensor) -> None:
+        """The gradient of an awaited parameter is complete."""
 
     def reduce(self, stage: int) -> None:
         """All gradients of ``stage`` are complete."""
@@ -44,13 +51,27 @@ class PipelineRuntime:
         transport: Messages to the neighbours; None without a pipeline.
         rank: Pipeline rank (not the global one).
         ranks: Global ranks of the pipeline.
+        weight_gradients: Where schedules that split the backward keep what their weight gradients need.
+        observer: Is told of every action.
     """
 
-    def __init__(self, *, cut: PipelineCut | WholeModel, transport: Transport | None, rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        *,
+        cut: PipelineCut | WholeModel,
+        transport: Transport | None,
+        rank: int,
+        ranks: tuple[int, ...],
+        weight_gradients: WeightGradients | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
         self._cut, self._transport, self._rank, self._ranks = cut, transport, rank, ranks
+        self._weight_gradients = weight_gradients if weight_gradients is not None else WeightGradients()
+        self._observer = observer if observer is not None else Observers()
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
+            ActionKind.WEIGHT: self._weight,
             ActionKind.SEND_FORWARD: self._send_forward,
             ActionKind.RECEIVE_FORWARD: self._receive_forward,
             ActionKind.SEND_BACKWARD: self._send_backward,
@@ -65,22 +86,30 @@ class PipelineRuntime:
     def run(self, schedule: Schedule, job: StepJob) -> None:
         """Execute this rank's program of ``schedule``; returns when all its messages have left."""
         self._schedule, self._job = schedule, job
-        self._final = _final_backwards(schedule.programs[self._rank])
+        self._final = _final_gradients(schedule.programs[self._rank])
+        observer = self._observer
+        observer.began(schedule)
+        if self._transport is not None:
+            self._transport.begin(schedule)
         try:
             for action in schedule.programs[self._rank]:
+                observer.started(action)
                 self._handlers[action.kind](action)
+                observer.finished(action)
             if self._transport is not None:
                 self._transport.flush()
+            observer.ended()
         finally:
             self._clear()
 
     def _clear(self) -> None:
         self._schedule, self._job, self._final = None, None, frozenset()
+        self._weight_gradients.clear()
         self._posted: dict[tuple[ActionKind, int, int], Receipt] = {}
         self._handed: dict[tuple[ActionKind, int, int], Crossing] = {}
-        self._inputs: dict[tuple[int, int], Tensor | None] = {}
-        self._roots: dict[tuple[int, int], Any] = {}
-        self._sent: dict[tuple[int, int], tuple[tuple[int, ...], torch.dtype]] = {}
+        self._inputs: dict[tuple[int, int], Crossing | None] = {}
+        self._roots: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._sent: dict[tuple[int, int], tuple[TensorForm, ...]] = {}
         self._awaited: list[Action] = []
 
     def _neighbour(self, stage: int) -> int:
@@ -98,35 +127,61 @@ class PipelineRuntime:
 
     def _forward(self, action: Action) -> None:
         job, stage, microbatch = self._job, action.stage, action.microbatch
-        assert job is not None and microbatch is not None
-        received = self._take(ActionKind.RECEIVE_FORWARD, stage, microbatch) if stage else None
-        if received is not None and job.training and received.tensor.is_floating_point():
-            received = Crossing(received.tensor.detach().requires_grad_(), received.wrap)
-        result, last = self._cut.run(stage, received, lambda: job.forward(stage, microbatch), training=job.training)
-        root = job.finish(microbatch, result) if last else result.tensor
-        if not last:
-            self._sent[stage, microbatch] = (tuple(result.tensor.shape), result.tensor.dtype)
+        assert job is not None and microbatch is not None and self._schedule is not None
+        received = None
+        if stage:
+            received = self._take(ActionKind.RECEIVE_FORWARD, stage, microbatch).entering(training=job.training)
+        waits = job.training and self._schedule.splits_backward
+        with self._weight_gradients.intercepting() if waits else contextlib.nullcontext():
+            result, last = self._cut.run(stage, received, lambda: job.forward(stage, microbatch), training=job.training)
+        if last:
+            loss = job.finish(microbatch, result)
+            roots: tuple[Any, ...] = (loss,) if loss is not None and loss.requires_grad else ()
+        else:
+            # Of what is sent away only the graph's edges are kept, so that its memory can be freed.
+            roots = result.roots() if job.training else ()
+            self._sent[stage, microbatch] = result.awaited
             self._post_awaited()
             kind = ActionKind.RECEIVE_FORWARD if self._is_local(stage + 1) else ActionKind.SEND_FORWARD
             self._handed[kind, stage + (kind is ActionKind.RECEIVE_FORWARD), microbatch] = result
         if job.training:
-            self._inputs[stage, microbatch] = received.tensor if received is not None else None
-            self._roots[stage, microbatch] = _root(root, last)
+            self._inputs[stage, microbatch], self._roots[stage, microbatch] = received, roots
 
     def _backward(self, action: Action) -> None:
         job, stage, microbatch = self._job, action.stage, action.microbatch
         assert job is not None and microbatch is not None and self._schedule is not None
         last = stage == self._schedule.num_stages - 1
-        gradient = None if last else self._take(ActionKind.RECEIVE_BACKWARD, stage, microbatch).tensor
-        root, received = self._roots.pop((stage, microbatch)), self._inputs.pop((stage, microbatch))
+        gradients = None if last else self._take(ActionKind.RECEIVE_BACKWARD, stage, microbatch)
+        roots, received = self._roots.pop((stage, microbatch)), self._inputs.pop((stage, microbatch))
         if action in self._final:
-            job.before_last_backward(stage)
-        if root is not None:
-            torch.autograd.backward(root, gradient)
+            job.before_last_gradients(stage, None)
+        with self._split_backward((stage, microbatch)):
+            if gradients is not None:
+                backward(roots, gradients)
+            elif roots:
+                torch.autograd.backward(roots)
         if received is not None:
-            value = received.grad if received.grad is not None else torch.zeros_like(received)
             kind = ActionKind.RECEIVE_BACKWARD if self._is_local(stage - 1) else ActionKind.SEND_BACKWARD
-            self._handed[kind, stage - (kind is ActionKind.RECEIVE_BACKWARD), microbatch] = Crossing(value)
+            self._handed[kind, stage - (kind is ActionKind.RECEIVE_BACKWARD), microbatch] = received.gradients()
+
+    def _weight(self, action: Action) -> None:
+        job, key = self._job, (action.stage, action.microbatch)
+        assert job is not None
+        if action in self._final:
+            job.before_last_gradients(action.stage, self._weight_gradients.parameters(key))
+            self._weight_gradients.run(key, job.gradient_complete)
+        else:
+            self._weight_gradients.run(key)
+
+    @contextlib.contextmanager
+    def _split_backward(self, key: tuple[int, int]) -> Iterator[None]:
+        """Around a backward: weight gradients wait if the schedule has actions for them."""
+        assert self._schedule is not None
+        if not self._schedule.splits_backward:
+            yield
+            return
+        with self._weight_gradients.collecting(key):
+            yield
 
     def _send_forward(self, action: Action) -> None:
         assert self._transport is not None and action.microbatch is not None and self._job is not None
@@ -144,7 +199,7 @@ class PipelineRuntime:
         assert self._transport is not None and action.microbatch is not None
         crossing = self._handed.pop((ActionKind.SEND_BACKWARD, action.stage, action.microbatch))
         target, what = self._neighbour(action.stage - 1), f"B{action.stage - 1}.{action.microbatch}"
-        self._transport.send_backward(what, crossing.tensor, target=target)
+        self._transport.send_backward(what, crossing, target=target)
 
     def _receive_backward(self, action: Action) -> None:
         self._awaited.append(action)
@@ -162,10 +217,9 @@ class PipelineRuntime:
             assert microbatch is not None
             if (stage, microbatch) not in self._sent:
                 return
-            shape, dtype = self._sent.pop((stage, microbatch))
-            receipt = self._transport.receive_backward(
-                f"B{stage}.{microbatch}", source=self._neighbour(stage + 1), shape=shape, dtype=dtype
-            )
+            awaited = self._sent.pop((stage, microbatch))
+            source = self._neighbour(stage + 1)
+            receipt = self._transport.receive_backward(f"B{stage}.{microbatch}", source=source, awaited=awaited)
             self._posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
             self._awaited.pop(0)
 
@@ -174,14 +228,7 @@ class PipelineRuntime:
         self._job.reduce(action.stage)
 
 
-def _root(output: Tensor | None, last: bool) -> Any:
-    """Where the backward starts. Of an output that is sent away only the graph's edge is kept, so that its memory can be freed."""
-    if output is None or not output.requires_grad:
-        return None
-    return output if last else torch.autograd.graph.get_gradient_edge(output)
-
-
-def _final_backwards(program: tuple[Action, ...]) -> frozenset[Action]:
-    """The last backward of each stage, after which its gradients may be reduced."""
-    last = {action.stage: action for action in program if action.kind is ActionKind.BACKWARD}
+def _final_gradients(program: tuple[Action, ...]) -> frozenset[Action]:
+    """The last backward or weight gradient of each stage, after which its gradients may be reduced."""
+    last = {action.stage: action for action in program if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)}
     return frozenset(last.values())

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
-from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule, peak_in_flight
-from lightning_ptdp.pipeline.verify import ScheduleError
+from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
+from lightning_ptdp.pipeline.schedule_error import ScheduleError
+from lightning_ptdp.pipeline.spans import MemoryCurve, Number, Span, Timeline
 
-__all__ = ["Costs", "Number", "Span", "Timeline", "simulate"]
-
-Number = int | float | Fraction
+__all__ = ["Costs", "MemoryCurve", "Number", "Span", "Timeline", "simulate"]
 
 _COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 _SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 _RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+
+
+_FIELDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.WEIGHT: "weight",
+    ActionKind.REDUCE: "reduce",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +32,9 @@ class Costs:
         forward: One microbatch through one stage: a number for all stages, or one a stage.
         backward: The same for a backward action (the input gradient alone where the schedule splits the backward).
         weight: The same for a weight gradient; used only where the schedule splits the backward.
+        reduce: The reduction of a stage's gradients over the replicas. It starts at its action and runs beside the computations;
+            the reductions of one rank run one after the other.
+        send: A send occupies its rank for this time. Only messages between ranks are sent.
         latency: From when a message is both sent and posted until it is there. It does not occupy either rank.
 
     Raises:
@@ -35,23 +44,25 @@ class Costs:
     forward: Number | Sequence[Number] = 1
     backward: Number | Sequence[Number] = 2
     weight: Number | Sequence[Number] = 1
+    reduce: Number | Sequence[Number] = 0
+    send: Number = 0
     latency: Number = 0
 
     def __post_init__(self) -> None:
-        for field in ("forward", "backward", "weight", "latency"):
+        for field in (*_FIELDS.values(), "send", "latency"):
             value = getattr(self, field)
             values = value if isinstance(value, Sequence) else [value]
             if not all(v >= 0 for v in values):
                 raise ValueError(f"{field}={value!r} must not be negative")
 
     def by_stage(self, num_stages: int) -> dict[ActionKind, tuple[Number, ...]]:
-        """The cost of each kind of computation on each stage.
+        """The cost of each kind of computation, and of the reduction, on each stage.
 
         Raises:
             ValueError: There is not one cost a stage.
         """
         costs: dict[ActionKind, tuple[Number, ...]] = {}
-        for kind, field in zip(_COMPUTE, ("forward", "backward", "weight"), strict=True):
+        for kind, field in _FIELDS.items():
             value = getattr(self, field)
             values = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
             if len(values) != num_stages:
@@ -60,83 +71,12 @@ class Costs:
         return costs
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A computation and when it ran."""
-
-    action: Action
-    start: Number
-    end: Number
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When each rank computed what; spans of a rank are in order and do not overlap."""
-
-    schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
-
-    @property
-    def step_time(self) -> Number:
-        """From the first start to the last end."""
-        starts = [spans[0].start for spans in self.spans if spans]
-        ends = [spans[-1].end for spans in self.spans if spans]
-        return max(ends, default=0) - min(starts, default=0)
-
-    @property
-    def busy(self) -> tuple[Number, ...]:
-        """Time that each rank computes."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
-
-    @property
-    def bubble_fraction(self) -> Number:
-        """Idle time over computing time, summed over ranks: the papers' bubble time over ideal time where stages cost the same.
-
-        With unequal stages it counts the waiting for slower stages too. It is 0 for no bubble and may exceed 1. Integer and
-        fractional costs give an exact ``Fraction``.
-        """
-        busy = sum(self.busy)
-        idle = self.step_time * len(self.spans) - busy
-        if not busy:
-            return 0
-        return idle / busy if isinstance(idle, float) or isinstance(busy, float) else Fraction(idle) / Fraction(busy)
-
-    @property
-    def idle_fraction(self) -> float:
-        """Part of the step in which a rank has nothing to do, averaged over ranks: between 0 and 1."""
-        bubble = float(self.bubble_fraction)
-        return bubble / (1 + bubble)
-
-    @property
-    def peak_in_flight(self) -> tuple[int, ...]:
-        """The most activations (one microbatch through one stage each) that each rank holds at once."""
-        return tuple(peak_in_flight(span.action for span in spans) for spans in self.spans)
-
-    def text(self) -> str:
-        """The timeline in characters: one line a rank, one column for the shortest duration, ``=`` while an action goes on.
-
-        Durations that are not multiples of the shortest are rounded.
-        """
-        every = [span for spans in self.spans for span in spans]
-        unit = min((span.end - span.start for span in every if span.end > span.start), default=1)
-        origin = min((span.start for span in every), default=0)
-        width = max((len(str(span.action)) for span in every), default=1)
-        columns = [""] * len(self.spans)
-        for rank, spans in enumerate(self.spans):
-            cells = [""] * round(self.step_time / unit)
-            for span in spans:
-                start, end = round((span.start - origin) / unit), round((span.end - origin) / unit)
-                cells[start:end] = [str(span.action), *["=" * width] * (end - start - 1)][: end - start]
-            columns[rank] = (f"rank {rank}  " + " ".join(cell.ljust(width) for cell in cells)).rstrip()
-        return "\n".join(columns)
-
-
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Run a schedule on paper. Sends and receives take no time of a rank; a computation waits for its message.
+    """Run a schedule on paper. Receives take no time of a rank; a computation waits for its message.
 
     Args:
         schedule: The schedule.
-        costs: Durations; by default a forward takes 1, a backward 2, a message 0.
+        costs: Durations; by default a forward takes 1, a backward 2, messages and reductions 0.
 
     Raises:
         ScheduleError: The schedule does not run to its end (``verify_schedule`` says why).
@@ -156,7 +96,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     if waiting:
         stuck = ", ".join(f"rank {rank} waits for {send}" for send, rank in waiting.items())
         raise ScheduleError(f"{schedule.describe()} does not run to its end: {stuck}")
-    return Timeline(schedule, tuple(tuple(spans) for spans in walk.spans))
+    reductions = tuple(tuple(spans) for spans in walk.reductions)
+    return Timeline(schedule, tuple(tuple(spans) for spans in walk.spans), reductions if any(reductions) else ())
 
 
 class _Walk:
@@ -166,13 +107,14 @@ class _Walk:
         ranks = range(len(schedule.programs))
         self._schedule = schedule
         self._costs = costs.by_stage(schedule.num_stages)
-        self._latency = costs.latency
+        self._send, self._latency = costs.send, costs.latency
         self._clock: list[Number] = [0 for _ in ranks]
         self._position = [0 for _ in ranks]
         self._posted: dict[Action, Number] = {}
         self._sent: dict[Action, Number] = {}
         self.newly_sent: list[Action] = []
         self.spans: list[list[Span]] = [[] for _ in ranks]
+        self.reductions: list[list[Span]] = [[] for _ in ranks]
 
     def advance(self, rank: int) -> Action | None:
         """Run ``rank`` until its end (``None``) or until it waits for a send that has not happened (returned)."""
@@ -185,10 +127,13 @@ class _Walk:
                 if missing is not None:
                     return missing
             elif action.kind in _SENDS:
+                self._clock[rank] += self._send
                 self._sent[action] = self._clock[rank]
                 self.newly_sent.append(action)
             elif action.kind in _RECEIVES:
                 self._posted[action] = self._clock[rank]
+            else:
+                self._reduce(rank, action)
         self._position[rank] = len(program)
         return None
 
@@ -204,6 +149,12 @@ class _Walk:
         self.spans[rank].append(Span(action, start, end))
         self._clock[rank] = end
         return None
+
+    def _reduce(self, rank: int, action: Action) -> None:
+        cost, lane = self._costs[action.kind][action.stage], self.reductions[rank]
+        if cost:
+            start = max(self._clock[rank], lane[-1].end) if lane else self._clock[rank]
+            lane.append(Span(action, start, start + cost))
 
 
 def _message_of(action: Action) -> tuple[Action, Action] | None:

@@ -6,10 +6,10 @@ the rank at the other end of its channel. The work is linear in the number of ac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_ptdp.pipeline.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
+from lightning_ptdp.pipeline.schedule_error import ScheduleError, schedule_error
 
 __all__ = ["ScheduleError", "verify_schedule"]
 
@@ -21,10 +21,6 @@ _SF, _RF, _SB, _RB = (
     ActionKind.RECEIVE_BACKWARD,
 )
 _POSITION = {kind: position for position, kind in enumerate(ActionKind)}
-
-
-class ScheduleError(ValueError):
-    """A schedule that is incomplete, out of order, or would hang; the message shows where, with an arrow."""
 
 
 def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tuple[int, ...]:
@@ -58,12 +54,12 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
         raise ScheduleError(f"{schedule.describe()} has {len(schedule.programs)} programs: one a rank is needed")
     codes = _check_each_rank(schedule)
     _check_complete(schedule, codes, training)
-    _check_channels(schedule)
+    _check_channels(schedule, codes)
     _check_free_of_deadlock(schedule, codes)
     return tuple(peak_in_flight(program) for program in schedule.programs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
     """What an action of one kind and stage is (its code for microbatch 0) and needs; add the microbatch to every code."""
 
@@ -73,21 +69,32 @@ class _Rule:
     """(code, kind, stage) of what must have happened before on this rank."""
     there: int | None = None
     """The code at the other end of the channel: a computation needs the send, a send the posted receive."""
+    channel: Channel | None = None
+    message: int = 0
+    """The code of the receive of what a send or receive action carries."""
+    reduced: int | None = None
+    """The code of the reduction that must not have happened before."""
 
 
 def _rules(schedule: Schedule) -> dict[tuple[ActionKind, int], _Rule]:
     """One rule for each action that the placement of stages allows; any other action is an error."""
     last = schedule.num_stages - 1
-    splits = any(action.kind is _W for program in schedule.programs for action in program)
     rules: dict[tuple[ActionKind, int], _Rule] = {}
 
     def code(kind: ActionKind, stage: int) -> int:
         return (_POSITION[kind] * schedule.num_stages + stage) * schedule.num_microbatches
 
     def add(kind: ActionKind, stage: int, *here: tuple[ActionKind, int], there: tuple[ActionKind, int] | None = None) -> None:
-        before = tuple((code(*item), *item) for item in here)
-        rank = schedule.rank_of(stage)
-        rules[kind, stage] = _Rule(rank, code(kind, stage), before, None if there is None else code(*there))
+        receive = (kind, stage) if kind in (_RF, _RB) else there if kind in (_SF, _SB) else None
+        rules[kind, stage] = _Rule(
+            rank=schedule.rank_of(stage),
+            code=code(kind, stage),
+            here=tuple((code(*item), *item) for item in here),
+            there=None if there is None else code(*there),
+            channel=None if receive is None else schedule.channel(Action(kind, stage, 0)),
+            message=0 if receive is None else code(*receive),
+            reduced=code(_R, stage) if kind in (_B, _W) else None,
+        )
 
     for stage in range(last + 1):
         rank = schedule.rank_of(stage)
@@ -107,7 +114,7 @@ def _rules(schedule: Schedule) -> dict[tuple[ActionKind, int], _Rule]:
             add(_RB, stage)
             add(_B, stage, (_F, stage), (_RB, stage), there=(_SB, stage + 1))
             add(_SF, stage, (_F, stage), there=(_RF, stage + 1))
-        if splits:
+        if schedule.splits_backward:
             add(_W, stage, (_B, stage))
         add(_R, stage)
     return rules
@@ -121,37 +128,42 @@ class _Codes:
     needs: list[list[int]]
     happened: bytearray
     """Indexed by code: which actions the schedule has; the last byte, index -1, is always set."""
+    sent: dict[Channel, list[int]]
+    """The messages of each channel in the order of their sends: the codes of their receives."""
+    received: dict[Channel, list[int]]
 
 
 def _check_each_rank(schedule: Schedule) -> _Codes:
-    """Every action is legal, on the right rank, not repeated, and after what it needs from its own rank."""
+    """Every action is legal, on the right rank, not repeated, after what it needs from its own rank, and before its reduction."""
     rules = _rules(schedule)
     m = schedule.num_microbatches
     seen = bytearray(len(ActionKind) * schedule.num_stages * m + 1)
     seen[-1] = 1
-    result = _Codes([], [], seen)
+    channels = {rule.channel for rule in rules.values() if rule.channel is not None}
+    result = _Codes([], [], seen, {channel: [] for channel in channels}, {channel: [] for channel in channels})
     for rank, program in enumerate(schedule.programs):
         codes: list[int] = []
         needs: list[int] = []
         for position, action in enumerate(program):
             rule = rules.get((action.kind, action.stage))
             microbatch = action.microbatch
-            if rule is None or rule.rank != rank:
-                raise _error(schedule, {rank: position}, _why_illegal(schedule, action, rank))
-            if microbatch is None:
-                if action.kind is not _R:
-                    raise _error(schedule, {rank: position}, f"{action} has no microbatch")
-                microbatch = 0
-            elif action.kind is _R or not 0 <= microbatch < m:
-                raise _error(
-                    schedule, {rank: position}, f"{action} does not exist: microbatches are 0 to {m - 1}, and R has none"
-                )
+            if rule is None or rule.rank != rank or not _has_microbatch(action, m):
+                raise schedule_error(schedule, {rank: position}, _why_illegal(schedule, action, rank))
+            microbatch = microbatch or 0
             code = rule.code + microbatch
             if seen[code]:
-                raise _error(schedule, {rank: position}, f"{action} happens twice")
+                raise schedule_error(schedule, {rank: position}, f"{action} happens twice")
             for before, kind, stage in rule.here:
                 if not seen[before + microbatch]:
-                    raise _error(schedule, {rank: position}, f"{action} needs {Action(kind, stage, microbatch)} before it")
+                    raise schedule_error(
+                        schedule, {rank: position}, f"{action} needs {Action(kind, stage, microbatch)} before it"
+                    )
+            if rule.reduced is not None and seen[rule.reduced]:
+                why = f"{action} comes after R{action.stage}: its gradient would not be reduced"
+                raise schedule_error(schedule, {rank: position}, why)
+            if rule.channel is not None:
+                queues = result.received if rule.there is None else result.sent
+                queues[rule.channel].append(rule.message + microbatch)
             seen[code] = 1
             codes.append(code)
             needs.append(-1 if rule.there is None else rule.there + microbatch)
@@ -160,16 +172,23 @@ def _check_each_rank(schedule: Schedule) -> _Codes:
     return result
 
 
+def _has_microbatch(action: Action, m: int) -> bool:
+    """Whether the microbatch is one of the m; a reduction has none."""
+    return action.microbatch is None if action.kind is _R else action.microbatch is not None and 0 <= action.microbatch < m
+
+
 def _why_illegal(schedule: Schedule, action: Action, rank: int) -> str:
     if action.stage not in range(schedule.num_stages):
         return f"{action} does not exist: stages are 0 to {schedule.num_stages - 1}"
     if schedule.rank_of(action.stage) != rank:
         return f"{action} is on rank {rank}, but stage {action.stage} is on rank {schedule.rank_of(action.stage)}"
+    if not _has_microbatch(action, schedule.num_microbatches):
+        return f"{action} does not exist: microbatches are 0 to {schedule.num_microbatches - 1}, and only R has none"
     return f"{action} has no rank to talk to: the neighbouring stage does not exist or is on the same rank"
 
 
 def _check_complete(schedule: Schedule, codes: _Codes, training: bool) -> None:
-    """Nothing is missing, and each stage is reduced after its last gradient."""
+    """Nothing is missing."""
     m = schedule.num_microbatches
     for (kind, stage), rule in _rules(schedule).items():
         wanted = (1 if kind is _R else m) if training or kind in (_F, _SF, _RF) else 0
@@ -178,48 +197,27 @@ def _check_complete(schedule: Schedule, codes: _Codes, training: bool) -> None:
             continue
         end = {rule.rank: len(schedule.programs[rule.rank])}
         if found > wanted:
-            raise _error(schedule, end, f"stage {stage} has {kind} actions, but this is not training")
+            raise schedule_error(schedule, end, f"stage {stage} has {kind} actions, but this is not training")
         absent = codes.happened.index(0, rule.code) - rule.code
-        raise _error(schedule, end, f"{Action(kind, stage, None if kind is _R else absent)} is missing")
-    for rank, program in enumerate(schedule.programs):
-        reduced: set[int] = set()
-        for position, action in enumerate(program):
-            if action.kind is _R:
-                reduced.add(action.stage)
-            elif (action.kind is _B or action.kind is _W) and action.stage in reduced:
-                raise _error(
-                    schedule, {rank: position}, f"{action} comes after R{action.stage}: its gradient would not be reduced"
-                )
+        raise schedule_error(schedule, end, f"{Action(kind, stage, None if kind is _R else absent)} is missing")
 
 
-def _check_channels(schedule: Schedule) -> None:
+def _check_channels(schedule: Schedule, codes: _Codes) -> None:
     """On every channel, the messages are received in the order in which they are sent; all of them exist by now."""
-    sent: dict[Channel, list[tuple[int, int]]] = {}
-    received: dict[Channel, list[tuple[int, int]]] = {}
-    channels = {
-        (kind, stage): (sent if kind in (_SF, _SB) else received).setdefault(schedule.channel(Action(kind, stage, 0)), [])
-        for kind, stage in _rules(schedule)
-        if kind in (_SF, _RF, _SB, _RB)
-    }
-    offset = {_SF: 1, _SB: -1, _RF: 0, _RB: 0}
-    for program in schedule.programs:
-        for action in program:
-            messages = channels.get((action.kind, action.stage))
-            if messages is not None:
-                messages.append((action.stage + offset[action.kind], action.microbatch or 0))
-    for channel, messages in sent.items():
-        pairs = enumerate(zip(messages, received[channel], strict=True))
-        wrong = next((pair for index, pair in pairs if pair[0] != pair[1]), None)
+    for channel, messages in codes.sent.items():
+        pairs = zip(messages, codes.received[channel], strict=True)
+        wrong = next(((sent, received) for sent, received in pairs if sent != received), None)
         if wrong is None:
             continue
-        send, receive = (_SF, _RF) if channel.direction == "forward" else (_SB, _RB)
-        first = Action(send, wrong[0][0] - offset[send], wrong[0][1])
-        second = Action(receive, *wrong[1])
+        (sent_to, sent), (stage, received) = (divmod(message, schedule.num_microbatches) for message in wrong)
+        sent_to, stage = sent_to % schedule.num_stages, stage % schedule.num_stages
+        forward = channel.direction == "forward"
+        first = Action(_SF if forward else _SB, sent_to - 1 if forward else sent_to + 1, sent)
+        second = Action(_RF if forward else _RB, stage, received)
         source, destination = schedule.programs[channel.source], schedule.programs[channel.destination]
-        marks = {channel.source: source.index(first), channel.destination: destination.index(second)}
-        raise _error(
+        raise schedule_error(
             schedule,
-            marks,
+            {channel.source: source.index(first), channel.destination: destination.index(second)},
             f"rank {channel.source} sends {first} where rank {channel.destination} receives {second} ({channel.direction})",
         )
 
@@ -248,20 +246,4 @@ def _check_free_of_deadlock(schedule: Schedule, codes: _Codes) -> None:
     stuck = {rank: position for rank, position in enumerate(reached) if position < len(codes.codes[rank])}
     if stuck:
         what = ", ".join(f"rank {rank} at {schedule.programs[rank][position]}" for rank, position in stuck.items())
-        raise _error(schedule, stuck, f"deadlock where sends wait for their receive: {what}")
-
-
-def _error(schedule: Schedule, marks: Mapping[int, int], why: str, *, around: int = 12) -> ScheduleError:
-    """The error with the schedule near ``marks`` (rank -> position of the arrow; the length of the program is its end)."""
-    lines = []
-    for rank, program in enumerate(schedule.programs):
-        if len(schedule.programs) > 16 and rank not in marks:
-            continue
-        center = marks.get(rank, 0)
-        start, stop = max(center - around, 0), max(center, around) + around
-        words = [("--> " if marks.get(rank) == i else "") + str(program[i]) for i in range(start, min(stop, len(program)))]
-        if marks.get(rank) == len(program):
-            words.append("--> (end)")
-        line = " ".join(["…"] * (start > 0) + words + ["…"] * (stop < len(program)))
-        lines.append(f"rank {rank}  {line}")
-    return ScheduleError(f"{schedule.describe()}: {why}\n" + "\n".join(lines))
+        raise schedule_error(schedule, stuck, f"deadlock where sends wait for their receive: {what}")

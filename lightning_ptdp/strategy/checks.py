@@ -13,6 +13,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.parallelize import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
 __all__ = ["check_loader", "check_model", "check_sequence_length", "check_trainer", "plan_of"]
@@ -78,7 +79,7 @@ def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None
     Raises:
         ValueError: Names the field, the value and what would work.
     """
-    if layout.model_parallel_size == 1:
+    if layout.model_parallel_size == 1 and config.recompute == "none":
         return
     if CUT_MARK in vars(module):
         raise ValueError(
@@ -93,9 +94,18 @@ def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None
     plan.check(whole, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
     if layout.tensor_parallel_size > 1:
         plan.resolve(whole)
+    blocks, ranges = plan.blocks, tuple[tuple[int, int], ...]()
     if layout.pipeline_parallel_size > 1:
         parts = find_parts(whole, blocks=plan.blocks, before=plan.before, after=plan.after)
-        layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
+        blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
+    check_recomputation(
+        whole,
+        policy=config.recompute,
+        layers=config.recompute_layers,
+        blocks=blocks,
+        ranges=ranges,
+        selective=plan.selective,
+    )
 
 
 def check_loader(loader: Any, config: PTDPConfig) -> None:

@@ -23,6 +23,9 @@ from lightning_ptdp.engine import Engine
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize
+from lightning_ptdp.pipeline import CustomSchedule
+from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.strategy.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.launch import make_launcher
@@ -32,6 +35,7 @@ from lightning_ptdp.strategy.steps import ScheduledSteps
 from lightning_ptdp.strategy.summarize import summarize
 from lightning_ptdp.summary import StrategySummary
 from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["PTDPStrategy", "strategy_class"]
 
@@ -45,8 +49,17 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         virtual_pipeline_size: v, model chunks a pipeline rank holds (interleaving).
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence over the t ranks.
         num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline, else 1.
-        schedule: "gpipe", "1f1b", "interleaved_1f1b", or "auto" (interleaved if v > 1).
-        partition: Number of layers of each of the p*v stages; default: balanced by cost.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", or "auto" (1F1B, interleaved if v > 1); the
+            path of a CSV file; or a ``CustomSchedule``.
+        microbatch_group_size: Microbatches that visit a chunk before the next chunk's turn, in interleaved schedules. Default: p.
+        partition: Number of layers of each of the p*v stages, or the name of each stage's first block; default: balanced by cost.
+        recompute: "none", "full" (every block's activations are computed again in the backward), or "selective" (only those of the
+            modules that the plan calls selective).
+        recompute_layers: How many blocks of a stage are recomputed, for all stages or one number a stage. Default: all.
+        distribute_saved_activations: With recompute="full" and tensor parallelism, keep 1/t of a block's input on each tensor rank
+            and gather it for the recomputation (under sequence parallelism it is split anyway).
+        scatter_gather: With tensor parallelism but without sequence parallelism, send 1/t of a hidden state on each tensor rank and
+            gather it behind the boundary (arXiv 2104.04473, section 4.1).
         plan: Which submodules are sharded how, and where the repeated container is. Default: the module's own
             ``configure_parallel()``, else found automatically (pipeline) or an error (tensor parallelism).
         meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
@@ -74,8 +87,13 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         virtual_pipeline_size: int = 1,
         sequence_parallel: bool = False,
         num_microbatches: int | None = None,
-        schedule: str = "auto",
-        partition: Sequence[int] | None = None,
+        schedule: str | CustomSchedule = "auto",
+        microbatch_group_size: int | None = None,
+        partition: Sequence[int] | Sequence[str] | None = None,
+        recompute: str = "none",
+        recompute_layers: int | Sequence[int] | None = None,
+        distribute_saved_activations: bool = False,
+        scatter_gather: bool = True,
         plan: ParallelPlan | None = None,
         meta_init: bool = True,
         seed: int | None = None,
@@ -92,7 +110,12 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             sequence_parallel=sequence_parallel,
             num_microbatches=num_microbatches,
             schedule=schedule,
-            partition=None if partition is None else tuple(partition),
+            microbatch_group_size=microbatch_group_size,
+            partition=None if partition is None else tuple(partition),  # type: ignore[arg-type]
+            recompute=recompute,  # type: ignore[arg-type]
+            recompute_layers=tuple(recompute_layers) if isinstance(recompute_layers, Sequence) else recompute_layers,
+            distribute_saved_activations=distribute_saved_activations,
+            scatter_gather=scatter_gather,
             plan=plan,
             meta_init=meta_init,
             seed=seed,
@@ -106,6 +129,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         self.parallel: ParallelModel | None = None
         self.gradient_norm: Tensor | None = None
         self._engine: Engine | None = None
+        self._weight_gradients = WeightGradients()
+        self._watchdog: Watchdog | None = None
         self._seed = 0
         super().__init__(**lightning)
 
@@ -181,6 +206,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
         if self.mesh is None:
             self.mesh = ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout)
+        if self._watchdog is None:
+            self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
         self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
 
     def set_world_ranks(self) -> None:
@@ -222,6 +249,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             self.setup_optimizers(trainer)
         assert self.mesh is not None
         assert self.parallel is not None
+        assert self._watchdog is not None
         if self._engine is not None:
             self._engine.close()
         self._engine = Engine(
@@ -229,6 +257,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             config=self.config,
             mesh=self.mesh,
             parallel=self.parallel,
+            weight_gradients=self._weight_gradients,
+            watchdog=self._watchdog,
             seed=self._seed,
             device=self.root_device,
         )
@@ -254,6 +284,16 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         )
         if self.layout.model_parallel_size > 1:
             module.__dict__[CUT_MARK] = self.layout.describe()
+        apply_recomputation(
+            module,
+            policy=self.config.recompute,
+            layers=self.config.recompute_layers,
+            blocks=self.parallel.parts.blocks if self.parallel.parts is not None else plan.blocks,
+            ranges=self.parallel.ranges,
+            selective=plan.selective,
+            shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,
+            context_fn=self._weight_gradients.recomputation,
+        )
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the one optimizer."""
@@ -296,12 +336,15 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         """Release gradients and the device."""
         if self._engine is not None:
             self._engine.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        return {**state, "mesh": None, "parallel": None, "_engine": None}
+        return {**state, "mesh": None, "parallel": None, "_engine": None, "_watchdog": None}
 
 
 def strategy_class(namespace: str = "lightning.pytorch") -> Any:

@@ -15,6 +15,8 @@ from lightning_ptdp.data_parallel import global_norm
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.pipeline.progress import Observers
+from lightning_ptdp.pipeline.watchdog import Watchdog
 
 __all__ = ["ScheduledSteps"]
 
@@ -26,11 +28,13 @@ class ScheduledSteps(StrategyBase):
     parallel: ParallelModel | None
     gradient_norm: Tensor | None
     _engine: Engine | None
+    _watchdog: Watchdog | None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, and under a schedule backward too, of one batch."""
         assert self._engine is not None
-        return self._engine.training_step(self.precision_plugin.train_step_context, (*args, *kwargs.values()))
+        with self._during("step"):
+            return self._engine.training_step(self.precision_plugin.train_step_context, (*args, *kwargs.values()))
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
@@ -39,7 +43,7 @@ class ScheduledSteps(StrategyBase):
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
             self._engine.install_gradients()
             return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        with self._engine.reducing():
+        with self._during("step"), self._engine.reducing():
             return super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -70,7 +74,18 @@ class ScheduledSteps(StrategyBase):
 
     def _evaluate(self, hook: str, context: Any, args: tuple[Any, ...]) -> Any:
         assert self._engine is not None
-        return self._engine.evaluation_step(hook, context, args)
+        with self._during(hook):
+            return self._engine.evaluation_step(hook, context, args)
+
+    def _during(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Says what this rank is busy with to the ranks that wait for it."""
+        assert self._watchdog is not None
+        return self._watchdog.during(f"{what} {self.lightning_module.trainer.global_step}")
+
+    @property
+    def observers(self) -> Observers | None:
+        """Whoever is added is told of every action of the pipeline; None before ``setup``."""
+        return self._engine.observers if self._engine is not None else None
 
     @property
     def precision_plugin(self) -> Any:

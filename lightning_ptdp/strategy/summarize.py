@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.pipeline import Costs, build_schedule, simulate
+from lightning_ptdp.pipeline import Costs, simulate
 from lightning_ptdp.summary import StageSummary, StrategySummary
 
 __all__ = ["summarize"]
@@ -17,12 +18,7 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
     """Degrees, stages, parameters a rank and the schedule's ideal bubble; collective over the world."""
     layout = mesh.layout
     microbatches = config.microbatches(samples=2**31)
-    schedule = build_schedule(
-        config.schedule,
-        pipeline_parallel_size=layout.pipeline_parallel_size,
-        virtual_pipeline_size=layout.virtual_pipeline_size,
-        num_microbatches=microbatches,
-    )
+    schedule = config.build_schedule(microbatches)
     local = sum(parameter.numel() for parameter in parallel.records)
     counts: list[int] = [local]
     if layout.world_size > 1:
@@ -32,19 +28,25 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
         layout=layout,
         schedule=schedule.name,
         num_microbatches=microbatches,
-        stages=_stages(parallel, layout.pipeline_parallel_size),
+        stages=_stages(parallel, layout),
         parameters_per_rank=tuple(counts),
-        bubble=simulate(schedule, Costs()).idle_fraction,
+        bubble=simulate(schedule, Costs(backward=1 if schedule.splits_backward else 2)).idle_fraction,
         notes=parallel.notes,
     )
 
 
-def _stages(parallel: ParallelModel, size: int) -> tuple[StageSummary, ...]:
+def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSummary, ...]:
     if parallel.parts is None:
         return ()
     last = len(parallel.ranges) - 1
     extras = {0: ", ".join(parallel.parts.before), last: ", ".join(parallel.parts.after)}
     return tuple(
-        StageSummary(stage=stage, rank=stage % size, first_layer=start, last_layer_exclusive=stop, extra=extras.get(stage, ""))
+        StageSummary(
+            stage=stage,
+            rank=layout.rank_of_stage(stage),
+            first_layer=start,
+            last_layer_exclusive=stop,
+            extra=extras.get(stage, ""),
+        )
         for stage, (start, stop) in enumerate(parallel.ranges)
     )

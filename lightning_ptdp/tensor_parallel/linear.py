@@ -14,7 +14,8 @@ Shapes: b samples, s tokens, i input features, o output features; ... stands for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -24,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_ptdp.weight_gradients import WeightGradients, autocast_dtype
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_linear", "row_linear"]
 
@@ -59,12 +61,20 @@ class ColumnParallelLinear(nn.Module):
         assert sum(self.parts) == self.out_features, (self.parts, self.out_features)
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.weight_gradients: WeightGradients | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """This member's output features."""
-        return column_linear(x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
+        return column_linear(
+            x,
+            self.weight,
+            self.bias,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            weight_gradients=self.weight_gradients,
+        )
 
     def extra_repr(self) -> str:
         """Full sizes and the split."""
@@ -91,6 +101,7 @@ class RowParallelLinear(nn.Module):
         self.out_features = weight.size(0)
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.weight_gradients: WeightGradients | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 
@@ -106,29 +117,54 @@ class RowParallelLinear(nn.Module):
                 f"{self.weight.size(1)} features a rank, not {x.size(-1)}: its input must come from column-parallel layers, and "
                 "what lies between must read the number of heads and the sequence length from those layers' output"
             )
-        return row_linear(x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
+        return row_linear(
+            x,
+            self.weight,
+            self.bias,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            weight_gradients=self.weight_gradients,
+        )
 
     def extra_repr(self) -> str:
         """Full sizes and the split."""
         return _describe(self)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, group: Group, sequence_parallel: bool = False) -> Tensor:
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    group: Group,
+    sequence_parallel: bool = False,
+    weight_gradients: WeightGradients | None = None,
+) -> Tensor:
     """What ``ColumnParallelLinear`` computes; under autocast in autocast's dtype."""
     if group.size == 1:
         return F.linear(x, weight, bias)
     _check_sequence(x, sequence_parallel)
-    dtype = _autocast_dtype(x)
-    return _ColumnLinear.apply(x if dtype is None else x.to(dtype), weight, bias, dtype, group, sequence_parallel)
+    dtype = autocast_dtype(x)
+    x = x if dtype is None else x.to(dtype)
+    return _ColumnLinear.apply(x, weight, bias, dtype, group, sequence_parallel, weight_gradients)
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, group: Group, sequence_parallel: bool = False) -> Tensor:
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    group: Group,
+    sequence_parallel: bool = False,
+    weight_gradients: WeightGradients | None = None,
+) -> Tensor:
     """What ``RowParallelLinear`` computes; under autocast in autocast's dtype."""
     if group.size == 1:
         return F.linear(x, weight, bias)
     _check_sequence(x, sequence_parallel)
-    dtype = _autocast_dtype(x)
-    return _RowLinear.apply(x if dtype is None else x.to(dtype), weight, bias, dtype, group, sequence_parallel)
+    dtype = autocast_dtype(x)
+    x = x if dtype is None else x.to(dtype)
+    return _RowLinear.apply(x, weight, bias, dtype, group, sequence_parallel, weight_gradients)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -136,10 +172,18 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, group: Group, sequence_parallel: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype | None,
+        group: Group,
+        sequence_parallel: bool,
+        store: WeightGradients | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.dtype, ctx.group, ctx.sequence_parallel = dtype, group, sequence_parallel
+        # The parameter itself: under recomputation a saved tensor comes back as another object.
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.dtype, ctx.group, ctx.sequence_parallel, ctx.store = weight, dtype, group, sequence_parallel, store
         if sequence_parallel:
             x = start_all_gather(x, dim=_SEQUENCE, group=group).wait()
         return F.linear(x, _cast(weight, dtype), _cast(bias, dtype))
@@ -147,12 +191,13 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        group, split = ctx.group, ctx.sequence_parallel
+        (x,) = ctx.saved_tensors
+        weight, group, split = ctx.weight, ctx.group, ctx.sequence_parallel
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        waits = wants_weight and ctx.store is not None and ctx.store.waits
         with torch.autocast(grad.device.type, enabled=False):
             # The gather hides behind the first matrix product, the reduction behind the second.
-            gathering = start_all_gather(x, dim=_SEQUENCE, group=group) if split and wants_weight else None
+            gathering = start_all_gather(x, dim=_SEQUENCE, group=group) if split and wants_weight and not waits else None
             reducing = None
             if wants_x:
                 grad_x = grad.matmul(_cast(weight, ctx.dtype))
@@ -162,9 +207,12 @@ class _ColumnLinear(torch.autograd.Function):
                     reducing = start_all_reduce(grad_x, group=group, in_place=True)
             if gathering is not None:
                 x = gathering.wait()
-            grad_weight = _weight_gradient(grad, x) if wants_weight else None
+            if waits:
+                later = partial(_start_gathering, x, group) if split else x
+                ctx.store.put_off_product(weight, grad, later)
+            grad_weight = _weight_gradient(grad, x) if wants_weight and not waits else None
             grad_bias = _bias_gradient(grad) if wants_bias else None
-        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None, None, None
+        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -172,10 +220,18 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, group: Group, sequence_parallel: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype | None,
+        group: Group,
+        sequence_parallel: bool,
+        store: WeightGradients | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.dtype, ctx.group, ctx.sequence_parallel = dtype, group, sequence_parallel
+        # The parameter itself: under recomputation a saved tensor comes back as another object.
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.dtype, ctx.group, ctx.sequence_parallel, ctx.store = weight, dtype, group, sequence_parallel, store
         partial = F.linear(x, _cast(weight, dtype))
         if sequence_parallel:
             y = start_reduce_scatter(partial, dim=_SEQUENCE, group=group).wait()
@@ -186,7 +242,8 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         with torch.autocast(grad.device.type, enabled=False):
             gathering = None
@@ -197,8 +254,16 @@ class _RowLinear(torch.autograd.Function):
             if gathering is not None:
                 grad = gathering.wait()
             grad_x = grad.matmul(_cast(weight, ctx.dtype)) if wants_x else None
-            grad_weight = _weight_gradient(grad, x) if wants_weight else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+            grad_weight = None
+            if wants_weight and ctx.store is not None and ctx.store.waits:
+                ctx.store.put_off_product(weight, grad, x)
+            elif wants_weight:
+                grad_weight = _weight_gradient(grad, x)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _start_gathering(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    return start_all_gather(x, dim=_SEQUENCE, group=group).wait
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -208,13 +273,6 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def _bias_gradient(grad: Tensor) -> Tensor:
     return grad.reshape(-1, grad.size(-1)).sum(0)
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast, which cannot see into a custom function, would cast to in front of ``F.linear`` (float64 is exempt)."""
-    if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
 
 
 @overload

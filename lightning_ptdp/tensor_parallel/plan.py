@@ -13,7 +13,7 @@ from lightning_ptdp.layout import nearest_divisors
 from lightning_ptdp.tensor_parallel.explain import explain
 from lightning_ptdp.tensor_parallel.kinds import Column, Kind, Partial, Position, Row, Vocabulary, kind_from, module_types
 
-__all__ = ["ParallelPlan"]
+__all__ = ["ParallelPlan", "matches", "nearest_names"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class ParallelPlan:
             becomes of these modules: ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"`` or a ``Kind``.
         before: Modules that run before the blocks.
         after: Modules that run after the blocks.
+        selective: Glob patterns of the modules inside the blocks that ``recompute="selective"`` recomputes: those that keep much for
+            the backward and cost little, as the core of the attention (arXiv 2205.05198, section 5).
 
     Raises:
         ValueError: A kind is unknown.
@@ -35,11 +37,12 @@ class ParallelPlan:
     tensor: Mapping[str, str | Kind] = field(default_factory=dict)
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    selective: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         kinds = {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}
         object.__setattr__(self, "tensor", kinds)
-        for name in ("before", "after"):
+        for name in ("before", "after", "selective"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"{name}={value!r} must be a list of module names: {name}=({value!r},)")
@@ -55,10 +58,10 @@ class ParallelPlan:
         found: dict[str, Kind] = {}
         origin: dict[str, str] = {}
         for pattern, kind in self._kinds():
-            names = [name for name in modules if _matches(name, pattern)]
+            names = [name for name in modules if matches(name, pattern)]
             if not names:
                 raise ValueError(
-                    f"the plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}; {_nearest(pattern, modules)}"
+                    f"the plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}; {nearest_names(pattern, modules)}"
                 )
             for name in names:
                 if found.setdefault(name, kind) != kind:
@@ -76,8 +79,9 @@ class ParallelPlan:
         Numbers of heads are not visible here: only features are.
 
         Raises:
-            ValueError: Of ``resolve``; ``blocks``, ``before`` or ``after`` name no module; a size does not divide; a weight is shared
-                by modules that would be spread differently; sequence parallelism without a vocabulary-parallel embedding and head.
+            ValueError: Of ``resolve``; ``blocks``, ``before``, ``after`` or ``selective`` name no module; a size does not divide; a
+                weight is shared by modules that would be spread differently; sequence parallelism without a vocabulary-parallel
+                embedding and head.
         """
         kinds = self.resolve(model)
         self._check_paths(model)
@@ -106,15 +110,25 @@ class ParallelPlan:
         paths = [("blocks", self.blocks), *(("before", path) for path in self.before), *(("after", path) for path in self.after)]
         for label, path in paths:
             if path is not None and path not in modules:
-                raise ValueError(f"the plan's {label}={path!r} is no module of {type(model).__name__}; {_nearest(path, modules)}")
+                raise ValueError(
+                    f"the plan's {label}={path!r} is no module of {type(model).__name__}; {nearest_names(path, modules)}"
+                )
+        for pattern in self.selective:
+            if not any(matches(name, pattern) for name in modules):
+                raise ValueError(
+                    f"the plan's selective pattern {pattern!r} matches no module of {type(model).__name__}; "
+                    f"{nearest_names(pattern, modules)}"
+                )
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether the glob ``pattern`` names the module ``name``, component by component."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(fnmatchcase(part, glob) for part, glob in zip(parts, wanted, strict=True))
 
 
-def _nearest(wanted: str, modules: Mapping[str, nn.Module]) -> str:
+def nearest_names(wanted: str, modules: Mapping[str, nn.Module]) -> str:
+    """The end of an error message: names of ``modules`` that ``wanted`` may mean."""
     names = [name for name in modules if name]
     if not names:
         return "it has no submodules"

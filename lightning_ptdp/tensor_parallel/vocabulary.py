@@ -15,6 +15,7 @@ from lightning_ptdp.tensor_parallel.collectives import reduce, scatter_sequence
 from lightning_ptdp.tensor_parallel.linear import column_linear
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["VocabularyParallelEmbedding", "VocabularyParallelHead"]
 
@@ -107,12 +108,20 @@ class VocabularyParallelHead(nn.Module):
         self.vocabulary = vocabulary
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.weight_gradients: WeightGradients | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits that report the whole vocabulary."""
-        local = column_linear(x, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
+        local = column_linear(
+            x,
+            self.weight,
+            self.bias,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            weight_gradients=self.weight_gradients,
+        )
         if self.group.size == 1:
             return local
         return VocabularyParallelLogits.wrap(local, vocabulary=self.vocabulary, group=self.group)

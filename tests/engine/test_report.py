@@ -41,7 +41,7 @@ def _share(rank: int) -> list[tuple[Any, ...]]:
         StepReport(0.0, 0.0, False, [], {"prediction": torch.arange(3)}),
     ]
     for report in reports:
-        shared = share_report(report if rank == 2 else None, group=group, memory=memory, device=torch.device("cpu"))
+        shared = share_report(report if rank == 2 else None, group=group, source=2, memory=memory, device=torch.device("cpu"))
         extras = None if shared.extras is None else shared.extras["prediction"].tolist()
         seen.append((shared.loss, shared.weight, shared.counted, shared.calls, extras))
     return seen

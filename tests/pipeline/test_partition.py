@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.parallelize import layer_ranges
 from lightning_ptdp.pipeline import check_num_layers, explicit_partition, partition_layers
+from lightning_ptdp.pipeline.stage import ModelParts
 
 costs = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.5, 7.0]), min_size=1, max_size=9)
 
@@ -76,25 +82,83 @@ def test_embedding_and_head_count() -> None:
     assert partition_layers([1, 2], num_stages=1, first_cost=5, last_cost=5) == ((0, 2),)
 
 
-def test_an_explicit_split() -> None:
-    assert explicit_partition([1, 3, 2], num_layers=6, num_stages=3) == ((0, 1), (1, 4), (4, 6))
+def names(num_layers: int) -> list[str]:
+    return [f"model.blocks.{index}" for index in range(num_layers)]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 3))
+def test_an_explicit_split_by_counts_or_by_names(wanted: list[int], depth: int) -> None:
+    layers = names(sum(wanted))
+    ranges = explicit_partition(wanted, layers=layers, num_stages=len(wanted))
+    assert counts(ranges) == wanted
+    assert [layer for start, stop in ranges for layer in range(start, stop)] == list(range(len(layers)))
+    first = [".".join(layers[start].split(".")[-depth:]) for start, _ in ranges]
+    assert explicit_partition(first, layers=layers, num_stages=len(wanted)) == ranges
+
+
+def test_names_are_taken_whole() -> None:
+    layers = ["h.a1", "h.1", "h.11", "h.21"]
+    assert explicit_partition(["a1", "11", "21"], layers=layers, num_stages=3) == ((0, 2), (2, 3), (3, 4))
+    assert explicit_partition(("h.a1", "1"), layers=layers, num_stages=2) == ((0, 1), (1, 4))
 
 
 @pytest.mark.parametrize(
-    ("given_counts", "num_layers", "num_stages", "words"),
+    ("partition", "num_layers", "words"),
     [
-        ([1, 2], 3, 3, ["[1, 2]", "num_stages=3"]),
-        ([1, 0, 2], 3, 3, ["holds 0", "at least one"]),
-        ([1, True, 2], 4, 3, ["holds True"]),
-        ([1, 2, 2], 6, 3, ["sum to 5", "num_layers=6", "add 1"]),
-        ([1, 2, 5], 6, 3, ["sum to 8", "take away 2"]),
+        ([1, 2], 3, ["partition=[1, 2]", "num_stages=3", "one a stage"]),
+        ([1, 0, 2], 3, ["holds 0", "at least one"]),
+        ([1, True, 2], 4, ["holds True"]),
+        ([1, 2, 2], 6, ["sum to 5", "num_layers=6", "add 1"]),
+        ([1, 2, 5], 6, ["sum to 8", "take away 2"]),
+        (["0", 2, 1], 4, ["mixes numbers and names"]),
+        (["blocks.0", "blocks.3"], 6, ["['blocks.0', 'blocks.3'] has 2 entries", "num_stages=3"]),
+        (["blocks.0", "block.2", "blocks.3"], 6, ["'block.2', which is no layer", "nearest: blocks.2", "'model.blocks.5'"]),
+        (["0", "2", "6"], 6, ["'6', which is no layer", "the 6 layers are 'model.blocks.0' to 'model.blocks.5'"]),
+        (["blocks.1", "blocks.3", "blocks.4"], 6, ["starts with layer 'model.blocks.1'", "start with 'model.blocks.0'"]),
+        (["0", "4", "2"], 6, ["out of order", "stage 2 starts with '2'", "after '4'"]),
+        (["0", "2", "blocks.2"], 6, ["out of order", "stage 2 starts with 'blocks.2'"]),
     ],
 )
-def test_explicit_splits_that_do_not_fit(given_counts: list[int], num_layers: int, num_stages: int, words: list[str]) -> None:
+def test_explicit_splits_that_do_not_fit(partition: list, num_layers: int, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
-        explicit_partition(given_counts, num_layers=num_layers, num_stages=num_stages)
+        explicit_partition(partition, layers=names(num_layers), num_stages=3)
     for word in words:
         assert word in str(error.value)
+
+
+class Model(nn.Module):
+    """Eight layers of 8 x 64 elements between an embedding and a head of ``vocabulary`` x 8."""
+
+    def __init__(self, *, vocabulary: int = 8, layers: Sequence[nn.Module] = ()) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, 8)
+        self.blocks = nn.ModuleList(layers or [nn.Linear(8, 64) for _ in range(8)])
+        self.head = nn.Linear(8, vocabulary, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "expected"),
+    [
+        (8, [2, 2, 2, 2]),
+        (64, [2, 2, 3, 1]),  # the head is a layer
+        (256, [2, 2, 3, 1]),  # the head is four layers, the embedding half a one: no reason yet to take one from the first stage
+        (512, [1, 3, 3, 1]),  # the embedding is a layer
+    ],
+)
+def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(vocabulary: int, expected: list[int]) -> None:
+    layout = ParallelLayout(world_size=4, pipeline_parallel_size=4)
+    parts = ModelParts(blocks="blocks", before=("wte",), after=("head",))
+    with torch.device("meta"):
+        model = Model(vocabulary=vocabulary)
+    assert counts(layer_ranges(model, parts=parts, layout=layout)) == expected
+    assert layer_ranges(model, parts=parts, layout=layout, partition=["0", "blocks.1", "2", "blocks.7"])[2] == (2, 7)
+
+
+def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
+    shared = nn.Linear(8, 64)
+    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
+    parts = ModelParts(blocks="blocks", before=("wte",), after=("head",))
+    assert layer_ranges(Model(layers=[shared] * 4), parts=parts, layout=layout) == ((0, 2), (2, 4))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.pipeline.crossing import Crossing
 from lightning_ptdp.pipeline.discover import find_blocks, find_parts
-from lightning_ptdp.pipeline.stage import Crossing, ModelParts, PipelineCut, StageError
+from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, StageError
 
 
 class Net(nn.Module):
@@ -141,7 +142,7 @@ class Peeking(Net):
 def test_misuse_is_named_with_the_mend(model: type[Net], stage: int, words: str) -> None:
     part = model()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
-    received = Crossing(torch.zeros(2, 5, 6)) if stage else None
+    received = Crossing.of(torch.zeros(2, 5, 6)) if stage else None
     with pytest.raises(StageError, match=words):
         cut.run(stage, received, lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
 
@@ -150,7 +151,7 @@ def test_reading_the_weight_of_a_module_that_lives_elsewhere_is_named() -> None:
     part = Peeking()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
     with pytest.raises(AttributeError, match=r"'embedding' lives on another pipeline stage.*'weight'"):
-        cut.run(2, Crossing(torch.zeros(2, 5, 6)), lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
+        cut.run(2, Crossing.of(torch.zeros(2, 5, 6)), lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
 
 
 def test_the_container_is_found_or_asked_for() -> None:

@@ -9,20 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.pipeline import (
+    SCHEDULES,
     Action,
     ActionKind,
     Schedule,
     ScheduleError,
     build_schedule,
-    lowering,
     peak_in_flight,
-    schedules,
     verify_schedule,
 )
+from lightning_ptdp.pipeline.lowering import lower
+from tests.pipeline.orders import compute_orders, needs
 
 K = ActionKind
 SIZES = [("gpipe", 2, 1, 3), ("gpipe", 3, 2, 4), ("1f1b", 1, 1, 3), ("1f1b", 2, 1, 3), ("1f1b", 4, 1, 6)]
 SIZES += [("interleaved_1f1b", 2, 2, 3), ("interleaved_1f1b", 3, 2, 4), ("interleaved_1f1b", 2, 3, 5)]
+SIZES += [("zb_h1", 3, 1, 4), ("zb_v", 2, 2, 3), ("zb_v", 3, 2, 6), ("dualpipe_v", 2, 2, 4), ("dualpipe_v", 3, 2, 2)]
 
 
 def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
@@ -40,9 +42,9 @@ def from_text(name: str, p: int, v: int, m: int, *lines: str) -> Schedule:
 
 
 def is_legal(schedule: Schedule) -> bool:
-    """The oracle, for permuted training schedules without W: try every rank in turn, blocking sends, first in first out."""
-    p, last = schedule.pipeline_parallel_size, schedule.num_stages - 1
-    positions = [0] * p
+    """The oracle, for permuted training schedules: try every rank in turn, blocking sends, first in first out."""
+    kinds = {action.kind for program in schedule.programs for action in program}
+    positions = [0] * schedule.pipeline_parallel_size
     done: set[Action] = set()
     posted: dict[object, list[tuple[int, int]]] = {}
     moved = True
@@ -66,24 +68,28 @@ def is_legal(schedule: Schedule) -> bool:
                 if able:
                     assert i is not None
                     posted.setdefault(schedule.channel(a), []).append((s, i))
-            elif a.kind is K.FORWARD:
-                needs = [Action(K.FORWARD, s - 1, i)] if s else []
-                if s and p > 1:
-                    needs += [Action(K.RECEIVE_FORWARD, s, i), Action(K.SEND_FORWARD, s - 1, i)]
-                able = all(need in done for need in needs)
-            elif a.kind is K.BACKWARD:
-                needs = [Action(K.FORWARD, s, i)]
-                if s < last:
-                    needs += [Action(K.BACKWARD, s + 1, i)]
-                    needs += [Action(K.RECEIVE_BACKWARD, s, i), Action(K.SEND_BACKWARD, s + 1, i)] if p > 1 else []
-                able = all(need in done for need in needs)
+            elif a.kind is K.REDUCE:
+                last = K.WEIGHT if K.WEIGHT in kinds else K.BACKWARD
+                able = all(Action(last, s, j) in done for j in range(schedule.num_microbatches))
             else:
-                able = all(Action(K.BACKWARD, s, j) in done for j in range(schedule.num_microbatches))
+                able = all(need in done for need in needed(schedule, a))
             if able:
                 done.add(a)
                 positions[rank] += 1
                 moved = True
     return positions == [len(program) for program in schedule.programs]
+
+
+def needed(schedule: Schedule, action: Action) -> set[Action]:
+    """What a computation needs: other computations, and the message between ranks."""
+    s, i = action.stage, action.microbatch
+    found = needs(action, schedule.num_stages)
+    for other in needs(action, schedule.num_stages):
+        if schedule.rank_of(other.stage) != schedule.rank_of(s):
+            forward = other.kind is K.FORWARD
+            found.add(Action(K.SEND_FORWARD if forward else K.SEND_BACKWARD, other.stage, i))
+            found.add(Action(K.RECEIVE_FORWARD if forward else K.RECEIVE_BACKWARD, s, i))
+    return found
 
 
 def accepted(schedule: Schedule) -> bool:
@@ -140,16 +146,98 @@ def test_swapped_actions_are_judged_as_the_oracle_does(place: tuple[Schedule, in
     assert accepted(mutant) == is_legal(mutant)
 
 
-@given(st.sampled_from(SIZES), st.randoms(use_true_random=False))
+@given(compute_orders(max_ranks=3, max_microbatches=3), st.data())
 @settings(max_examples=150, deadline=None)
-def test_any_lookahead_is_judged_as_the_oracle_does(size: tuple[str, int, int, int], random: object) -> None:
-    name, p, v, m = size
-    function = {"gpipe": schedules.gpipe, "1f1b": schedules.one_f_one_b, "interleaved_1f1b": schedules.interleaved_one_f_one_b}[
-        name
-    ]
-    programs = lowering.lower(function(p, v, m), pipeline_parallel_size=p, num_stages=p * v, lookahead=random.randint(0, 3))  # type: ignore[attr-defined]
-    schedule = Schedule(name, p, v, m, programs)
-    assert accepted(schedule) == is_legal(schedule)
+def test_swaps_in_random_orders_are_judged_as_the_oracle_does(order: Schedule, data: st.DataObject) -> None:
+    schedule = lower(order)
+    assert is_legal(schedule)
+    rank = data.draw(st.integers(0, schedule.pipeline_parallel_size - 1))
+    program = list(schedule.programs[rank])
+    at = data.draw(st.integers(0, len(program) - 2))
+    program[at], program[at + 1] = program[at + 1], program[at]
+    mutant = changed(schedule, rank, program)
+    assert accepted(mutant) == is_legal(mutant)
+
+
+USE = {K.RECEIVE_FORWARD: K.FORWARD, K.RECEIVE_BACKWARD: K.BACKWARD}
+SENDS = (K.SEND_FORWARD, K.SEND_BACKWARD)
+
+
+@given(places())
+@settings(max_examples=150, deadline=None)
+def test_what_comes_too_late_or_too_early_is_rejected(place: tuple[Schedule, int, int]) -> None:
+    """A receive behind its use, a weight gradient before its backward, a reduction before the last gradient."""
+    schedule, rank, position = place
+    program = list(schedule.programs[rank])
+    action = program.pop(position)
+    if action.kind in USE:
+        program.insert(program.index(Action(USE[action.kind], action.stage, action.microbatch)) + 1, action)
+    elif action.kind is K.WEIGHT:
+        program.insert(program.index(Action(K.BACKWARD, action.stage, action.microbatch)), action)
+    elif action.kind is K.REDUCE:
+        last = [i for i, other in enumerate(program) if other.kind in (K.BACKWARD, K.WEIGHT) and other.stage == action.stage][-1]
+        program.insert(last, action)
+    else:
+        return
+    with pytest.raises(ScheduleError, match="-->"):
+        verify_schedule(changed(schedule, rank, program), training=True)
+
+
+@given(places(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_sends_and_receives_in_another_order_are_rejected(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+    schedule, rank, _ = place
+    program = list(schedule.programs[rank])
+    kinds = (*SENDS, *USE)
+    queues: dict[object, list[int]] = {}
+    for position, action in enumerate(program):
+        if action.kind in kinds:
+            queues.setdefault((schedule.channel(action), action.kind), []).append(position)
+    crowded = [queue for queue in queues.values() if len(queue) > 1]
+    if not crowded:
+        return
+    queue = data.draw(st.sampled_from(crowded))
+    first, second = data.draw(st.permutations(queue))[:2]
+    program[first], program[second] = program[second], program[first]
+    with pytest.raises(ScheduleError, match="-->"):
+        verify_schedule(changed(schedule, rank, program), training=True)
+
+
+@given(places(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_an_action_on_another_rank_is_rejected(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+    schedule, rank, position = place
+    other = (rank + 1) % schedule.pipeline_parallel_size
+    if other == rank:
+        return
+    here, there = list(schedule.programs[rank]), list(schedule.programs[other])
+    there.insert(data.draw(st.integers(0, len(there))), here.pop(position))
+    mutant = changed(changed(schedule, rank, here), other, there)
+    with pytest.raises(ScheduleError, match="-->"):
+        verify_schedule(mutant, training=True)
+
+
+@given(
+    st.sampled_from([name for name in SCHEDULES if name != "auto"]),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.integers(0, 9),
+)
+@settings(max_examples=120, deadline=None)
+def test_every_generator_at_every_size_passes(name: str, p: int, v: int, m: int, extra: int) -> None:
+    v = (
+        1
+        if p == 1 or name in ("1f1b", "zb_h1")
+        else 2
+        if name in ("zb_v", "dualpipe_v")
+        else max(v, 1 + name.startswith("inter"))
+    )
+    group_size = p + extra if name == "interleaved_1f1b" else None
+    schedule = build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, group_size=group_size)
+    peaks = verify_schedule(schedule, training=True)
+    assert peaks == tuple(map(peak_in_flight, schedule.programs))
+    assert all(1 <= peak <= v * m for peak in peaks)
 
 
 GOOD = ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1")
@@ -204,10 +292,24 @@ def test_a_deadlock_marks_every_stuck_rank() -> None:
     assert "B1.0 --> SB1.0" in str(error.value)
 
 
-def test_without_lookahead_the_interleaved_ring_can_hang() -> None:
-    programs = lowering.lower(schedules.interleaved_one_f_one_b(2, 2, 4), pipeline_parallel_size=2, num_stages=4, lookahead=0)
+def test_receives_posted_only_just_before_their_use_can_hang_the_ring() -> None:
+    schedule = build("interleaved_1f1b", 2, 2, 4)
+    programs = []
+    for program in schedule.programs:
+        late: list[Action] = []
+        for action in program:
+            if action.kind in (K.FORWARD, K.BACKWARD):
+                receive = K.RECEIVE_FORWARD if action.kind is K.FORWARD else K.RECEIVE_BACKWARD
+                late += [
+                    other
+                    for other in program
+                    if (other.kind, other.stage, other.microbatch) == (receive, action.stage, action.microbatch)
+                ]
+            if action.kind not in USE:
+                late.append(action)
+        programs.append(tuple(late))
     with pytest.raises(ScheduleError, match="deadlock"):
-        verify_schedule(Schedule("interleaved_1f1b", 2, 2, 4, programs))
+        verify_schedule(dataclasses.replace(schedule, programs=tuple(programs)))
 
 
 def test_split_backwards_hold_activations_until_the_weight_gradient() -> None:

@@ -1,0 +1,142 @@
+"""Stand-ins for the modules that live on other pipeline stages. They hold no parameters, and keep what models inspect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.pipeline.boundary import Boundary
+from lightning_ptdp.pipeline.crossing import Crossing, StageError
+
+__all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "StageExit", "Stub", "stub_shape"]
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
+
+class StageExit(BaseException):
+    """Leaves the user's step at the end of a stage; a BaseException, so that ``except Exception`` lets it through."""
+
+    def __init__(self, crossing: Crossing) -> None:
+        super().__init__("left the step at the end of a pipeline stage")
+        self.crossing = crossing
+
+
+class Placeholder(nn.Module):
+    """Base of the stand-ins; keeps the plain attributes of the module that it stands for, since models inspect their layers."""
+
+    def __init__(self, name: str, original: nn.Module, boundary: Boundary) -> None:
+        super().__init__()
+        for key, value in vars(original).items():
+            if not key.startswith("_") and key not in vars(self):
+                self.__dict__[key] = value
+        self.__dict__["_ptdp_name"] = name
+        self.__dict__["_ptdp_boundary"] = boundary
+
+    def __getattr__(self, key: str) -> Any:
+        name = self.__dict__.get("_ptdp_name", "?")
+        raise AttributeError(
+            f"'{name}' lives on another pipeline stage, and its attribute '{key}' with it. A module whose weight is used "
+            f"without calling the module must be tied instead (head.weight = {name}.weight), or be left out of the plan's "
+            "before= and after= lists"
+        )
+
+
+class EarlierBlock(Placeholder):
+    """A block of an earlier stage: returns what was received."""
+
+    def __init__(self, name: str, original: nn.Module, boundary: Boundary, *, first: bool) -> None:
+        super().__init__(name, original, boundary)
+        self.__dict__["_ptdp_first"] = first
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the last block of the stage before returned."""
+        boundary: Boundary = self.__dict__["_ptdp_boundary"]
+        _check_running(self)
+        if self.__dict__["_ptdp_first"]:
+            boundary.passes += 1
+            if boundary.passes > 1:
+                raise StageError(
+                    "one step calls the repeated blocks more than once; a pipeline stage sends one hidden state a microbatch. "
+                    "Concatenate the inputs along the batch dimension and call the model once, or use pipeline_parallel_size=1"
+                )
+        return boundary.earlier_output()
+
+
+class LaterBlock(Placeholder):
+    """A block of a later stage: leaves the step."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave with what the block would have been given."""
+        _check_running(self)
+        boundary: Boundary = self.__dict__["_ptdp_boundary"]
+        raise StageExit(boundary.leave(self.__dict__["_ptdp_name"], args, kwargs))
+
+
+class Absent(Placeholder):
+    """A module behind the blocks, which a stage before the last one does not reach."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse."""
+        raise StageError(
+            f"'{self.__dict__['_ptdp_name']}' belongs to the last pipeline stage but was called before the repeated blocks; list "
+            "it in the plan: ParallelPlan(before=(...,))"
+        )
+
+
+class Stub(Placeholder):
+    """A module before the blocks: zeros of the right shape, which the first placeholder block ignores."""
+
+    def __init__(self, name: str, original: nn.Module, boundary: Boundary, shape: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(name, original, boundary)
+        self.__dict__["_ptdp_shape"] = shape
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Zeros in the shape of the original's output."""
+        boundary: Boundary = self.__dict__["_ptdp_boundary"]
+        if boundary.passes:
+            raise StageError(
+                f"'{self.__dict__['_ptdp_name']}' belongs to the first pipeline stage but was called after the repeated blocks. If it "
+                "stands behind them, list it in the plan: ParallelPlan(after=(...,)); if the step calls the model more than once, "
+                "concatenate the inputs along the batch dimension and call it once"
+            )
+        return boundary.mark(self.__dict__["_ptdp_shape"](x))
+
+
+def _check_running(placeholder: Placeholder) -> None:
+    if placeholder.__dict__["_ptdp_boundary"].stage is None:
+        raise StageError(
+            f"block '{placeholder.__dict__['_ptdp_name']}' lives on another pipeline stage, and the model was called outside of a step "
+            "of the Trainer; under a pipeline only trainer.fit, validate, test and predict can run it"
+        )
+
+
+def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """How to make an output of the right shape without the module's weights; None if that is not known for its type."""
+    if isinstance(module, nn.Embedding):
+        width, dtype = module.embedding_dim, module.weight.dtype
+        return partial(_zeros_after_lookup, width=width, dtype=dtype)
+    if isinstance(module, nn.Linear):
+        out = module.out_features
+        return partial(_zeros_after_linear, width=out)
+    if isinstance(module, _NORMS):
+        return _unchanged
+    return None
+
+
+# Functions of the module, not closures: a cut model, and the Trainer that holds it, can be pickled.
+
+
+def _zeros_after_lookup(x: Tensor, *, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(*x.shape, width, dtype=dtype, device=x.device)
+
+
+def _zeros_after_linear(x: Tensor, *, width: int) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], width)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x

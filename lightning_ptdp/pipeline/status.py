@@ -1,0 +1,98 @@
+"""What a rank is doing: noted by the thread that does it, published by another one, told to people by the ranks that miss it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from lightning_ptdp.pipeline.actions import Action
+
+__all__ = ["LiveStatus", "RankStatus", "duration"]
+
+Phase = Literal["in", "waits in", "after", ""]
+
+
+class LiveStatus:
+    """Where this rank is. Written by one thread and read by others; a note is one assignment, so that it costs next to nothing.
+
+    Attributes:
+        during: What the rank is busy with, such as "step 12"; "" between steps.
+        latest: The last thing that it was busy with.
+        failure: The error that ended it; "" while it lives.
+        note: (phase, action, global rank that is waited for, ``time.monotonic`` of the beginning).
+    """
+
+    def __init__(self) -> None:
+        self.during = self.latest = self.failure = ""
+        self.note: tuple[Phase, Action | str, int | None, float] = ("", "", None, time.monotonic())
+
+    def set(self, phase: Phase, action: Action | str = "", peer: int | None = None) -> None:
+        """Note what begins now."""
+        self.note = (phase, action, peer, time.monotonic())
+
+    def status(self) -> RankStatus:
+        """As of now."""
+        phase, action, peer, since = self.note
+        return RankStatus(
+            during=self.during,
+            latest=self.latest,
+            phase=phase,
+            action=str(action),
+            peer=peer,
+            failure=self.failure,
+            age_s=time.monotonic() - since,
+            written=time.time(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """What one rank was doing when it wrote this.
+
+    Attributes:
+        during, latest, failure: As in ``LiveStatus``.
+        phase, action, peer: What it was doing, to which action, waiting for which global rank.
+        age_s: How long it had been doing so.
+        written: When, as ``time.time()``. Ages on other machines are as good as the clocks of the machines agree.
+    """
+
+    during: str
+    latest: str
+    phase: Phase
+    action: str
+    peer: int | None
+    failure: str
+    age_s: float
+    written: float
+
+    def encode(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> RankStatus:
+        """From ``encode``."""
+        return cls(**json.loads(text))
+
+    def place(self) -> str:
+        """Where it is: "step 12, waits in B1.2 for rank 2"."""
+        if not self.during:
+            return f"after {self.latest}" if self.latest else "before its first step"
+        peer = f" for rank {self.peer}" if self.peer is not None else ""
+        return f"{self.during}, {self.phase} {self.action}{peer}" if self.phase else self.during
+
+    def sentence(self, *, silent_after_s: float) -> str:
+        """For people. A status that was written longer than ``silent_after_s`` ago is that of a rank that has fallen silent."""
+        silence = max(time.time() - self.written, 0.0)
+        if self.failure:
+            return f"failed {duration(silence)} ago ({self.failure}): {self.place()}"
+        if silence > silent_after_s:
+            return f"last heard {duration(silence)} ago: {self.place()}"
+        return f"{self.place()} since {duration(self.age_s + silence)}"
+
+
+def duration(seconds: float) -> str:
+    """ "0.3 s", "29 s"."""
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

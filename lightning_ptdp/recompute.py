@@ -1,0 +1,287 @@
+"""Activation recomputation: drop what a part of the model would keep for its backward, and run its forward again there.
+
+``full`` recomputes whole blocks, so that of a block only its input is kept; ``selective`` only the modules that the plan names, for a
+GPT the attention core, which keeps much and costs little (arXiv 2205.05198, section 5). The recomputation belongs to the backward of
+its microbatch, so that it fits any schedule: at the price of a longer backward a stage holds fewer bytes a microbatch in flight::
+
+    kept for the backward of a block       none           selective                  full
+                                           everything     all but the core's inside  the input (1/t of it: ``shard_input``)
+
+How a module is made to do so: an object takes the place of its ``forward``, as an attribute of the instance. Its type, parameters,
+names, children and hooks stay what they are, it can be copied and pickled, and its own hooks run once; those of modules inside of it
+run in the recomputation too. Random numbers are replayed, so dropout drops the same. Two things do not survive running twice: state
+that a forward changes (running statistics; a Hugging Face model's cache, so build it with ``use_cache=False``) and control flow that
+depends on it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.pipeline.discover import find_blocks
+from lightning_ptdp.pipeline.stage import Placeholder
+from lightning_ptdp.tensor_parallel.collectives import start_all_gather
+from lightning_ptdp.tensor_parallel.plan import matches, nearest_names
+
+__all__ = [
+    "RecomputePolicy",
+    "apply_recomputation",
+    "check_recomputation",
+    "check_recompute_options",
+    "remove_recomputation",
+]
+
+RecomputePolicy = Literal["none", "full", "selective"]
+_POLICIES: tuple[str, ...] = get_args(RecomputePolicy)
+
+ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+Layers = int | Sequence[int] | None
+Ranges = Sequence[tuple[int, int]]
+
+
+def check_recompute_options(policy: str, layers: Layers = None, *, num_stages: int) -> None:
+    """Check what can be known without a model.
+
+    Args:
+        policy: The option ``recompute``.
+        layers: The option ``recompute_layers``.
+        num_stages: p * v.
+
+    Raises:
+        ValueError: The policy is unknown, or ``layers`` is neither a number of layers nor one for each stage.
+    """
+    if policy not in _POLICIES:
+        near = difflib.get_close_matches(str(policy), _POLICIES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"recompute={policy!r} must be one of {_POLICIES}{hint}")
+    if layers is None:
+        return
+    if policy == "none":
+        raise ValueError(
+            f"recompute_layers={_shown(layers)} has no effect with recompute='none'; use recompute='full' or 'selective', or leave "
+            "recompute_layers out"
+        )
+    counts = list(layers) if isinstance(layers, Sequence) else [layers]
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"recompute_layers={_shown(layers)} holds {count!r}: a number of layers is an integer, 0 or more")
+    if not isinstance(layers, int) and len(counts) != num_stages:
+        raise ValueError(
+            f"recompute_layers={counts} has {len(counts)} entries, but pipeline_parallel_size * virtual_pipeline_size = {num_stages}; "
+            "give one a stage, or one number for all"
+        )
+
+
+def check_recomputation(
+    module: nn.Module,
+    *,
+    policy: str,
+    blocks: str | None,
+    ranges: Ranges = (),
+    layers: Layers = None,
+    selective: Sequence[str] = (),
+) -> None:
+    """Check the options of ``apply_recomputation`` against the whole, uncut module, which may be on the meta device.
+
+    Raises:
+        ValueError: Of ``check_recompute_options``; a stage has fewer layers than shall be recomputed; there is no container; or
+            nothing says what "selective" means, or what it says matches nothing inside the blocks.
+    """
+    check_recompute_options(policy, layers, num_stages=max(1, len(ranges)))
+    if policy == "none":
+        return
+    blocks = find_blocks(module) if blocks is None else blocks
+    container = module.get_submodule(blocks)
+    _layers_a_stage(layers, ranges or ((0, len(container._modules)),))
+    if policy != "selective":
+        return
+    if not selective:
+        raise ValueError(
+            "recompute='selective', but the plan does not say which modules to recompute: give "
+            f"ParallelPlan(selective=(\"{blocks}.*.attention.core\",)) with patterns of your own names, or use recompute='full'"
+        )
+    inside = dict(container.named_modules(prefix=blocks, remove_duplicate=False))
+    inside.pop(blocks)
+    for pattern in selective:
+        if not any(matches(name, pattern) for name in inside):
+            raise ValueError(
+                f"the plan's selective pattern {pattern!r} matches no module inside '{blocks}'; {nearest_names(pattern, inside)}"
+            )
+
+
+def apply_recomputation(
+    module: nn.Module,
+    *,
+    policy: str,
+    blocks: str | None,
+    ranges: Ranges = (),
+    layers: Layers = None,
+    selective: Sequence[str] = (),
+    shard_input: Group | None = None,
+    context_fn: ContextPair | None = None,
+) -> tuple[str, ...]:
+    """Make this rank's part of a module recompute, in place; what an earlier call did is undone first.
+
+    Args:
+        module: The module after ``parallelize``. Blocks of other stages are skipped.
+        policy: "none", "full" or "selective".
+        blocks: Dotted name of the repeated container; found if None.
+        ranges: Half-open layer ranges, one a stage; empty: one stage of all layers.
+        layers: How many layers of each stage, the first ones, are recomputed: one number for all stages (a stage with fewer layers
+            recomputes all of its) or one a stage. None: all layers.
+        selective: Glob patterns of the modules inside the blocks that "selective" recomputes (``ParallelPlan.selective``).
+        shard_input: The tensor group, if its members hold the same input of a block (no sequence parallelism): "full" then keeps 1/t
+            of the input and gathers it for the recomputation (arXiv 2205.05198, section 4). An input that t does not divide is kept
+            whole.
+        context_fn: Gives the contexts of a forward and of its recomputation, as for ``torch.utils.checkpoint.checkpoint``.
+
+    Returns:
+        Names of the modules that are recomputed.
+
+    Raises:
+        ValueError: Of ``check_recompute_options``, or a stage has fewer layers than shall be recomputed.
+    """
+    check_recompute_options(policy, layers, num_stages=max(1, len(ranges)))
+    remove_recomputation(module)
+    if policy == "none":
+        return ()
+    blocks = find_blocks(module) if blocks is None else blocks
+    container = module.get_submodule(blocks)
+    prefix = f"{blocks}." if blocks else ""
+    chosen = [(f"{prefix}{key}", block) for key, block in _first_layers(container, ranges, layers)]
+    if policy == "selective":
+        chosen = [found for name, block in chosen for found in _outermost(name, block, selective)]
+    group = shard_input if policy == "full" and shard_input is not None and shard_input.size > 1 else None
+    for _, target in chosen:
+        if not isinstance(vars(target).get("forward"), _Recomputed):
+            vars(target)["forward"] = _Recomputed(
+                module=target, replaced=vars(target).get("forward"), shard_input=group, context_fn=context_fn
+            )
+    return tuple(name for name, _ in chosen)
+
+
+def remove_recomputation(module: nn.Module) -> None:
+    """Undo ``apply_recomputation``."""
+    for child in module.modules():
+        forward = vars(child).get("forward")
+        if isinstance(forward, _Recomputed):
+            del vars(child)["forward"]
+            if forward.replaced is not None:
+                vars(child)["forward"] = forward.replaced
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Recomputed:
+    """The forward of a module that is recomputed. An object and not a closure, so that the module can be copied and pickled.
+
+    Attributes:
+        module: The module. Its type's forward is looked up at each call: a bound method would be copied as a second reference to
+            whatever ``module.forward`` means in the middle of copying.
+        replaced: The instance's own forward from before, if it had one.
+        shard_input: Group to keep the first input in parts over.
+        context_fn: Contexts of the forward and of the recomputation.
+    """
+
+    module: nn.Module
+    replaced: Callable[..., Any] | None
+    shard_input: Group | None
+    context_fn: ContextPair | None = None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What is recomputed; ``inspect.signature`` looks here."""
+        return self.replaced if self.replaced is not None else partial(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        # All by position: torch looks among these for the tensors to save and the devices whose random state to replay.
+        inputs = (*args, *kwargs.values())
+        run = partial(self._run, tuple(kwargs))
+        group = self.shard_input
+        if group is not None and inputs and _is_divisible(inputs[0], group):
+            part = inputs[0].detach().view(group.size, -1)[group.rank].clone()
+            run, inputs = partial(_InParts(inputs[0], group), run), (part, *inputs[1:])
+        contexts = self.context_fn or _no_contexts
+        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+
+    def _run(self, keys: tuple[str, ...], *inputs: Any) -> Any:
+        count = len(inputs) - len(keys)
+        return self.__wrapped__(*inputs[:count], **dict(zip(keys, inputs[count:], strict=True)))
+
+
+def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), nullcontext()
+
+
+class _InParts:
+    """Runs on the whole input the first time, and on what it gathers from its parts whenever it is run again."""
+
+    def __init__(self, whole: Tensor, group: Group) -> None:
+        self._whole: Tensor | None = whole
+        self._group, self._shape, self._requires_grad = group, whole.shape, whole.requires_grad
+
+    def __call__(self, run: Callable[..., Any], part: Tensor, *others: Any) -> Any:
+        whole, self._whole = self._whole, None
+        if whole is None:
+            whole = start_all_gather(part, dim=0, group=self._group).wait().view(self._shape)
+            whole.requires_grad_(self._requires_grad)
+        return run(whole, *others)
+
+
+def _is_divisible(value: Any, group: Group) -> bool:
+    """Whether the parts of ``value``, put together, are the very same tensor, strides included."""
+    return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
+
+
+def _first_layers(container: nn.Module, ranges: Ranges, layers: Layers) -> Iterator[tuple[str, nn.Module]]:
+    """The layers to recompute that are here."""
+    members = list(container._modules.items())
+    ranges = ranges or ((0, len(members)),)
+    for (start, _), count in zip(ranges, _layers_a_stage(layers, ranges), strict=True):
+        for key, block in members[start : start + count]:
+            if block is not None and not isinstance(block, Placeholder):
+                yield key, block
+
+
+def _outermost(name: str, block: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside ``block`` that a pattern names; not the ones inside of those, which would be recomputed twice."""
+    outer = ""
+    for inner, module in block.named_modules(prefix=name, remove_duplicate=False):
+        if not (outer and inner.startswith(f"{outer}.")) and any(matches(inner, pattern) for pattern in patterns):
+            outer = inner
+            yield inner, module
+
+
+def _layers_a_stage(layers: Layers, ranges: Ranges) -> list[int]:
+    sizes = [stop - start for start, stop in ranges]
+    if layers is None:
+        return sizes
+    if isinstance(layers, int):
+        if layers > max(sizes):
+            held = ", ".join(map(str, sizes))
+            raise ValueError(
+                f"recompute_layers={layers}, but the stages have {held} layers; use {max(sizes)} or less, or None for all layers"
+            )
+        return [min(layers, size) for size in sizes]
+    for stage, (count, size) in enumerate(zip(layers, sizes, strict=True)):
+        if count > size:
+            fits = [min(count, size) for count, size in zip(layers, sizes, strict=True)]
+            raise ValueError(
+                f"recompute_layers={_shown(layers)} asks for {count} layers of stage {stage}, which has {size}; use at most {fits}"
+            )
+    return list(layers)
+
+
+def _shown(layers: Layers) -> str:
+    return repr(list(layers) if isinstance(layers, tuple) else layers)

@@ -1,0 +1,180 @@
+"""Recording training steps with a real Trainer."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_ptdp.callbacks import PipelineTimeline
+from lightning_ptdp.loggers import MLFlowLogger
+from tests.conformance.toys import LitNet, Place, loader, make_trainer
+from tests.pool import Pool
+
+P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+
+
+class Store(DummyLogger):
+    """Keeps files as MLflow's logger does."""
+
+    run_id = "r1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[str, str, str]] = []
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def log_artifact(self, run_id: str, path: str, folder: str) -> None:
+        self.kept.append((run_id, Path(path).name, folder))
+
+
+class Members(L.Callback):
+    """How many look on in each batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.counts.append(len(trainer.strategy.observers._members))
+
+
+def _fit(rank: int, world_size: int, layout: dict[str, Any], folder: str, options: dict[str, Any], accumulate: int) -> Any:
+    store, members = Store(), Members()
+    trainer = make_trainer(
+        Place(world_size=world_size, layout=layout),
+        callbacks=[members, PipelineTimeline(**options)],
+        logger=[CSVLogger(folder), store],
+        default_root_dir=folder,
+        accumulate_grad_batches=accumulate,
+        max_epochs=1,
+    )
+    torch.manual_seed(0)
+    trainer.fit(LitNet(), loader())
+    return store.kept, members.counts
+
+
+def _metrics(folder: Path) -> dict[int, dict[str, float]]:
+    """Of the steps that were recorded."""
+    (file,) = folder.rglob("metrics.csv")
+    rows = csv.DictReader(file.read_text().splitlines())
+    return {
+        int(row["step"]): {name: float(value) for name, value in row.items() if name.startswith("timeline/")}
+        for row in rows
+        if row["timeline/overhead"]
+    }
+
+
+def test_the_chosen_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(_fit, world_size=2, args=(2, P2, str(tmp_path), {"steps": [0, 2]}, 1))
+    files = ["step-000000.json", "step-000000.png", "step-000002.json", "step-000002.png"]
+    (folder,) = tmp_path.rglob("timeline")
+    assert folder.parent == tmp_path / "lightning_logs" / "version_0"
+    assert sorted(path.name for path in folder.iterdir()) == files
+    assert sorted(results[0][0]) == [("r1", name, "timeline") for name in files]
+    assert results[1][0] == []
+    # While a step is recorded one more looks on; the watchdog always does.
+    assert [counts for _, counts in results] == [[2, 1, 2, 1]] * 2
+    metrics = _metrics(tmp_path)
+    assert sorted(metrics) == [0, 2]
+    for found in metrics.values():
+        assert found["timeline/bubble_ideal"] > 0
+        assert found["timeline/bubble_measured"] > 0
+        assert found["timeline/step_seconds"] > 0
+        assert found["timeline/overhead"] > -1
+
+
+def test_the_trace_holds_what_every_rank_did(pool: Pool, tmp_path: Path) -> None:
+    layout = {**P2, "schedule": "zb_h1"}
+    pool.run(_fit, world_size=4, args=(4, layout, str(tmp_path), {"every_n_steps": 1, "dirpath": str(tmp_path / "mine")}, 1))
+    files = sorted((tmp_path / "mine").iterdir())
+    assert [path.name for path in files] == ["step-000001.json", "step-000001.png"]
+    events = json.loads(files[0].read_text())["traceEvents"]
+    spans = [(e["pid"], e["tid"], e["name"]) for e in events if e["ph"] == "X"]
+    expected = {(rank, f"{kind}{rank}.{i}") for rank in (0, 1) for kind in "FBW" for i in range(4)}
+    for pid in (0, 1):
+        assert {(tid // 2, name) for found, tid, name in spans if found == pid and name[0] != "R"} == expected
+    assert {(tid // 2, name) for pid, tid, name in spans if pid == 0 and name[0] == "R"} == {(0, "R0"), (1, "R1")}
+    titles = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert titles == ["zb_h1, step 1, measured", "ideal: mean costs, free messages"]
+    measured = {e["name"]: e for e in events if e["ph"] == "X" and e["pid"] == 0}
+    assert measured["F1.0"]["ts"] >= measured["F0.0"]["ts"] + measured["F0.0"]["dur"] - 2e4
+    assert measured["R0"]["ts"] >= measured["B0.3"]["ts"]
+
+
+def test_of_an_accumulated_step_the_last_batch_counts(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(_fit, world_size=2, args=(2, P2, str(tmp_path), {"steps": [1]}, 2))
+    assert [name for _, name, _ in results[0][0]] == ["step-000001.png", "step-000001.json"]
+    assert results[0][1] == [1, 1, 2, 2]
+
+
+def _fit_alone(rank: int, folder: str, layout: dict[str, Any] | None) -> tuple[list[str], list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    source = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    source.addHandler(handler)
+    place = Place(layout=layout) if layout is not None else Place(reference="auto")
+    make_trainer(place, callbacks=[PipelineTimeline(every_n_steps=1)], default_root_dir=folder).fit(LitNet(), loader())
+    source.removeHandler(handler)
+    return [line for line in said if "PipelineTimeline" in line], [path.name for path in Path(folder).rglob("*.png")]
+
+
+@pytest.mark.parametrize("layout", [None, {}, {"num_microbatches": 2}])
+def test_without_a_pipeline_it_says_so_once(pool: Pool, tmp_path: Path, layout: dict[str, Any] | None) -> None:
+    ((said, files),) = pool.run(_fit_alone, world_size=1, args=(str(tmp_path), layout))
+    assert said == ["PipelineTimeline: there is no pipeline, so there is nothing to record"]
+    assert files == []
+
+
+class _Fails(LitNet):
+    """On every rank, before the schedule starts and after the recorder was added."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise ZeroDivisionError("bad batch")
+
+
+def _fail(rank: int, folder: str) -> tuple[bool, list[str]]:
+    callback = PipelineTimeline(every_n_steps=1)
+    trainer = make_trainer(Place(world_size=2, layout=P2), callbacks=[callback], default_root_dir=folder)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(_Fails(), loader())
+    return callback._recorder is None, [path.name for path in Path(folder).rglob("step-*")]
+
+
+def test_a_step_that_fails_is_forgotten(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(_fail, world_size=2, args=(str(tmp_path),)) == [(True, [])] * 2
+
+
+def test_mlflow_takes_files_like_this() -> None:
+    from mlflow import MlflowClient
+
+    inspect.signature(MlflowClient.log_artifact).bind(None, "run id", "/a/file", "timeline")
+    assert isinstance(MLFlowLogger.run_id, property) and isinstance(MLFlowLogger.experiment, property)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "every_n_steps=None and steps=None: give one of them"),
+        ({"every_n_steps": 2, "steps": [1]}, "give one of them"),
+        ({"every_n_steps": 0}, "every_n_steps=0 must be at least 1"),
+        ({"steps": []}, r"steps=\[\] must be one or more"),
+        ({"steps": [3, -1]}, r"steps=\[3, -1\]"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PipelineTimeline(**options)

@@ -1,0 +1,363 @@
+"""Several tensors over a stage boundary: a model cut in one process equals the uncut one, and what cannot be cut is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, TensorForm, describe, rebuild, substitute, tensors_in
+from lightning_ptdp.pipeline.stage import PipelineCut
+from tests.pipeline.crossing_models import (
+    MODELS,
+    RANGES,
+    Base,
+    Block,
+    Context,
+    Emulated,
+    FrozenMemory,
+    KeptBias,
+    Memory,
+    Nest,
+    Pair,
+    PairBlock,
+    Skip,
+    build,
+    ids,
+)
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_loss_and_gradients_equal_the_whole_models(model: type[Base]) -> None:
+    whole = build(model)
+    stages = Emulated(whole)
+    for batch in (ids(2, 5), ids(3, 4)):  # the shapes change
+        expected, found = whole(batch), stages.forward(batch, training=True)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        expected.square().sum().backward()
+        stages.backward(found.square().sum())
+    gradients = stages.gradients()
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_equals_the_whole_models_without_training_before(model: type[Base], context: Any) -> None:
+    whole = build(model).eval()
+    with context():
+        torch.testing.assert_close(Emulated(whole).forward(ids(), training=False), whole(ids()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtypes", "extras"),
+    [
+        (Pair, [torch.float64, torch.float64], []),
+        (Nest, [torch.float64, torch.float64, torch.int64, torch.bool], []),
+        (Memory, [torch.float64, torch.float64], [((1,), 1)]),
+        (Skip, [torch.float64, torch.float64], [(("other",), 1)]),
+        (Context, [torch.float64, torch.float64], [(("context", "memory", 0), 1)]),
+    ],
+)
+def test_only_what_the_next_stage_cannot_compute_crosses_and_once(model: Any, dtypes: Any, extras: Any) -> None:
+    stages = Emulated(build(model))
+    stages.forward(ids(), training=True)
+    for crossing in stages.crossings:
+        assert [tensor.dtype for tensor in crossing.tensors] == dtypes
+        assert list(crossing.form.extras) == extras
+        assert [form.differentiable for form in crossing.form.tensors] == [dtype.is_floating_point for dtype in dtypes]
+    for entered in stages.entered[1:]:
+        assert [tensor.shape for tensor in entered.gradients().tensors] == [form.shape for form in entered.awaited]
+
+
+def test_a_tensor_in_two_places_is_sent_once_and_its_gradients_add_up() -> None:
+    class Same(Base):
+        def __init__(self) -> None:
+            super().__init__(SameBlock)
+
+        def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+            y = x
+            for layer in self.layers:
+                x, y = layer(x, y)
+            return x + 2 * y
+
+    class SameBlock(PairBlock):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            mixed = self.mix(x, y)
+            return mixed, mixed
+
+    whole = build(Same)
+    stages = Emulated(whole)
+    whole(ids()).sum().backward()
+    stages.backward(stages.forward(ids(), training=True).sum())
+    assert [len(crossing.tensors) for crossing in stages.crossings] == [1, 1]
+    torch.testing.assert_close(stages.gradients()["embedding.weight"], whole.embedding.weight.grad, **EXACT)
+
+
+def test_without_a_gradient_in_evaluation_and_for_what_needs_none() -> None:
+    stages = Emulated(build(Memory))
+    with torch.no_grad():
+        stages.forward(ids(), training=False)
+    assert [crossing.awaited for crossing in stages.crossings] == [(), ()]
+    assert [crossing.roots() for crossing in stages.crossings] == [(), ()]
+
+
+def test_gradients_that_nobody_needs_yet_are_announced_where_parameters_are_frozen() -> None:
+    """Parameters may be released in the middle of a training, but the receiver is told once what comes back."""
+    whole = build(FrozenMemory)
+    stages = Emulated(whole)
+    stages.backward(stages.forward(ids(), training=True).sum())
+    before = stages.crossings[0].form
+    for part in (whole, *stages.parts):
+        part.requires_grad_(True).zero_grad()
+    stages.backward(stages.forward(ids(), training=True).sum())
+    whole(ids()).sum().backward()
+    assert stages.crossings[0].form == before
+    torch.testing.assert_close(stages.gradients()["memory.weight"], whole.memory.weight.grad, **EXACT)
+
+
+def test_a_local_neighbour_is_handed_the_same_memory() -> None:
+    stages = Emulated(build(Memory))
+    stages.forward(ids(), training=True)
+    for crossing, entered in zip(stages.crossings, stages.entered[1:], strict=True):
+        assert [t.data_ptr() for t in crossing.tensors] == [t.data_ptr() for t in entered.tensors]
+        assert all(tensor.is_leaf and tensor.requires_grad for tensor in entered.tensors)
+
+
+def test_a_stage_that_was_left_holds_on_to_nothing() -> None:
+    stages = Emulated(build(Memory))
+    stages.forward(ids(), training=False)
+    watched = [weakref.ref(tensor) for crossing in stages.crossings for tensor in crossing.tensors]
+    stages.crossings, stages.entered, stages.roots = [], [], []
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * len(watched)
+
+
+def test_every_stage_uses_its_own_of_a_bare_parameter() -> None:
+    class Bare(KeptBias):
+        def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, self.memory.weight)
+            return x
+
+    whole = build(Bare)
+    stages = Emulated(whole)
+    whole(ids()).sum().backward()
+    stages.backward(stages.forward(ids(), training=True).sum())
+    assert [len(crossing.tensors) for crossing in stages.crossings] == [1, 1]
+    torch.testing.assert_close(stages.gradients()["memory.weight"], whole.memory.weight.grad, **EXACT)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_compiled_blocks(how: str) -> None:
+    whole = build(Memory)
+    stages = Emulated(whole)
+    for part, (start, stop) in zip(stages.parts, RANGES, strict=True):
+        for index in range(start, stop):
+            if how == "wrapped":
+                part.layers[index] = torch.compile(part.layers[index], backend="eager")
+            else:
+                part.layers[index].compile(backend="eager")
+    for batch in (ids(2, 5), ids(3, 4)):
+        torch.testing.assert_close(stages.forward(batch, training=True), whole(batch), rtol=0, atol=0)
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class EachItsOwn(Base):
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        memories = [self.memory(x) * k for k in range(4)]
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x = layer(x, memory)
+        return x
+
+
+class OnlyAtTheEnd(Base):
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        memory = self.memory(x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, memory) if index == 3 else layer(x)
+        return x
+
+
+class AroundTheBlocks(Base):
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        first = x
+        for layer in self.layers:
+            x = layer(x)
+        return x + first
+
+
+class Residual(Base):
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class SecondComputed(Base):
+    """The second stream is changed between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(PairBlock)
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = x
+        for layer in self.layers:
+            x, y = layer(x, y)
+            y = y + 1
+        return x + y
+
+
+class Collected(Base):
+    """A loss of each block, as routers have it."""
+
+    def __init__(self) -> None:
+        super().__init__(CollectedBlock)
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        total = 0
+        for layer in self.layers:
+            x, loss = layer(x)
+            total = total + loss
+        return x + total
+
+
+class CollectedBlock(Block):
+    def forward(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.mix(x, x), x.square().mean()
+
+
+class Opaque(Base):
+    def __init__(self) -> None:
+        super().__init__(OpaqueBlock)
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+class OpaqueBlock(Block):
+    def forward(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, object]:
+        return self.mix(x, x), object()
+
+
+class Returned(Base):
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embedding(ids)
+        first = x
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.head(x), "embedded": [first]}
+
+
+class Sealed(Base):
+    """The memory comes in an object that nobody looks into."""
+
+    def __init__(self) -> None:
+        super().__init__(SealedBlock)
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        sealed = nn.ParameterDict()
+        sealed.value = self.memory(x)
+        for layer in self.layers:
+            x = layer(x, sealed)
+        return x
+
+
+class SealedBlock(Block):
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        return self.mix(x, other.value)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (EachItsOwn, "one tensor for all"),
+        (OnlyAtTheEnd, "Give it to every block"),
+        (AroundTheBlocks, "between the repeated blocks or behind"),
+        (Residual, "computed between the repeated blocks"),
+        (SecondComputed, "computed between the repeated blocks|does not pass it on"),
+        (Collected, r"x, total = block\(x, total\)"),
+        (Opaque, "returned a object, which cannot be built again"),
+        (Returned, "between the repeated blocks or behind"),
+        (Sealed, "between the repeated blocks or behind"),
+    ],
+)
+def test_refused_instead_of_wrong(model: type[Base], words: str, training: bool) -> None:
+    stages = Emulated(build(model))
+    with torch.set_grad_enabled(training), pytest.raises(StageError, match=words):
+        stages.forward(ids(), training=training)
+
+
+def test_a_model_is_not_run_outside_of_a_step() -> None:
+    stages = Emulated(build(Memory))
+    for part in stages.parts:
+        with pytest.raises(StageError, match="outside of a step"):
+            part(ids())
+
+
+def test_shapes_masks_and_logs_before_the_blocks_are_left_alone() -> None:
+    class Inspects(Memory):
+        def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+            kept = x.new_ones(x.shape[:2]).unsqueeze(-1) * torch.zeros_like(x).to(ids.device, x.dtype).add(1)
+            assert not torch.isnan(x).any()
+            first, size = x, x.size()
+            x = super().run_blocks(x, ids) * kept.to(first)
+            assert x.shape == size == first.shape
+            return x.view_as(first).type_as(first) * first.new_ones(())
+
+    whole = build(Inspects)
+    stages = Emulated(whole)
+    torch.testing.assert_close(stages.forward(ids(), training=True), whole(ids()), rtol=0, atol=0)
+    assert [len(crossing.tensors) for crossing in stages.crossings] == [2, 2]
+
+
+# ---- descriptions -----------------------------------------------------------------------------------------------------
+
+
+def test_the_description_survives_its_header() -> None:
+    tensors = (torch.zeros(2, 3), torch.zeros((), dtype=torch.bool))
+    output = {"a": (tensors[0], [None, True, 2, 0.1, "text"]), 3: {"b": tensors[1], "again": tensors[0]}}
+    crossing = Crossing.of(output)
+    form = Form(tensors=crossing.form.tensors, output=crossing.form.output, extras=((("memory", 0), 1),))
+    assert Form.decode(form.encode()) == form
+    again = rebuild(Form.decode(form.encode()).output, crossing.tensors, lambda: pytest.fail("nothing is elsewhere"))
+    assert again == output
+    assert again["a"][1] == [None, True, 2, 0.1, "text"]
+    assert again[3]["again"] is tensors[0]
+    assert all(TensorForm.of(tensor) == known for tensor, known in zip(tensors, form.tensors, strict=True))
+
+
+def test_nests_are_walked_and_changed_in_place_of_their_tensors() -> None:
+    x, other = torch.zeros(1), torch.ones(1)
+    nest = ({"a": [x, 1]}, x)
+    assert [path for path, _ in tensors_in(nest)] == [(0, "a", 0), (1,)]
+    assert substitute(nest, lambda path, tensor: tensor) is nest
+    changed = substitute(nest, lambda path, tensor: other if path == (1,) else tensor)
+    assert changed[0] is nest[0]
+    assert changed[1] is other
+
+
+@pytest.mark.parametrize("value", [object(), {1.5: 1}, torch.Size([1]), {2}])
+def test_what_cannot_be_described_is_named(value: Any) -> None:
+    with pytest.raises(StageError, match=f"block 'layers.0' returned a {type(value).__name__}"):
+        describe((torch.zeros(1), value), lambda tensor: 0, "layers.0")
+
+
+def test_a_cut_model_knows_its_extras_only_while_it_runs() -> None:
+    whole = build(Memory)
+    assert not hasattr(whole.embedding(ids()), "origin")
+    cut = PipelineCut(whole, parts=Emulated(build(Memory)).cuts[0].parts, ranges=RANGES, stages=(0,))
+    cut.run(0, None, lambda: whole(ids()), training=True)
+    assert type(whole.embedding(ids())) is Tensor

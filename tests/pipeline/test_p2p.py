@@ -1,0 +1,336 @@
+"""Messages between stages: headers only where a form is new, 1/t a rank, buffers that live shortly. Real processes over gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.pipeline import Action, Schedule, build_schedule
+from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm, rebuild
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.pipeline.p2p import PeerError, Transport, receives_ahead
+from lightning_ptdp.pipeline.runtime import PipelineRuntime
+from lightning_ptdp.pipeline.stage import PipelineCut
+from tests.pipeline.crossing_models import Memory, Nest, Pair, build
+from tests.pipeline.crossing_models import ids as batch_of
+from tests.pool import Pool
+
+CPU = torch.device("cpu")
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def transport(rank: int, *, tensor: int = 1, **options: Any) -> Transport:
+    """Of one of two pipeline ranks."""
+    layout = ParallelLayout(world_size=2 * tensor, pipeline_parallel_size=2, tensor_parallel_size=tensor)
+    return Transport(mesh=ProcessMesh.create(layout=layout, rank=rank, timeout=timedelta(seconds=30)), device=CPU, **options)
+
+
+def outputs() -> dict[str, Any]:
+    """What a block may return, by the signature of its microbatch."""
+    x = torch.arange(6.0).view(2, 3)
+    return {
+        "tensor": x,
+        "strided": x.t(),
+        "tuple": (x + 1, None),
+        "nest": {"a": [x, {"b": x[0, 0], 3: True}], "again": x, "n": 0.5},
+        "empty": (x, torch.zeros(0, 4)),
+        "dtypes": [(torch.arange(5) - 1).to(dtype) for dtype in DTYPES],
+    }
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Structure, constants, shapes, dtypes, and the tensors bitwise."""
+    one, other = Crossing.of(found), Crossing.of(expected)
+    pairs = zip(one.tensors, other.tensors, strict=True)
+    return one.form == other.form and all(torch.equal(a, b) for a, b in pairs)
+
+
+def exchange_new_and_known_forms(rank: int) -> Any:
+    link, order = transport(rank), ["tensor", "nest", "tensor", "strided", "dtypes", "nest", "empty", "tuple"]
+    if rank == 0:
+        sizes = []
+        for step in range(2):
+            for index, name in enumerate(order):
+                before = link.sent_bytes
+                link.send_forward(f"F1.{index}", Crossing.of(outputs()[name]), target=1, signature=name)
+                payload = sum(tensor.nbytes for tensor in Crossing.of(outputs()[name]).tensors)
+                sizes.append((step, name, link.sent_bytes - before > payload))
+            link.flush()
+        return sizes
+    found = []
+    for _ in range(2):
+        # All are asked for at once: what stands behind a header that is not known yet must wait for its turn.
+        receipts = [link.receive_forward(f"F1.{i}", source=0, signature=name) for i, name in enumerate(order)]
+        for receipt, name in zip(receipts, order, strict=True):
+            crossing = receipt.wait()
+            output = rebuild(crossing.form.output, crossing.tensors, lambda: torch.empty(0))
+            found.append((name, same(output, outputs()[name])))
+    return found
+
+
+def test_a_header_goes_ahead_of_the_first_of_each_form_alone(pool: Pool) -> None:
+    sent, received = pool.run(exchange_new_and_known_forms, world_size=2)
+    assert [name for name, equal in received if not equal] == []
+    assert len(received) == 16
+    seen: set[str] = set()
+    for step, name, with_header in sent:
+        assert with_header == (name not in seen), f"step {step}, {name}"
+        seen.add(name)
+
+
+def exchange_gradients(rank: int) -> Any:
+    link = transport(rank)
+    x, n = torch.randn(3, 2, dtype=torch.float64, requires_grad=True), torch.arange(3)
+    if rank == 0:
+        crossing = Crossing.of((x, n, (x * 2)[0]))
+        link.send_forward("F1.0", crossing, target=1, signature=0)
+        back = link.receive_backward("B0.0", source=1, awaited=crossing.awaited).wait()
+        link.flush()
+        return [tensor.tolist() for tensor in back.tensors]
+    entered = link.receive_forward("F1.0", source=0, signature=0).wait().entering()
+    (entered.tensors[0].t() * 3).sum().backward()
+    link.send_backward("B0.0", entered.gradients(), target=0)
+    link.flush()
+    return [tensor.requires_grad for tensor in entered.tensors]
+
+
+def test_one_gradient_for_each_tensor_that_needs_it_and_zeros_where_none_came(pool: Pool) -> None:
+    gradients, needs = pool.run(exchange_gradients, world_size=2)
+    assert needs == [True, False, True]
+    assert gradients == [[[3.0, 3.0]] * 3, [0.0, 0.0]]
+
+
+# ---- scatter ----------------------------------------------------------------------------------------------------------
+
+HIDDEN, SMALL, ODD = (2, 8, 6), (4,), (3, 11)
+
+
+def exchange_alike_on_tensor_ranks(rank: int, scatter: bool) -> Any:
+    link = transport(rank, tensor=2, scatter=scatter, scatter_minimum=16)
+    generator = torch.Generator().manual_seed(3)
+    shapes = (HIDDEN, SMALL, ODD, HIDDEN[::-1])
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    tensors[3] = tensors[3].transpose(0, 2)  # not contiguous
+    crossing = Crossing.of((*tensors, torch.arange(64)))
+    whole = [tensor.detach().clone() for tensor in crossing.tensors]
+    source, target = rank % 2, rank % 2 + 2
+    if rank < 2:
+        link.send_forward("F1.0", crossing, target=target, signature=0)
+        before = link.sent_bytes
+        link.send_forward("F1.1", crossing, target=target, signature=0)
+        awaited = crossing.awaited
+        receipts = [link.receive_backward(f"B0.{i}", source=target, awaited=awaited) for i in range(2)]
+        back = [receipt.wait() for receipt in receipts]
+        link.flush()
+        good = all(torch.equal(g, t * 2) for found in back for g, t in zip(found.tensors, whole[:4], strict=True))
+        return good, link.sent_bytes - before
+    receipts = [link.receive_forward(f"F1.{i}", source=source, signature=0) for i in range(2)]
+    found = [receipt.wait() for receipt in receipts]
+    before = link.sent_bytes
+    for index, arrived in enumerate(found):
+        gradients = Crossing(tuple(tensor * 2 for tensor in arrived.tensors[:4]))
+        link.send_backward(f"B0.{index}", gradients, target=source)
+    link.flush()
+    good = all(torch.equal(a, b) for arrived in found for a, b in zip(arrived.tensors, whole, strict=True))
+    return good, (link.sent_bytes - before) // 2
+
+
+def test_tensor_parallel_ranks_send_a_share_each_of_what_they_all_have(pool: Pool) -> None:
+    hidden, rest, integers = 2 * 96 * 2, (4 + 33) * 2, 64 * 8
+    for scatter, divisor in ((False, 1), (True, 2)):
+        for rank, (good, size) in enumerate(pool.run(exchange_alike_on_tensor_ranks, world_size=4, args=(scatter,))):
+            assert good, f"rank {rank} has other values"
+            assert size == hidden // divisor + rest + (integers if rank < 2 else 0), f"rank {rank}"
+
+
+# ---- lifetimes --------------------------------------------------------------------------------------------------------
+
+
+def send_many(rank: int) -> Any:
+    link, count = transport(rank), 20
+    x = torch.zeros(100)
+    if rank == 0:
+        for index in range(count):
+            link.send_forward(f"F1.{index}", Crossing.of(x + index), target=1, signature=0)
+        link.flush()
+        return link.peak_outstanding_sends, link.peak_receives, [len(queue) for queue in link._outstanding.values()]
+    values, pending = [], []
+    for index in range(count):
+        pending.append(link.receive_forward(f"F1.{index}", source=0, signature=0))
+        if len(pending) == 2:
+            values.append(pending.pop(0).wait().tensors[0][0].item())
+    values.append(pending.pop(0).wait().tensors[0][0].item())
+    return link.peak_receives, link.peak_receive_bytes, values, link._receives, link._receive_bytes
+
+
+def test_sent_tensors_and_receive_buffers_live_shortly(pool: Pool) -> None:
+    sender, receiver = pool.run(send_many, world_size=2)
+    outstanding, receives, left = sender
+    assert outstanding == 4
+    assert receives == 0
+    assert left == [0]
+    assert receiver == (2, 800, [float(index) for index in range(20)], 0, 0)
+
+
+def test_as_many_messages_may_be_under_way_as_a_receiver_asks_for_ahead() -> None:
+    def asking_for_all(count: int) -> Schedule:
+        every = range(count)
+        programs = (
+            [Action.parse(f"{kind}.{i}") for i in every for kind in ("F0", "SF0")],
+            [Action.parse(f"{kind}.{i}") for kind in ("RF1", "F1") for i in every],
+        )
+        return Schedule("own", 2, 1, count, tuple(map(tuple, programs)))
+
+    link = Transport(mesh=ProcessMesh(layout=ParallelLayout(world_size=1)), device=CPU)
+    for count, limit in ((3, 4), (9, 9)):
+        assert receives_ahead(asking_for_all(count)) == count
+        link.begin(asking_for_all(count))
+        assert link._limit == limit
+    assert receives_ahead(build_schedule("1f1b", pipeline_parallel_size=4, num_microbatches=16)) <= 2
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def change_the_shape(rank: int) -> Any:
+    link = transport(rank)
+    if rank == 1:
+        return link.receive_forward("F1.0", source=0, signature=0).wait().tensors[0].shape
+    link.send_forward("F1.0", Crossing.of(torch.zeros(2, 3)), target=1, signature=0)
+    messages = []
+    for other in (torch.zeros(2, 4), (torch.zeros(2, 3), None)):
+        with pytest.raises(ValueError) as caught:
+            link.send_forward("F1.1", Crossing.of(other), target=1, signature=0)
+        messages.append(str(caught.value))
+    link.flush()
+    return messages
+
+
+def test_a_form_that_depends_on_values_is_refused(pool: Pool) -> None:
+    (shape, structure), received = pool.run(change_the_shape, world_size=2)
+    assert received == (2, 3)
+    for words in ("F1.1", "(2, 4)", "(2, 3)", "not on its values"):
+        assert words in shape
+    assert "another structure" in structure
+
+
+class Handle:
+    """Of a message that comes or does not."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_a_peer_that_is_gone_is_named_with_what_the_others_did() -> None:
+    told: list[Any] = []
+    link = Transport(
+        mesh=ProcessMesh(layout=ParallelLayout(world_size=4, pipeline_parallel_size=4), rank=2),
+        device=CPU,
+        waiting=lambda what, peer: told.append((what, peer)),
+        explain=lambda: "rank 1: frozen in F1.3",
+    )
+    with pytest.raises(PeerError, match=r"(?s)rank 2 .*action F2.3 for rank 1.*Connection closed.*\nrank 1: frozen in F1.3"):
+        link.wait(Handle("Connection closed by peer"), "F2.3", 1)
+    assert told == [("F2.3", 1)]
+    link.wait(Handle(), "F2.3", 1)
+    assert told[1:] == [("F2.3", 1), ("F2.3", None)]
+
+
+# ---- with the runtime -------------------------------------------------------------------------------------------------
+
+
+class SumJob:
+    """The sum of squares of a model's output over microbatches of different shapes."""
+
+    def __init__(self, model: Any, batches: list[Tensor], *, training: bool) -> None:
+        self.model, self.batches, self.training = model, batches, training
+        self.losses: dict[int, float] = {}
+
+    def signature(self, microbatch: int) -> Any:
+        return self.training, tuple(self.batches[microbatch].shape)
+
+    def forward(self, stage: int, microbatch: int) -> Tensor:
+        return self.model(self.batches[microbatch])
+
+    def finish(self, microbatch: int, output: Tensor) -> Tensor | None:
+        loss = output.square().sum()
+        self.losses[microbatch] = loss.item()
+        return loss if self.training else None
+
+    def before_last_gradients(self, stage: int, awaited: Any) -> None:
+        pass
+
+    def gradient_complete(self, parameter: Tensor) -> None:
+        pass
+
+    def reduce(self, stage: int) -> None:
+        pass
+
+
+KINDS = {"Memory": Memory, "Nest": Nest, "Pair": Pair}
+BATCHES = [batch_of(2, 5), batch_of(3, 4), batch_of(2, 5), batch_of(1, 7), batch_of(3, 4)]
+
+
+def train(rank: int, name: str, schedule: str) -> Any:
+    model = build(KINDS[name])
+    sizes = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
+    program = build_schedule(schedule, num_microbatches=len(BATCHES), **sizes)
+    evaluation = build_schedule(schedule, num_microbatches=len(BATCHES), training=False, **sizes)
+    layout = ParallelLayout(world_size=2, placement=program.placement, **sizes)
+    mesh = ProcessMesh.create(layout=layout, rank=rank)
+    ranges = tuple((stage, stage + 1) for stage in range(4))
+    cut = PipelineCut(model, parts=find_parts(model), ranges=ranges, stages=tuple(program.stages_of(rank)))
+    link = Transport(mesh=mesh, device=CPU)
+    runtime = PipelineRuntime(cut=cut, transport=link, rank=rank, ranks=(0, 1))
+    losses = []
+    for training in (False, True, True, False):
+        job = SumJob(model, BATCHES, training=training)
+        with torch.set_grad_enabled(training):
+            runtime.run(program if training else evaluation, job)
+        losses.append(job.losses)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return losses, gradients, link.peak_receives, link.peak_outstanding_sends
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("Memory", "interleaved_1f1b"), ("Nest", "zb_v"), ("Memory", "zb_v"), ("Pair", "gpipe")]
+)
+def test_several_tensors_under_a_schedule_equal_the_whole_model(name: str, schedule: str, pool: Pool) -> None:
+    ranks = pool.run(train, world_size=2, args=(name, schedule))
+    whole = build(KINDS[name])
+    expected = [whole(batch).square().sum() for batch in BATCHES]
+    (2 * torch.stack(expected).sum()).backward()
+    for losses in next(losses for losses, *_ in ranks if losses[0]):
+        assert losses == {index: loss.item() for index, loss in enumerate(expected)}
+    for parameter_name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            found = [gradients[parameter_name] for _, gradients, *_ in ranks if parameter_name in gradients]
+            torch.testing.assert_close(torch.stack(found).sum(0), parameter.grad, rtol=1e-11, atol=1e-11)
+
+
+def test_no_tensor_no_message() -> None:
+    link = Transport(mesh=ProcessMesh(layout=ParallelLayout(world_size=1)), device=CPU)
+    assert link.sent_numel(TensorForm((2, 3), torch.float32)) == 6
+    assert link.receive_backward("B0.0", source=1, awaited=()).wait() == Crossing((), Form())

@@ -1,0 +1,304 @@
+"""What the recorder notes, how clocks are put together, and the ideal that the result is held against."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.pipeline import Action, Costs, Schedule, Timeline, build_schedule, simulate
+from lightning_ptdp.pipeline import recorder as recorder_module
+from lightning_ptdp.pipeline.progress import Observers
+from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
+from tests.pool import Pool
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands in for ``time``: seconds that somebody sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def perf_counter_ns(self) -> int:
+        return round(self.now * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(recorder_module, "time", made)
+    return made
+
+
+class Work:
+    """A reduction that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def get_future(self) -> Future[None]:
+        return self.future
+
+
+def alone(microbatches: int = 2) -> Schedule:
+    return build_schedule("auto", pipeline_parallel_size=1, num_microbatches=microbatches)
+
+
+def played(clock: Clock, recorder: Any, schedule: Schedule, *, wait: float = 0.0) -> None:
+    """Forwards take 1, backwards 2, each after a wait; reductions are launched and not over."""
+    recorder.began(schedule)
+    for action in schedule.programs[0]:
+        recorder.started(action)
+        clock.now += wait
+        recorder.waiting(str(action), 7)
+        clock.now += wait
+        recorder.waiting(str(action), None)
+        clock.now += {"F": 1, "B": 2}.get(action.kind, 0.5)
+        recorder.finished(action)
+    recorder.ended()
+
+
+def spans(timeline: Timeline | None) -> list[tuple[str, float, float]]:
+    assert timeline is not None
+    return [(str(span.action), round(float(span.start), 6), round(float(span.end), 6)) for span in timeline.spans[0]]
+
+
+def test_computations_and_nothing_else_are_recorded(clock: Clock) -> None:
+    recorder = Recorder(CPU)
+    played(clock, recorder, alone())
+    timeline = recorder.gather(Group())
+    assert spans(timeline) == [("F0.0", 0, 1), ("B0.0", 1, 3), ("F0.1", 3, 4), ("B0.1", 4, 6)]
+    assert timeline is not None
+    assert timeline.reductions == ()
+    assert timeline.schedule is alone()
+
+
+def test_a_wait_is_idle_time(clock: Clock) -> None:
+    recorder = Recorder(CPU)
+    played(clock, recorder, alone(), wait=5)
+    assert spans(recorder.gather(Group())) == [("F0.0", 0, 1), ("B0.0", 11, 13), ("F0.1", 23, 24), ("B0.1", 34, 36)]
+
+
+def test_a_wait_outside_a_computation_changes_nothing(clock: Clock) -> None:
+    recorder = Recorder(CPU)
+    recorder.began(alone(1))
+    for text in ("F0.0", "SF0.0", "B0.0"):
+        recorder.started(Action.parse(text))
+        if text[0] == "S":
+            recorder.waiting("F1.0", 1)
+            recorder.waiting("F1.0", None)
+        clock.now += 1
+        recorder.finished(Action.parse(text))
+    recorder.waiting("F1.0", 1)
+    recorder.waiting("F1.0", None)
+    recorder.ended()
+    assert spans(recorder.gather(Group())) == [("F0.0", 0, 1), ("B0.0", 2, 3)]
+
+
+def test_the_last_whole_program_counts(clock: Clock) -> None:
+    recorder = Recorder(CPU)
+    assert recorder.gather(Group()) is None
+    played(clock, recorder, alone(3))
+    played(clock, recorder, alone(1))
+    assert spans(recorder.gather(Group())) == [("F0.0", 0, 1), ("B0.0", 1, 3)]
+    recorder.began(alone(1))
+    recorder.started(Action.parse("F0.0"))
+    assert recorder.gather(Group()) is None
+
+
+def test_reductions_go_from_their_first_launch_to_their_last_end(clock: Clock) -> None:
+    recorder, works = Recorder(CPU), [Work() for _ in range(4)]
+    recorder.began(alone(1))
+    recorder.started(Action.parse("F0.0"))
+    clock.now += 1
+    recorder.finished(Action.parse("F0.0"))
+    for stage, work in zip((3, 3, 0, None), works, strict=True):
+        recorder.reducing(stage, work)
+        clock.now += 1
+    recorder.ended()
+    for work, now in ((works[0], 110.0), (works[2], 111.0), (works[1], 112.5)):
+        clock.now = now
+        work.future.set_result(None)
+    timeline = recorder.gather(Group())
+    assert timeline is not None
+    assert [(str(s.action), s.start, s.end) for s in timeline.reductions[0]] == [("R3", 1, 12.5), ("R0", 3, 11)]
+    assert timeline.step_time == 12.5
+
+
+def test_a_reduction_of_an_earlier_program_is_not_mixed_in(clock: Clock) -> None:
+    recorder, late = Recorder(CPU), Work()
+    recorder.began(alone(1))
+    recorder.reducing(0, late)
+    played(clock, recorder, alone(1))
+    late.future.set_result(None)
+    timeline = recorder.gather(Group())
+    assert timeline is not None
+    assert timeline.reductions == ()
+
+
+def test_observers_are_told_in_order_and_may_leave() -> None:
+    told: list[tuple[str, str]] = []
+
+    events = ("began", "started", "waiting", "finished", "reducing", "ended")
+
+    def observer(name: str) -> Any:
+        return SimpleNamespace(**{event: lambda *_, event=event: told.append((name, event)) for event in events})
+
+    first, second = observer("first"), observer("second")
+    observers = Observers([first])
+    observers.add(second)
+    schedule, action = alone(1), Action.parse("F0.0")
+    observers.began(schedule)
+    observers.started(action)
+    observers.waiting("F0.0", 1)
+    observers.finished(action)
+    observers.reducing(0, None)
+    observers.ended()
+    assert told == list(itertools.chain.from_iterable([("first", event), ("second", event)] for event in events))
+    observers.remove(first)
+    observers.remove(first)
+    told.clear()
+    observers.ended()
+    assert told == [("second", "ended")]
+
+
+# ---- the ideal --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
+def test_the_ideal_of_a_simulated_step_is_itself(name: str, v: int) -> None:
+    schedule = build_schedule(name, pipeline_parallel_size=2, virtual_pipeline_size=v, num_microbatches=4)
+    costs: dict[str, Any] = {"forward": range(2, 2 + 2 * v), "backward": range(3, 3 + 2 * v), "weight": range(1, 1 + 2 * v)}
+    exact = simulate(schedule, Costs(**costs, reduce=range(5, 5 + 2 * v)))
+    ideal = ideal_timeline(exact)
+    assert ideal.step_time == pytest.approx(float(exact.step_time))
+    assert ideal.bubble_fraction == pytest.approx(float(exact.bubble_fraction))
+    slow = simulate(schedule, Costs(**costs, latency=3, send=1))
+    assert slow.step_time > exact.step_time - 20
+    assert ideal_timeline(slow).step_time == pytest.approx(float(simulate(schedule, Costs(**costs)).step_time))
+
+
+def test_the_ideal_has_the_mean_costs() -> None:
+    schedule = alone(2)
+    costs = iter((1.0, 5.0, 3.0, 1.0))
+    at, found = 0.0, []
+    for action in (action for action in schedule.programs[0] if action.kind in "FB"):
+        end = at + next(costs)
+        found.append(recorder_module.Span(action, at, end))
+        at = end + 10
+    ideal = ideal_timeline(Timeline(schedule, (tuple(found),)))
+    assert [(span.start, span.end) for span in ideal.spans[0]] == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert ideal.bubble_fraction == 0
+
+
+def test_of_a_reduction_only_what_outlasts_the_gradients_counts() -> None:
+    schedule = alone(1)
+    first, last = (Action.parse(text) for text in ("F0.0", "B0.0"))
+    measured = Timeline(
+        schedule,
+        ((recorder_module.Span(first, 0, 1), recorder_module.Span(last, 1, 3)),),
+        ((recorder_module.Span(Action.parse("R0"), 2, 3.5),),),
+    )
+    assert ideal_timeline(measured).step_time == measured.step_time == 3.5
+
+
+# ---- real processes ---------------------------------------------------------------------------------------------------
+
+
+def _late_clock(seconds: float) -> Any:
+    return SimpleNamespace(
+        perf_counter=lambda: time.perf_counter() + seconds,
+        perf_counter_ns=lambda: time.perf_counter_ns() + round(seconds * 1e9),
+    )
+
+
+def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[str]]:
+    """1F1B by hand, with real messages; every rank has a clock of its own, and rank ``broken`` is cut short."""
+    recorder_module.time = _late_clock(1e4 * rank)
+    try:
+        layout = ParallelLayout(world_size=world_size, pipeline_parallel_size=world_size)
+        group = ProcessMesh.create(layout=layout, rank=rank).group("pipeline")
+        schedule = build_schedule("1f1b", pipeline_parallel_size=world_size, num_microbatches=3)
+        recorder = Recorder(CPU)
+        sent: list[Any] = []
+        recorder.began(schedule)
+        for action in schedule.programs[rank]:
+            recorder.started(action)
+            _perform(action, rank, world_size, recorder, sent)
+            recorder.finished(action)
+        if rank != broken:
+            recorder.ended()
+        for _, work in sent:
+            work.wait()
+        reduction = dist.all_reduce(torch.zeros(3), group=group.handle, async_op=True)
+        recorder.reducing(rank, reduction)
+        reduction.wait()
+        timeline = recorder.gather(group)
+        return timeline, [str(note.action) for note in recorder._notes]
+    finally:
+        recorder_module.time = time
+
+
+def _perform(action: Action, rank: int, world_size: int, recorder: Recorder, sent: list[Any]) -> None:
+    message = torch.zeros(1)
+    source = {"F": rank - 1, "B": rank + 1}.get(action.kind)
+    if source is not None and 0 <= source < world_size:
+        recorder.waiting(str(action), source)
+        dist.recv(message, source, tag=action.microbatch or 0)
+        recorder.waiting(str(action), None)
+    target = {"SF": rank + 1, "SB": rank - 1}.get(action.kind)
+    if target is not None:
+        sent.append((message, dist.isend(message, target, tag=action.microbatch or 0)))
+
+
+def test_ranks_with_other_clocks_are_put_together(pool: Pool) -> None:
+    results = pool.run(_recorded_ring, world_size=3, args=(3, -1))
+    timeline = results[0][0]
+    assert results[1][0] is results[2][0] is None
+    assert [[str(span.action) for span in spans] for spans in timeline.spans] == [noted for _, noted in results]
+    assert [[str(span.action) for span in spans] for spans in timeline.reductions] == [["R0"], ["R1"], ["R2"]]
+    assert timeline.spans[0][0].start == 0
+    assert 0 < timeline.step_time < 1e3
+    ends = {str(span.action): span.end for spans in timeline.spans for span in spans}
+    starts = {str(span.action): span.start for spans in timeline.spans for span in spans}
+    slack = 0.02  # half of the quickest round trip, at its very worst
+    for microbatch, stage in itertools.product(range(3), range(2)):
+        assert starts[f"F{stage + 1}.{microbatch}"] > ends[f"F{stage}.{microbatch}"] - slack
+        assert starts[f"B{stage}.{microbatch}"] > ends[f"B{stage + 1}.{microbatch}"] - slack
+    assert all(0 <= span.start <= span.end for spans in timeline.spans for span in spans)
+
+
+def test_a_rank_that_was_cut_short_leaves_no_timeline(pool: Pool) -> None:
+    assert [timeline for timeline, _ in pool.run(_recorded_ring, world_size=2, args=(2, 1))] == [None, None]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_events_of_a_gpu_are_told_in_host_time() -> None:
+    device = torch.device("cuda", 0)
+    big = torch.randn(4096, 4096, device=device)
+    recorder = Recorder(device)
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    recorder.began(alone(1))
+    for text in ("F0.0", "B0.0"):
+        recorder.started(Action.parse(text))
+        big @ big  # queued, not waited for
+        recorder.finished(Action.parse(text))
+    recorder.ended()
+    part = recorder._recorded()
+    after = time.perf_counter()
+    forward, backward = part.spans
+    assert before - 1e-3 < forward.start < forward.end <= backward.start < backward.end < after + 1e-3

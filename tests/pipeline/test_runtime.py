@@ -1,0 +1,247 @@
+"""Every schedule, run on real processes, gives the uncut model's losses and gradients, and does what it says when it says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ptdp.pipeline import Action, ActionKind, Schedule, dump_schedule, peak_in_flight
+from tests.pipeline.grid import TIED, Case, Expected, cases, make_batch, unsplit
+from tests.pipeline.watched import Outcome, Rank
+from tests.pool import Pool
+
+MICROBATCHES = (8, 1, 2, 3, 5)
+GRID = [case for p in (1, 2, 3, 4) for case in cases(p)]
+SPLIT = [case for case in GRID if case.build(1).splits_backward]
+
+Steps = dict[int, tuple[Schedule, Expected, list[Outcome]]]
+"""By number of microbatches; an outcome a rank."""
+
+
+def _run_case(rank: int, case: Case) -> dict[int, Outcome]:
+    """All numbers of microbatches, once as they are and the last again with sends that block."""
+    here = Rank(case.build(1))
+    outcomes = {}
+    for m in (*MICROBATCHES, -MICROBATCHES[-1]):
+        here.rendezvous(m < 0)
+        here.net.zero_grad()
+        outcomes[m] = here.step(case.build(abs(m)), make_batch(abs(m)))
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def steps(pool: Pool) -> Any:
+    """What a case gives, and what it should; a negative number of microbatches is with sends that block."""
+
+    @cache
+    def of(case: Case) -> Steps:
+        ranks = pool.run(_run_case, world_size=case.p, args=(case,))
+        return {
+            m: (case.build(abs(m)), unsplit(make_batch(abs(m)), stages=case.p * case.v), [outcomes[m] for outcomes in ranks])
+            for m in ranks[0]
+        }
+
+    return of
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: str, tolerance: float = 1e-12) -> None:
+    assert found.keys() == expected.keys(), where
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{where}, {n}: {text}"
+        )
+
+
+def summed(outcomes: list[Outcome]) -> dict[str, Tensor]:
+    """Gradients of the whole model: a tied weight has a part on each rank that holds it, any other is on one rank alone."""
+    total: dict[str, Tensor] = {}
+    for outcome in outcomes:
+        for name, gradient in outcome.gradients.items():
+            assert name not in total or name in TIED.values(), f"{name} is on two ranks"
+            total[name] = total.get(name, 0) + gradient
+    return total
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_losses_and_gradients_are_the_uncut_models(case: Case, steps: Any) -> None:
+    for m, (schedule, expected, outcomes) in steps(case).items():
+        last = schedule.rank_of(schedule.num_stages - 1)
+        assert [rank for rank, outcome in enumerate(outcomes) if outcome.losses] == [last]
+        losses = outcomes[last].losses
+        assert [losses[i] for i in range(abs(m))] == pytest.approx(expected.losses, rel=1e-12)
+        assert_same(summed(outcomes), expected.gradients, f"m={m}")
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_computation_follows_the_program(case: Case, steps: Any) -> None:
+    for schedule, _, outcomes in steps(case).values():
+        kinds = {ActionKind.FORWARD, *((ActionKind.BACKWARD, ActionKind.WEIGHT) if schedule.splits_backward else ())}
+        for program, outcome in zip(schedule.programs, outcomes, strict=True):
+            assert outcome.computed == [str(action) for action in program if action.kind in kinds]
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_a_stage_is_reduced_once_and_after_its_last_gradient(case: Case, steps: Any) -> None:
+    for m, (schedule, expected, outcomes) in steps(case).items():
+        for program, outcome in zip(schedule.programs, outcomes, strict=True):
+            assert outcome.told == _last_gradients_and_reductions(program)
+            assert not outcome.late, f"m={m}: gradients change after they were said to be complete: {outcome.late}"
+            for stage, (remaining, awaited) in outcome.remaining.items():
+                last = _last_gradient(program, stage)
+                assert (awaited is None) == (last.kind is ActionKind.BACKWARD)
+                part = expected.parts[last.microbatch or 0]
+                # What was not awaited came earlier.
+                due = {n: part[n] if awaited is None or n in awaited else torch.zeros_like(part[n]) for n in remaining}
+                assert_same(remaining, due, f"m={m}, after the call before {last}")
+            awaited_names = [name for _, awaited in outcome.remaining.values() for name in awaited or ()]
+            assert sorted(outcome.completed) == sorted(awaited_names)
+
+
+def _last_gradient(program: tuple[Action, ...], stage: int) -> Action:
+    return [a for a in program if a.stage == stage and a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)][-1]
+
+
+def _last_gradients_and_reductions(program: tuple[Action, ...]) -> list[tuple[str, int]]:
+    told = []
+    for action in program:
+        if action.kind is ActionKind.REDUCE:
+            told.append(("reduce", action.stage))
+        elif action == _last_gradient(program, action.stage):
+            told.append(("last", action.stage))
+    return told
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_weight_gradients_wait_for_their_action(case: Case, steps: Any) -> None:
+    """Before the first W of a stage no matrix and no bias of its blocks has a gradient."""
+    for m, (schedule, _, outcomes) in steps(case).items():
+        for rank, outcome in enumerate(outcomes):
+            assert set(outcome.kept) == set(schedule.stages_of(rank))
+            early = [name for _, early in outcome.kept.values() for name in early if name not in TIED.values()]
+            assert not early, f"m={m}: gradients before their action: {early}"
+            waiting = {name for kept, early in outcome.kept.values() for name in (*kept, *early)}
+            products = {name for name in outcome.gradients if ".up." in name or ".down." in name}
+            head = set(TIED.values()) if schedule.num_stages - 1 in schedule.stages_of(rank) else set()
+            assert waiting == products | head
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_activations_are_held_as_long_as_the_schedule_says(case: Case, steps: Any) -> None:
+    for m, (schedule, _, outcomes) in steps(case).items():
+        for program, outcome in zip(schedule.programs, outcomes, strict=True):
+            assert outcome.held == peak_in_flight(program), f"m={m}"
+
+
+@pytest.mark.parametrize("case", [case for case in GRID if case.p > 1], ids=str)
+def test_an_output_is_freed_when_it_has_left(case: Case, steps: Any) -> None:
+    *_, outcomes = steps(case)[-MICROBATCHES[-1]]
+    assert [outcome.unsent for outcome in outcomes] == [0] * case.p
+
+
+# ---- what a step may be besides -------------------------------------------------------------------------------------------
+
+PAIRS = [case for case in GRID if case.p == 2 and case.v < 3]
+
+
+def _run_recomputed(rank: int, case: Case, policy: str) -> Outcome:
+    return Rank(case.build(1), recompute=policy).step(case.build(3), make_batch(3))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_recomputation(case: Case, policy: str, pool: Pool) -> None:
+    outcomes = pool.run(_run_recomputed, world_size=2, args=(case, policy))
+    assert_same(summed(outcomes), unsplit(make_batch(3), stages=2 * case.v).gradients, policy)
+    for rank, outcome in enumerate(outcomes):
+        layers = len([name for name in outcome.gradients if name.endswith("up.bias")])
+        assert outcome.calls == 2 * 3 * layers, "every microbatch passes a layer twice"
+        early = [name for _, early in outcome.kept.values() for name in early if name not in TIED.values()]
+        assert not early, f"rank {rank}: gradients before their action: {early}"
+        assert sum(len(kept) for kept, _ in outcome.kept.values()) >= 4 * layers * (case in SPLIT)
+
+
+def _run_several_steps(rank: int, case: Case) -> list[tuple[Outcome, int]]:
+    """Two batches, one of them of other lengths and with fewer microbatches, accumulated, with evaluation in between."""
+    here, found = Rank(case.build(1)), []
+    for m, seed, training in SEVERAL:
+        outcome = here.step(case.build(m, training=training), make_batch(m, seed=seed), training=training)
+        assert here.transport is not None
+        found.append((outcome, here.transport.headers))
+    return found
+
+
+SEVERAL = [(3, 0, True), (2, 0, False), (2, 1, True), (5, 1, False), (3, 0, True), (2, 0, False)]
+"""(microbatches, batch, training)."""
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_accumulated_steps_of_changing_shapes_with_evaluation_in_between(case: Case, pool: Pool) -> None:
+    ranks = pool.run(_run_several_steps, world_size=2, args=(case,))
+    schedule = case.build(1)
+    last = schedule.rank_of(schedule.num_stages - 1)
+    total: dict[str, Tensor] = {}
+    before: dict[str, Tensor] = {}
+    for index, (m, seed, training) in enumerate(SEVERAL):
+        outcomes, where = [found[index][0] for found in ranks], f"step {index}"
+        expected = unsplit(make_batch(m, seed=seed), stages=2 * case.v)
+        assert [outcomes[last].losses[i] for i in range(m)] == pytest.approx(expected.losses, rel=1e-12)
+        if training:
+            total = {name: total.get(name, 0) + gradient for name, gradient in expected.gradients.items()}
+        else:
+            assert all(torch.equal(summed(outcomes)[name], value) for name, value in before.items()), where
+            assert not any(outcome.told for outcome in outcomes), where
+        before = summed(outcomes)
+        assert_same(before, total, where)
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_shapes_are_told_when_they_change_and_not_again(case: Case, pool: Pool) -> None:
+    ranks = pool.run(_run_several_steps, world_size=2, args=(case,))
+    shapes: set[tuple[bool, tuple[int, ...]]] = set()
+    for index, (m, seed, training) in enumerate(SEVERAL):
+        shapes |= {(training, tuple(microbatch.ids.shape)) for microbatch in make_batch(m, seed=seed)}
+        schedule = case.build(1)
+        for rank, found in enumerate(ranks):
+            behind = [s for s in schedule.stages_of(rank) if s and schedule.rank_of(s - 1) != rank]
+            assert found[index][1] == len(behind) * len(shapes), f"step {index}, rank {rank}"
+
+
+def _run_bfloat16(rank: int, case: Case) -> Outcome:
+    return Rank(case.build(1), dtype=torch.bfloat16).step(case.build(3), make_batch(3))
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_bfloat16(case: Case, pool: Pool) -> None:
+    found = summed(pool.run(_run_bfloat16, world_size=2, args=(case,)))
+    expected = unsplit(make_batch(3), stages=2 * case.v, dtype=torch.bfloat16).gradients
+    for name, value in expected.items():
+        assert found[name].dtype is torch.bfloat16
+        assert (found[name] - value).norm() < 0.02 * value.norm(), name
+
+
+@pytest.mark.parametrize("case", cases(1), ids=str)
+def test_a_failed_step_leaves_nothing_behind(case: Case) -> None:
+    here, batch = Rank(case.build(1)), make_batch(3)
+    broken = [*batch[:2], dataclasses.replace(batch[2], ids=batch[2].ids + 1000)]
+    with pytest.raises(IndexError):
+        here.step(case.build(3), broken)
+    here.net.zero_grad()
+    assert_same(here.step(case.build(3), batch).gradients, unsplit(batch, stages=1).gradients, "the step after")
+
+
+def test_a_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "mine.csv")
+    dump_schedule(Case("zb_v", 3, 2).build(4), path)
+    outcomes = pool.run(_run_file, world_size=3, args=(Case(path, 3, 2),))
+    assert_same(summed(outcomes), unsplit(make_batch(4), stages=6).gradients, "from a file")
+    assert all(outcome.kept for outcome in outcomes)
+
+
+def _run_file(rank: int, case: Case) -> Outcome:
+    return Rank(case.build(4)).step(case.build(4), make_batch(4))

@@ -1,0 +1,407 @@
+"""A frozen and a killed peer are named, with what every rank did last; users' errors pass; nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.pipeline import Action
+from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
+from lightning_ptdp.pipeline.watchdog import Watchdog
+from tests.pool import PRELOAD
+
+LIMIT_S = 3.0
+HANGS_S = 40.0
+"""By then a test that should have ended hangs."""
+
+
+def watchdog(store: Any = None, *, rank: int = 0, world_size: int = 2, **options: Any) -> Watchdog:
+    ranks = options.pop("ranks", range(world_size))
+    return Watchdog(rank=rank, world_size=world_size, ranks=ranks, limit_s=options.pop("limit_s", 60.0), store=store, **options)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Watchdog]]:
+    """Watchdogs that are closed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*arguments: Any, **options: Any) -> Watchdog:
+            made = watchdog(*arguments, **options)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("ptdp")]
+
+
+# ---- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
+    store = HashStore()
+    ranks = [opened(store, rank=rank, world_size=6, ranks=range(5)) for rank in range(4)]
+    with contextlib.ExitStack() as stack:
+        for rank in ranks[:3]:
+            stack.enter_context(rank.during("step 12"))
+        ranks[0].started(Action.parse("F0.3"))
+        ranks[1].started(Action.parse("B1.2"))
+        ranks[1].waiting("B1.2", 2)
+        ranks[2].started(Action.parse("F2.1"))
+        ranks[2].waiting("F2.1", 1)
+        ranks[2].waiting("F2.1", None)
+        ranks[2].finished(Action.parse("F2.1"))
+        assert all(rank.publish() for rank in ranks)
+        lines = re.sub(r"since \d+\.\d s", "since", ranks[0].explain()).splitlines()
+    assert lines == [
+        "What each rank did last:",
+        "  rank 0: step 12, in F0.3 since (this rank)",
+        "  rank 1: step 12, waits in B1.2 for rank 2 since",
+        "  rank 2: step 12, after F2.1 since",
+        "  rank 3: before its first step since",
+        "  rank 4: has told nothing yet",
+        "  … and 1 other ranks",
+    ]
+
+
+def test_after_a_wait_the_action_goes_on(opened: Callable[..., Watchdog]) -> None:
+    rank = opened(HashStore())
+    with rank.during("step 1"):
+        rank.started(Action.parse("F1.0"))
+        rank.waiting("F1.0", 1)
+        assert "waits in F1.0 for rank 1" in rank.explain()
+        rank.waiting("F1.0", None)
+        assert "in F1.0 since" in rank.explain() and "waits" not in rank.explain()
+        rank.finished(Action.parse("F1.0"))
+        rank.waiting("F2.0", 1)  # a send that has not left at the end
+        rank.waiting("F2.0", None)
+        assert "after F2.0" in rank.explain()
+    assert "after step 1 since" in rank.explain()
+
+
+def test_what_is_done_inside_something_else(opened: Callable[..., Watchdog]) -> None:
+    rank, other = opened(HashStore()), opened(HashStore())
+    with rank.during("optimizer step 5"):
+        with rank.during("step 5"):
+            assert "rank 0: step 5 since" in rank.explain()
+        assert "rank 0: optimizer step 5 since" in rank.explain()
+    with pytest.raises(PeerError) as caught, other.during("optimizer step 5"):
+        fail(other, "step 5", "F0.1", dist.DistNetworkError("Connection reset by peer"))
+    assert str(caught.value).count("lost another rank") == 1
+    assert "rank 0: step 5, in F0.1 since" in other.explain()
+
+
+def test_silence_is_told_from_work() -> None:
+    live = LiveStatus()
+    live.during = "step 3"
+    live.set("in", Action.parse("F2.3"))
+    status = RankStatus.decode(live.status().encode())
+    assert status.sentence(silent_after_s=4) == "step 3, in F2.3 since 0.0 s"
+    old = RankStatus.decode(live.status().encode().replace(f"{status.written:.0f}"[:6], f"{status.written - 1e5:.0f}"[:6]))
+    assert re.fullmatch(r"last heard \d+ s ago: step 3, in F2\.3", old.sentence(silent_after_s=4))
+
+
+def test_of_many_ranks_the_suspects_are_named(opened: Callable[..., Watchdog]) -> None:
+    store = HashStore()
+    ranks = [opened(store, rank=rank, world_size=40) for rank in range(39)]
+    with ranks[20].during("step 1"), contextlib.suppress(ZeroDivisionError), ranks[30].during("step 1"):
+        raise ZeroDivisionError("nothing\nmore")
+    assert all(rank.publish() for rank in ranks)
+    lines = ranks[7].explain().splitlines()
+    assert len(lines) == 18
+    assert lines[-1] == "  … and 24 other ranks"
+    named = {int(rank) for rank in re.findall(r"  rank (\d+):", "\n".join(lines))}
+    assert named >= {7, 30, 39}
+    assert re.search(r"rank 30: failed \d\.\d s ago \(ZeroDivisionError: nothing\): step 1", "\n".join(lines))
+
+
+def test_alone_there_is_nothing_to_say() -> None:
+    alone = Watchdog.create(mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0), limit_s=1)
+    with alone.during("step 1"):
+        alone.started(Action.parse("F0.0"))
+    assert alone.explain() == ""
+    assert not alone.publish()
+    assert not threads()
+    alone.close()
+
+
+def test_without_a_store_the_own_place_is_known(opened: Callable[..., Watchdog]) -> None:
+    rank = opened(None)
+    with rank.during("step 4"):
+        assert re.fullmatch(
+            r"What each rank did last:\n  rank 0: step 4 since 0\.0 s \(this rank\)\n  … and 1 other ranks", rank.explain()
+        )
+
+
+def fail(rank: Watchdog, step: str, action: str, error: BaseException) -> None:
+    with rank.during(step):
+        rank.started(Action.parse(action))
+        raise error
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("bad batch"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("read the docs of gloo/transport"),
+        torch.OutOfMemoryError("[gloo/x.cc:1] no"),
+        PeerError("of the transport"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_errors_pass(error: BaseException, opened: Callable[..., Watchdog]) -> None:
+    rank = opened(HashStore())
+    with pytest.raises(type(error)) as caught:
+        fail(rank, "step 1", "F0.0", error)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:9"),
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation"),
+        dist.DistBackendError("NCCL communicator was aborted on rank 0."),
+        dist.DistNetworkError("Connection reset by peer"),
+    ],
+)
+def test_errors_of_communication_are_named(error: RuntimeError, opened: Callable[..., Watchdog]) -> None:
+    rank = opened(HashStore(), where="pipeline rank 0")
+    words = r"rank 0 \(pipeline rank 0\) lost another rank \(step 7, in B0\.1\): (?s:.*)What each rank did last:\n  rank 0: step 7, in"
+    with pytest.raises(PeerError, match=words) as caught:
+        fail(rank, "step 7", "B0.1", error)
+    assert caught.value.__cause__ is error
+
+
+def test_a_failure_is_told_before_it_is_raised_and_forgotten_in_the_next_step(opened: Callable[..., Watchdog]) -> None:
+    store = HashStore()
+    mine, other = opened(store, interval_s=1e4), opened(store, rank=1, interval_s=1e4)
+    with pytest.raises(ValueError):
+        fail(other, "step 1", "F1.0", ValueError("token 9 of 8"))
+    assert "rank 1: failed 0.0 s ago (ValueError: token 9 of 8): step 1, in F1.0" in mine.explain()
+    with other.during("step 2"):
+        other.publish()
+        assert "rank 1: step 2 since" in mine.explain()
+
+
+class _Frozen:
+    """A store whose host does not answer any more."""
+
+    def __init__(self) -> None:
+        self.thaw = threading.Event()
+        self.asked = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.asked.set()
+        self.thaw.wait()
+
+    check = get = set
+
+
+def test_a_frozen_store_does_not_hold_anybody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ptdp.pipeline.watchdog._ANSWER_LIMIT_S", 0.1)
+    monkeypatch.setattr("lightning_ptdp.pipeline.watchdog._PUBLISH_LIMIT_S", 0.1)
+    store = _Frozen()
+    rank = watchdog(store)
+    assert store.asked.wait(HANGS_S)
+    assert not rank.publish()
+    assert "rank 0, which keeps the store" in rank.explain()
+    assert "is not known" in rank.explain()
+    assert all(thread.daemon for thread in threads())
+    rank.close()
+    store.thaw.set()
+    for thread in threads():
+        thread.join(HANGS_S)
+    assert not threads()
+
+
+class _Gone:
+    """A store whose host has died."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def set(self, *_: Any) -> None:
+        self.calls += 1
+        raise dist.DistNetworkError("Broken pipe")
+
+    check = get = set
+
+
+def test_a_store_that_is_gone_is_left_alone() -> None:
+    store = _Gone()
+    rank = watchdog(store, interval_s=1e-3)
+    for thread in threads():
+        thread.join(HANGS_S)
+    assert store.calls == 1
+    assert not rank.publish()
+    assert "does not answer" in rank.explain()
+    rank.close()
+
+
+# ---- the thread -------------------------------------------------------------------------------------------------------
+
+
+def test_the_thread_ends_with_the_watchdog() -> None:
+    closed = watchdog(HashStore(), interval_s=1e4)
+    assert len(threads()) == 1
+    closed.close()
+    closed.close()
+    assert not threads()
+    forgotten = watchdog(HashStore(), interval_s=1e4, reports=True)
+    (thread,) = threads()
+    del forgotten
+    gc.collect()
+    thread.join(HANGS_S)
+    assert not threads()
+
+
+def test_a_forked_child_leaves_the_store_alone() -> None:
+    rank = watchdog(HashStore(), interval_s=1e4)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with rank.during("step 1"):
+            said = rank.explain()
+        rank.close()
+        os.write(write, f"{rank.publish()} {'does not answer' in said}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"False True"
+    assert rank.publish()
+    rank.close()
+
+
+class _Heard(HashStore):
+    """Knows what was published."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+        self.thrice = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        self.times += 1
+        if self.times == 3:
+            self.thrice.set()
+
+
+def test_it_publishes_by_itself(opened: Callable[..., Watchdog]) -> None:
+    store = _Heard()
+    opened(store, interval_s=1e-3)
+    assert store.thrice.wait(HANGS_S)
+
+
+def test_where_waits_do_not_raise_a_stuck_action_is_reported_once(
+    opened: Callable[..., Watchdog], capfd: pytest.CaptureFixture[str]
+) -> None:
+    rank = opened(HashStore(), limit_s=1e-6, interval_s=1e4, reports=True)
+    quiet = opened(HashStore(), rank=1, limit_s=1e-6, interval_s=1e4)
+    assert rank.publish()
+    assert capfd.readouterr().err == ""
+    with rank.during("step 8"), quiet.during("step 8"):
+        rank.started(Action.parse("F0.1"))
+        assert rank.publish() and rank.publish() and quiet.publish()
+        said = capfd.readouterr().err
+        assert re.match(
+            r"rank 0 does not get on: step 8, in F0\.1 since \d\.\d s, limit 0\.0 s\.\nWhat each rank did last:\n", said
+        )
+        assert said.count("does not get on") == 1
+        rank.started(Action.parse("B0.1"))
+        assert rank.publish()
+        assert "in B0.1 since" in capfd.readouterr().err
+
+
+# ---- real processes ---------------------------------------------------------------------------------------------------
+
+
+def _rank(rank: int, parent: Connection, victim: int, how: int, where: str) -> None:
+    """Both publish where they are, then the victim freezes or dies and the other one misses it in a receive or a collective."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=LIMIT_S)
+    port = 0 if rank == 0 else parent.recv()
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=HANGS_S))
+    if rank == 0:
+        parent.send(store.port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=2, pipeline_parallel_size=2), rank=rank, timeout=timeout)
+    watched = Watchdog.create(mesh=mesh, limit_s=LIMIT_S)
+    peer = 1 - rank
+    try:
+        with watched.during("step 12"):
+            watched.started(Action.parse(f"F{rank}.3"))
+            assert watched.publish()
+            dist.barrier(group=mesh.group("pipeline").handle)
+            if rank == victim:
+                os.kill(os.getpid(), how)
+            if where == "reduce":
+                dist.all_reduce(torch.zeros(3), group=mesh.group("pipeline").handle)
+            else:
+                watched.waiting(f"F{rank}.3", peer)
+                dist.recv(torch.zeros(3), peer, group=mesh.group("pipeline").handle)
+        parent.send("no error")
+    except BaseException as error:
+        parent.send(f"{type(error).__name__}: {error}")
+    watched.close()
+    os._exit(0)  # gloo's destructors wait for the peer
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "where"),
+    [
+        (1, signal.SIGSTOP, "receive"),
+        (0, signal.SIGSTOP, "reduce"),
+        (1, signal.SIGKILL, "reduce"),
+        (0, signal.SIGKILL, "receive"),
+    ],
+)
+def test_a_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    pipes = [context.Pipe() for _ in range(2)]
+    processes = [context.Process(target=_rank, args=(rank, pipes[rank][1], victim, how, where), daemon=True) for rank in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        assert pipes[0][0].poll(HANGS_S)
+        pipes[1][0].send(pipes[0][0].recv())
+        survivor = pipes[1 - victim][0]
+        assert survivor.poll(HANGS_S), "the survivor hangs"
+        said = survivor.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(HANGS_S)
+    mine = f"waits in F{1 - victim}.3 for rank {victim}" if where == "receive" else f"in F{1 - victim}.3"
+    assert said.startswith(f"PeerError: rank {1 - victim} (")
+    assert f"lost another rank (step 12, {mine})" in said
+    assert re.search(rf"rank {1 - victim}: step 12, {mine} since \d\.\d s \(this rank\)", said)
+    if victim == 1:
+        silent = r"last heard \d\.\d s ago: step 12, in F1\.3" if how == signal.SIGSTOP else r"step 12, in F1\.3 since \d\.\d s"
+        assert re.search(rf"rank 1: {silent}", said)
+    else:
+        assert "rank 0, which keeps the store" in said

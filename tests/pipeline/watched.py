@@ -1,0 +1,265 @@
+"""One rank of the grid, with eyes on what the runtime does."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.pipeline import Schedule
+from lightning_ptdp.pipeline.p2p import Transport
+from lightning_ptdp.pipeline.runtime import PipelineRuntime
+from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, WholeModel
+from lightning_ptdp.recompute import apply_recomputation
+from lightning_ptdp.weight_gradients import WeightGradients
+from tests.pipeline.grid import TIED, Block, Gradients, Microbatch, make_net, uneven_ranges
+
+PARTS = ModelParts(blocks="blocks", before=("embedding",), after=("norm", "head"))
+Unit = tuple[int, int]
+"""(stage, microbatch)."""
+
+
+class Census:
+    """Which activations are alive, by the stage and microbatch that made them."""
+
+    def __init__(self) -> None:
+        self.unit: Unit = (0, 0)
+        self._inside: Counter[Unit] = Counter()
+        self._outputs: dict[Unit, int] = {}
+        self._numbers = itertools.count()
+        self.peak = self.calls = 0
+
+    def note(self, inside: Tensor, output: Tensor) -> None:
+        """A block keeps ``inside`` for its backward; ``output`` is the stage's if no other block follows."""
+        unit, number = self.unit, next(self._numbers)
+        self._inside[unit] += 1
+        self.peak = max(self.peak, sum(count > 0 for count in self._inside.values()))
+        self._outputs[unit] = number
+        weakref.finalize(inside, self._freed, unit)
+        weakref.finalize(output.untyped_storage(), self._left, unit, number)
+
+    def _freed(self, unit: Unit) -> None:
+        self._inside[unit] -= 1
+
+    def _left(self, unit: Unit, number: int) -> None:
+        if self._outputs.get(unit) == number:
+            del self._outputs[unit]
+
+    def outputs(self, stages: set[int]) -> int:
+        """Units of ``stages`` whose output is alive."""
+        return sum(stage in stages for stage, _ in self._outputs)
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of one step; sent to the test, so without graphs.
+
+    Attributes:
+        computed: Forward actions, and under a split backward the others too, in the order in which they ran.
+        losses: By microbatch, on the last stage's rank.
+        gradients: By name; after the step.
+        remaining: By stage, what was added to its gradients after ``before_last_gradients``, and which of them were awaited.
+        told: The order of calls: "last" and "reduce" with a stage.
+        late: Parameters that changed after they were said to be complete, or after their stage was reduced.
+        kept: By stage, the parameters that its first weight action found without gradient, and those with.
+        calls: Of the core of blocks, recomputations included.
+        held: The most units of which activations were alive.
+        unsent: The most outputs that were alive after they should have left.
+    """
+
+    computed: list[str] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    gradients: Gradients = field(default_factory=dict)
+    remaining: dict[int, tuple[Gradients, list[str] | None]] = field(default_factory=dict)
+    told: list[tuple[str, int]] = field(default_factory=list)
+    completed: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    kept: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)
+    held: int = 0
+    calls: int = 0
+    unsent: int = 0
+
+
+class WatchedStore(WeightGradients):
+    """Tells when the halves of a backward run, and what the second half finds."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names, self.outcome = names, Outcome()
+
+    def collecting(self, key: Hashable) -> Any:
+        self.outcome.computed.append("B{}.{}".format(*key))
+        return super().collecting(key)
+
+    def run(self, key: Hashable, done: Any = None) -> None:
+        stage = key[0]
+        self.outcome.computed.append("W{}.{}".format(*key))
+        if stage not in self.outcome.kept:
+            found: tuple[list[str], list[str]] = ([], [])
+            for parameter in self.parameters(key):
+                found[parameter.grad is not None].append(self.names[id(parameter)])
+            self.outcome.kept[stage] = found
+        super().run(key, done)
+
+
+class WatchedTransport(Transport):
+    """Counts headers; if ``rendezvous``, a send blocks until its message was received."""
+
+    rendezvous = False
+    headers = 0
+
+    def send_forward(self, what: str, crossing: Any, **where: Any) -> None:
+        super().send_forward(what, crossing, **where)
+        if self.rendezvous:
+            self.flush()
+
+    def send_backward(self, what: str, gradient: Any, **where: Any) -> None:
+        super().send_backward(what, gradient, **where)
+        if self.rendezvous:
+            self.flush()
+
+    def irecv(self, buffer: Tensor, *where: Any) -> Any:
+        self.headers += buffer.dtype is torch.int64
+        return super().irecv(buffer, *where)
+
+
+class WatchedJob:
+    """One step: the net on each microbatch; fills an ``Outcome``."""
+
+    def __init__(self, rank: Rank, schedule: Schedule, batch: Sequence[Microbatch], *, training: bool, outcome: Outcome) -> None:
+        self.training, self._rank, self._batch, self.outcome = training, rank, batch, outcome
+        leaves = [s for s in range(schedule.num_stages - 1) if schedule.rank_of(s) != schedule.rank_of(s + 1)]
+        self._sends, self._splits = set(leaves), schedule.splits_backward
+        self._at: list[tuple[str, Tensor | None]] = []
+        self._before: dict[int, tuple[dict[str, Tensor | None], list[str] | None]] = {}
+
+    def signature(self, microbatch: int) -> Hashable:
+        return self.training, tuple(self._batch[microbatch].ids.shape)
+
+    def forward(self, stage: int, microbatch: int) -> Tensor:
+        self._look()
+        self._rank.census.unit = stage, microbatch
+        self.outcome.computed.append(f"F{stage}.{microbatch}")
+        return self._rank.net(self._batch[microbatch].ids, self._batch[microbatch].labels)
+
+    def finish(self, microbatch: int, output: Tensor) -> Tensor | None:
+        self.outcome.losses[microbatch] = output.item()
+        return output * self._batch[microbatch].share if self.training else None
+
+    def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
+        self._look()
+        self.outcome.told.append(("last", stage))
+        names = None if awaited is None else [self._rank.names[id(parameter)] for parameter in awaited]
+        self._before[stage] = {name: _copied(p) for name, p in self._rank.parameters(stage)}, names
+
+    def gradient_complete(self, parameter: Tensor) -> None:
+        name = self._rank.names[id(parameter)]
+        self.outcome.completed.append(name)
+        if name not in TIED.values():
+            self._at.append((name, _copied(parameter)))
+
+    def reduce(self, stage: int) -> None:
+        self._look()
+        self.outcome.told.append(("reduce", stage))
+        self._at += [(name, _copied(parameter)) for name, parameter in self._rank.parameters(stage)]
+
+    def close(self) -> Outcome:
+        """The step is over."""
+        self._look()
+        self.outcome.held, self.outcome.calls = self._rank.census.peak, self._rank.census.calls
+        final = {self._rank.names[id(p)]: p.grad for p in self._rank.net.parameters()}
+        self.outcome.gradients = {name: grad.clone() for name, grad in final.items() if grad is not None}
+        self.outcome.late = sorted({name for name, copy in self._at if not _same(copy, final[name])})
+        for stage, (before, awaited) in self._before.items():
+            self.outcome.remaining[stage] = {n: _minus(final[n], copy) for n, copy in before.items()}, awaited
+        return self.outcome
+
+    def _look(self) -> None:
+        self.outcome.unsent = max(self.outcome.unsent, self._rank.census.outputs(self._sends))
+
+
+def _copied(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else parameter.grad.clone()
+
+
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    return left is right if left is None or right is None else torch.equal(left, right)
+
+
+def _minus(left: Tensor | None, right: Tensor | None) -> Tensor:
+    assert left is not None
+    return left.clone() if right is None else left - right
+
+
+class Rank:
+    """This rank's part of the net and its runtime; collective to make.
+
+    Args:
+        schedule: The schedule that the stages are placed for.
+        dtype: Of the net.
+        recompute: What ``apply_recomputation`` takes.
+    """
+
+    def __init__(self, schedule: Schedule, *, dtype: torch.dtype = torch.float64, recompute: str = "none") -> None:
+        p, self.rank = schedule.pipeline_parallel_size, dist.get_rank() if dist.is_initialized() else 0
+        self.net, self.census = make_net(schedule.num_stages, dtype), Census()
+        self.cut: PipelineCut | WholeModel = WholeModel()
+        self.transport: WatchedTransport | None = None
+        ranges = uneven_ranges(schedule.num_stages)
+        if p > 1:
+            self.cut = PipelineCut(self.net, parts=PARTS, ranges=ranges, stages=schedule.stages_of(self.rank))
+            layout = ParallelLayout(
+                world_size=p,
+                pipeline_parallel_size=p,
+                virtual_pipeline_size=schedule.virtual_pipeline_size,
+                placement=schedule.placement,
+            )
+            mesh = ProcessMesh.create(layout=layout, rank=self.rank)
+            self.transport = WatchedTransport(mesh=mesh, device=torch.device("cpu"))
+        self.names = {id(p): TIED.get(name, name) for name, p in self.net.named_parameters()}
+        self.store = WatchedStore(self.names)
+        apply_recomputation(
+            self.net,
+            policy=recompute,
+            blocks="blocks",
+            ranges=ranges,
+            selective=("blocks.*.core",),
+            context_fn=self.store.recomputation,
+        )
+        for block in self.net.blocks:
+            if isinstance(block, Block):
+                block.core.census = self.census
+        self.runtime = PipelineRuntime(
+            cut=self.cut, transport=self.transport, rank=self.rank, ranks=tuple(range(p)), weight_gradients=self.store
+        )
+
+    def parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that belong to ``stage`` alone."""
+        for name, parameter in self.net.named_parameters():
+            module = name.rpartition(".")[0]
+            owner = self.cut.module_stages[module] if isinstance(self.cut, PipelineCut) else 0
+            if owner == stage and TIED.get(name, name) not in TIED.values():
+                yield name, parameter
+
+    def step(self, schedule: Schedule, batch: Sequence[Microbatch], *, training: bool = True) -> Outcome:
+        """Run ``schedule`` on ``batch``; gradients are added to those that are there."""
+        outcome = self.store.outcome = Outcome()
+        self.census.peak = self.census.calls = 0
+        job = WatchedJob(self, schedule, batch, training=training, outcome=outcome)
+        with torch.set_grad_enabled(training):
+            self.runtime.run(schedule, job)
+        return job.close()
+
+    def rendezvous(self, on: bool) -> None:
+        """Whether sends block from now on."""
+        if self.transport is not None:
+            self.transport.rendezvous = on

@@ -1,0 +1,443 @@
+"""Recomputation changes memory and nothing else: gradients bitwise the same, dropout, tensor parallelism and autocast included."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
+from lightning_ptdp.pipeline.crossing import backward
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.pipeline.stage import PipelineCut
+from lightning_ptdp.recompute import apply_recomputation, check_recomputation, check_recompute_options, remove_recomputation
+from lightning_ptdp.tensor_parallel import ParallelPlan, apply_plan
+from tests.pool import Pool
+from tests.tensor_parallel.toy import counted_collectives, tensor_group
+
+CONFIG = GPTConfig.gpt2(
+    vocabulary_size=61, sequence_length=16, num_layers=4, hidden_size=32, num_heads=4, dropout=0.2, init_std=0.2
+)
+PLAN = gpt_plan(CONFIG, prefix="")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "full, 1 layer": {"policy": "full", "layers": 1},
+    "selective": {"policy": "selective", "selective": PLAN.selective},
+    "selective, 3 layers": {"policy": "selective", "selective": PLAN.selective, "layers": [3]},
+}
+
+
+def make_gpt() -> GPT:
+    torch.manual_seed(3)
+    return GPT(CONFIG)
+
+
+def ids(batch: int = 3, length: int = 12) -> Tensor:
+    return torch.randint(CONFIG.vocabulary_size, (batch, length), generator=torch.Generator().manual_seed(5))
+
+
+def step(model: nn.Module, *, seed: int = 9) -> dict[str, Tensor]:
+    """Loss and gradients of one training step."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    batch = ids()
+    loss = nn.functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    return {"loss": loss.detach(), "random": torch.rand(1), **gradients}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@contextmanager
+def counted_calls(*modules: nn.Module) -> Iterator[list[int]]:
+    """How often the inside of each module runs: through a hook on its first child, or on itself if it has none."""
+    calls = [0] * len(modules)
+
+    def count(index: int) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            calls[index] += 1
+
+        return note
+
+    inner = [next(module.children(), module) for module in modules]
+    hooks = [module.register_forward_pre_hook(count(index)) for index, module in enumerate(inner)]
+    yield calls
+    for hook in hooks:
+        hook.remove()
+
+
+def kept_bytes(run: Callable[[], Tensor], parameters: Iterator[nn.Parameter]) -> int:
+    """Bytes that the graph of ``run()`` keeps alive beside parameters, each storage once."""
+    weights = {p.untyped_storage().data_ptr() for p in parameters}
+    storages: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = run()
+    total = sum(storages.values())
+    del output
+    return total
+
+
+# ---- the same gradients ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16 autocast"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_gradients_are_bitwise_the_same_with_dropout(options: dict[str, Any], bf16: bool) -> None:
+    model, reference = make_gpt(), make_gpt()
+    apply_recomputation(model, blocks="blocks", **options)
+    with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+        expected = step(reference)
+        assert_equal(step(model), expected)
+        assert not torch.equal(step(reference, seed=10)["loss"], expected["loss"]), "dropout must matter"
+
+
+def parallel_step(rank: int, sequence_parallel: bool) -> None:
+    group = tensor_group(rank)
+    results = []
+    for options in (None, *OPTIONS.values(), {"policy": "full", "shard_input": group}):
+        model = make_gpt()
+        apply_plan(model, PLAN, group=group, sequence_parallel=sequence_parallel)
+        if options is not None:
+            if sequence_parallel:
+                options = {**options, "shard_input": None}
+            apply_recomputation(model, blocks="blocks", **options)
+        with counted_collectives() as counts:
+            results.append((step(model), sum(counts.values())))
+    for found, _ in results[1:]:
+        assert_equal(found, results[0][0])
+    plain, full, one, selective, _, sharded = (count for _, count in results)
+    per_layer = 4 if sequence_parallel else 2  # what the forward of a block sends
+    assert full == plain + 4 * per_layer
+    assert one == plain + per_layer
+    assert selective == plain
+    assert sharded == (full if sequence_parallel else full + 4)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t2", "t2 sp"])
+def test_tensor_parallel(pool: Pool, sequence_parallel: bool) -> None:
+    pool.run(parallel_step, world_size=2, args=(sequence_parallel,))
+
+
+class TupleBlock(nn.Module):
+    """As in Hugging Face models: keyword arguments, non-tensors, and a tuple out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, flags: tuple[Tensor, int], cache: Any = None
+    ) -> tuple[Tensor, Any]:
+        scale, power = flags
+        y = self.dropout(torch.tanh(self.linear(hidden_states)) * scale) ** power
+        return (hidden_states + (y if attention_mask is None else y * attention_mask), cache)
+
+
+class TupleModel(nn.Module):
+    def __init__(self, by_keyword: bool) -> None:
+        super().__init__()
+        self.layers, self.by_keyword = nn.ModuleList(TupleBlock() for _ in range(3)), by_keyword
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        mask = torch.linspace(0, 1, 8)
+        for layer in self.layers:
+            if self.by_keyword:
+                x, rest = layer(hidden_states=x, attention_mask=mask, flags=(scale, 2))
+            else:
+                x, rest = layer(x, mask, flags=(scale, 2))
+            assert rest is None
+        return x
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_blocks_with_keywords_and_tuples(by_keyword: bool) -> None:
+    torch.manual_seed(0)
+    reference = TupleModel(by_keyword)
+    model = copy.deepcopy(reference)
+    assert apply_recomputation(model, policy="full", blocks=None) == ("layers.0", "layers.1", "layers.2")
+    gradients = []
+    for module in (reference, model):
+        torch.manual_seed(1)
+        x, scale = torch.randn(4, 8, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+        module(x, scale).sum().backward()
+        gradients.append([x.grad, scale.grad, *(p.grad for p in module.parameters())])
+    for found, expected in zip(gradients[1], gradients[0], strict=True):
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+
+
+def test_in_a_pipeline_stage() -> None:
+    """The recomputation runs after the step has left the stage, when other stages' placeholders may be in place."""
+    expected = step(make_gpt())
+    model = make_gpt()
+    ranges = ((0, 1), (1, 2), (2, 3), (3, 4))
+    parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
+    cut = PipelineCut(model, parts=parts, ranges=ranges, stages=range(4))
+    assert len(apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges)) == 4
+    batch = ids()
+
+    def forward() -> Tensor:
+        return nn.functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    torch.manual_seed(9)
+    received, sent, outputs = None, [], []
+    for stage in range(4):
+        output, last = cut.run(stage, received, forward, training=True)
+        if not last:
+            outputs.append(output.roots())
+            received = output.entering(training=True)
+            sent.append(received)
+    output.backward()
+    for roots, entered in zip(reversed(outputs), reversed(sent), strict=True):
+        backward(roots, entered.gradients())
+    # The stages before the last ran the embedding's dropout on zeros, as it does not know of stages; so only shapes can be compared
+    # with dropout on. The random numbers of each block's recomputation are those of its forward all the same.
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(expected) - {"loss", "random"}
+
+
+# ---- memory and work ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_of_a_block() -> None:
+    config = GPTConfig.gpt2(vocabulary_size=61, sequence_length=64, num_layers=1, hidden_size=32, num_heads=4, dropout=0.1)
+    kept = {}
+    for policy in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        block = GPT(config).blocks
+        apply_recomputation(block, policy=policy, blocks="", selective=("*.attention.core",))
+        x = torch.randn(2, 64, 32, requires_grad=True)
+        kept[policy] = kept_bytes(lambda x=x, block=block: block[0](x + 0), block.parameters())
+    tokens, hidden, scores = 2 * 64, 32, 2 * 4 * 64 * 64
+    assert kept["full"] == tokens * hidden * 4
+    # The scores with dropout keep at least their softmax; all of it is gone.
+    assert kept["none"] - kept["selective"] >= scores * 4
+    assert kept["selective"] < tokens * hidden * 4 * 24
+
+
+def kept_with_parts(rank: int) -> list[int]:
+    group = tensor_group(rank)
+    found = []
+    for shard in (None, group):
+        model = make_gpt()
+        apply_plan(model, PLAN, group=group, sequence_parallel=False)
+        apply_recomputation(model.blocks, policy="full", blocks="", shard_input=shard)
+        x = torch.randn(3, 12, 32, requires_grad=True)
+        found.append(kept_bytes(lambda x=x, model=model: model.blocks[0](x + 0), model.parameters()))
+    odd = torch.randn(1, 1, 31, requires_grad=True)
+    block = nn.ModuleList([nn.Linear(31, 31)])
+    apply_recomputation(block, policy="full", blocks="", shard_input=group)
+    found.append(kept_bytes(lambda: block[0](odd), block.parameters()))
+    block[0](odd).sum().backward()
+    dist.barrier()
+    return found
+
+
+def test_a_part_of_the_input_is_kept(pool: Pool) -> None:
+    whole = 3 * 12 * 32 * 4
+    for found in pool.run(kept_with_parts, world_size=2):
+        assert found == [whole, whole // 2, 31 * 4]
+
+
+def test_evaluation_runs_once_and_training_twice() -> None:
+    model = make_gpt()
+    apply_recomputation(model, policy="full", blocks="blocks", layers=3)
+    with counted_calls(*model.blocks) as calls:
+        with torch.no_grad():
+            model(ids())
+        with torch.inference_mode():
+            model.eval()(ids())
+        assert calls == [2] * 4
+        model.train()
+        step(model)
+    assert calls == [4, 4, 4, 3]
+
+
+def test_hooks_of_the_recomputed_module_run_once() -> None:
+    model, seen = make_gpt(), []
+    apply_recomputation(model, policy="full", blocks="blocks")
+    model.blocks[0].register_forward_hook(lambda *_: seen.append("after"))
+    model.blocks[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    step(model)
+    assert seen == ["after", "backward"]
+
+
+# ---- which modules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(None, "0123456"), (2, "013456"), (0, ""), ([0, 2, 1], "125"), (4, "0123456"), ((3, 0, 0), "")]
+)
+def test_the_first_layers_of_each_stage(layers: Any, expected: str) -> None:
+    container = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(2, 2) for _ in range(7))})
+    ranges = ((0, 1), (1, 5), (5, 7)) if layers != 2 else ((0, 3), (3, 5), (5, 7))
+    if layers == (3, 0, 0):
+        with pytest.raises(ValueError, match=r"asks for 3 layers of stage 0, which has 1; use at most \[1, 0, 0\]"):
+            apply_recomputation(container, policy="full", blocks="h", ranges=ranges, layers=layers)
+        return
+    found = apply_recomputation(container, policy="full", blocks="h", ranges=ranges, layers=layers)
+    assert "".join(name.removeprefix("h.") for name in found) == expected
+
+
+def test_blocks_of_other_stages_are_skipped() -> None:
+    model = make_gpt()
+    parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
+    ranges = ((0, 2), (2, 3), (3, 4))
+    PipelineCut(model, parts=parts, ranges=ranges, stages=[0, 2])
+    assert apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges, layers=1) == ("blocks.0", "blocks.3")
+    selective = apply_recomputation(model, policy="selective", blocks="blocks", ranges=ranges, selective=PLAN.selective)
+    assert selective == tuple(f"blocks.{index}.attention.core" for index in (0, 1, 3))
+
+
+def test_a_pattern_inside_of_another_is_not_recomputed_twice() -> None:
+    model = make_gpt()
+    patterns = ("blocks.*.attention.core", "blocks.*.attention", "blocks.[01].mlp")
+    found = apply_recomputation(model, policy="selective", blocks="blocks", selective=patterns, layers=3)
+    assert found == (
+        "blocks.0.attention",
+        "blocks.0.mlp",
+        "blocks.1.attention",
+        "blocks.1.mlp",
+        "blocks.2.attention",
+    )
+
+
+# ---- what stays -----------------------------------------------------------------------------------------------------------
+
+
+def test_names_types_copies_and_removal() -> None:
+    model = make_gpt()
+    modules, names, state = list(model.modules()), [n for n, _ in model.named_parameters()], list(model.state_dict())
+    types = [type(m) for m in modules]
+    signature = inspect.signature(model.blocks[0].forward)
+    expected = step(model)
+    apply_recomputation(model, policy="full", blocks="blocks")
+    assert list(model.modules()) == modules
+    assert [type(m) for m in model.modules()] == types
+    assert [n for n, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == state
+    assert inspect.signature(model.blocks[0].forward) == signature
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with counted_calls(*made.blocks) as calls:
+            assert_equal(step(made), expected)
+        assert calls == [2] * 4
+        assert made.blocks[0].forward.module is made.blocks[0]
+    assert type(pickle.loads(pickle.dumps(model.blocks[1].forward)).module) is type(model.blocks[1])
+    remove_recomputation(model)
+    assert all("forward" not in vars(m) for m in model.modules())
+    assert_equal(step(model), expected)
+
+
+class OwnForward:
+    """A forward that somebody else has put in place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.calls = module, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return type(self.module).forward(self.module, x)
+
+
+def test_a_forward_of_the_instance_is_kept_and_given_back() -> None:
+    model = make_gpt()
+    block = model.blocks[0]
+    own = OwnForward(block)
+    block.__dict__["forward"] = own
+    for _ in range(2):  # again: what the first call did is undone
+        apply_recomputation(model, policy="full", blocks="blocks")
+    step(model)
+    assert own.calls == 2
+    assert apply_recomputation(model, policy="none", blocks="blocks") == ()
+    assert block.forward is own
+    assert "forward" not in vars(model.blocks[1])
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("ful",), ["recompute='ful'", "did you mean 'full'", "'selective'"]),
+        (("everything",), ["recompute='everything'", "('none', 'full', 'selective')"]),
+        (("none", 2), ["recompute_layers=2", "recompute='none'", "leave"]),
+        (("full", -1), ["recompute_layers=-1", "0 or more"]),
+        (("full", True), ["holds True"]),
+        (("full", 1.5), ["holds 1.5"]),
+        (("full", [1, "2"]), ["holds '2'"]),
+        (("selective", [1, 1, 1]), ["recompute_layers=[1, 1, 1]", "3 entries", "= 2", "one number for all"]),
+    ],
+)
+def test_options_that_cannot_be(options: tuple[Any, ...], words: list[str]) -> None:
+    for call in (
+        lambda: check_recompute_options(*options, num_stages=2),
+        lambda: apply_recomputation(
+            make_gpt(), policy=options[0], blocks="blocks", ranges=((0, 2), (2, 4)), layers=(*options, None)[1]
+        ),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        for word in words:
+            assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": "selective"}, ["recompute='selective'", "selective=(", "recompute='full'"]),
+        (
+            {"policy": "selective", "selective": ("blocks.*.atention.core",)},
+            ["'blocks.*.atention.core'", "inside 'blocks'", "attention.core"],
+        ),
+        ({"policy": "selective", "selective": ("head",)}, ["'head'", "inside 'blocks'"]),
+        ({"policy": "full", "layers": 4}, ["recompute_layers=4", "1, 3 layers", "use 3 or less"]),
+        ({"policy": "full", "layers": (1, 4)}, ["recompute_layers=[1, 4]", "stage 1", "[1, 3]"]),
+        ({"policy": "full", "blocks": None}, []),
+        ({"policy": "selective", "selective": PLAN.selective, "layers": 3}, []),
+        ({"policy": "none"}, []),
+    ],
+)
+def test_what_does_not_fit_the_model(options: dict[str, Any], words: list[str]) -> None:
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    options = {"blocks": "blocks", "ranges": ((0, 1), (1, 4)), **options}
+    if not words:
+        check_recomputation(model, **options)
+        return
+    with pytest.raises(ValueError) as error:
+        check_recomputation(model, **options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_plan_checks_its_patterns() -> None:
+    PLAN.check(make_gpt(), 1)
+    with pytest.raises(
+        ValueError, match=r"selective pattern 'blocks\.\*\.attn\.core' matches no module of GPT; nearest names: .*core"
+    ):
+        ParallelPlan(selective=("blocks.*.attn.core",)).check(make_gpt(), 1)
+    with pytest.raises(ValueError, match=r"selective='a' must be a list"):
+        ParallelPlan(selective="a")  # type: ignore[arg-type]
+    assert ParallelPlan(selective=["a"]).selective == ("a",)  # type: ignore[arg-type]

@@ -1,0 +1,219 @@
+"""A backward in two halves gives the gradients of one, whatever the model computes its products with."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.models import GPT, GPTConfig
+from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from lightning_ptdp.weight_gradients import WeightGradients
+from tests.pool import Pool
+
+
+class Products(nn.Module):
+    """Every way in which a model multiplies with a parameter, one parameter used twice, and one product that is not understood."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.bare = nn.Linear(6, 6, bias=False)
+        self.matrix = nn.Parameter(torch.randn(6, 6))
+        self.conv = nn.Parameter(torch.randn(6, 6))
+        self.offset = nn.Parameter(torch.randn(6))
+        self.odd = nn.Parameter(torch.randn(6, 6))
+        self.norm = nn.LayerNorm(6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.linear(x)))
+        x = torch.tanh(self.bare(self.bare(x)))
+        x = torch.tanh(x @ self.matrix + torch.matmul(x, self.matrix))
+        x = torch.tanh(torch.addmm(self.offset, x.view(-1, 6), self.conv).view_as(x))
+        return torch.einsum("bsi,io->bso", self.frozen(x), self.odd)
+
+
+def _whole(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    module(x).square().sum().backward()
+    return x.grad, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _halves(module: nn.Module, x: Tensor, between: Callable[[WeightGradients], None] = lambda _: None) -> Any:
+    store = WeightGradients()
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    with store.intercepting():
+        loss = module(x).square().sum()
+    with store.collecting("key"):
+        torch.autograd.backward(loss)
+    del loss
+    between(store)
+    store.run("key")
+    return x.grad, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _assert_same(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_every_kind_of_product() -> None:
+    torch.manual_seed(0)
+    module = Products().double()
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    waiting: list[Tensor] = []
+
+    def between(store: WeightGradients) -> None:
+        waiting.extend(store.parameters("key"))
+        late = {"linear.weight", "linear.bias", "bare.weight", "matrix", "conv", "offset"}
+        assert {name for name, p in module.named_parameters() if any(p is w for w in waiting)} == late
+        assert all(p.grad is None for p in waiting)
+        assert module.norm.weight.grad is not None
+        assert module.odd.grad is not None
+
+    _assert_same(_halves(module, x, between), _whole(module, x))
+
+
+def test_several_microbatches_add_up_and_tell_when_each_parameter_is_complete() -> None:
+    torch.manual_seed(0)
+    module = Products().double()
+    store, done = WeightGradients(), []
+    inputs = torch.randn(3, 2, 4, 6, dtype=torch.float64)
+    for key, x in enumerate(inputs):
+        with store.intercepting():
+            loss = module(x).sum()
+        with store.collecting(key):
+            torch.autograd.backward(loss)
+    for key in range(3):
+        store.run(key, done.append if key == 2 else None)
+    found = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    for x in inputs:
+        module(x).sum().backward()
+    for name, value in found.items():
+        torch.testing.assert_close(value, module.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+    assert len({id(p) for p in done}) == len(done) == 6
+
+
+def test_without_collecting_an_intercepted_product_is_a_usual_one() -> None:
+    torch.manual_seed(0)
+    module = Products().double()
+    x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    with WeightGradients().intercepting():
+        module(x).square().sum().backward()
+    found = x.grad, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    _assert_same(found, _whole(module, x.detach()))
+
+
+def test_a_watched_parameter_does_not_wait() -> None:
+    module = nn.Linear(4, 4)
+    seen: list[Tensor] = []
+    module.weight.register_hook(seen.append)
+    store = WeightGradients()
+    with store.intercepting():
+        loss = module(torch.randn(2, 4)).sum()
+    with store.collecting(0):
+        torch.autograd.backward(loss)
+    assert len(seen) == 1
+    assert store.parameters(0) == []
+
+
+@pytest.mark.parametrize("recompute", ["none", "ours", "somebody's"])
+def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocabulary_size": 31, "sequence_length": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
+    model = GPT(GPTConfig.gpt2(**sizes))
+    ids = torch.randint(0, 31, (2, 8))
+    store = WeightGradients()
+    options = {"context_fn": store.recomputation} if recompute == "ours" else {}
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(ids) if recompute == "none" else checkpoint(model, ids, use_reentrant=False, **options)
+            return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+    loss().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with store.intercepting():
+        value = loss()
+    with store.collecting(0):
+        torch.autograd.backward(value)
+    # Weight and bias of four products a block, and the head.
+    assert len(store.parameters(0)) == (0 if recompute == "somebody's" else 2 * 8 + 1)
+    store.run(0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=2e-2, atol=2e-3, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_the_graph_is_free_between_the_halves() -> None:
+    """Only the operands of the products stay: not the exponential's output, which the backward itself needs."""
+
+    class Exponential(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.exp(x)
+            outputs.append(weakref.ref(y))
+            return y * 1.0
+
+    outputs: list[Any] = []
+    module = nn.Sequential(nn.Linear(8, 8), Exponential(), nn.Linear(8, 8))
+    store = WeightGradients()
+    with store.intercepting():
+        loss = module(torch.randn(4, 8)).sum()
+    with store.collecting(0):
+        torch.autograd.backward(loss)
+    assert len(store.parameters(0)) == 4
+    assert outputs[0]() is None
+    store.run(0)
+    assert store.parameters(0) == []
+
+
+def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
+    mesh = ProcessMesh.create(
+        layout=ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=sequence_parallel), rank=rank
+    )
+    group = mesh.group("tensor")
+    generator = torch.Generator().manual_seed(rank)
+
+    def parameter(*shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64))
+
+    column = ColumnParallelLinear(parameter(6, 4), parameter(6), group=group, sequence_parallel=sequence_parallel)
+    row = RowParallelLinear(parameter(4, 6), parameter(4), group=group, sequence_parallel=sequence_parallel)
+    shared = torch.Generator().manual_seed(5 + rank * sequence_parallel)
+    x = torch.randn(2, 4, 4, generator=shared, dtype=torch.float64, requires_grad=True)
+    store = WeightGradients()
+    column.weight_gradients = row.weight_gradients = store if split else None
+    loss = row(torch.tanh(column(x))).square().sum()
+    if split:
+        with store.collecting(0):
+            torch.autograd.backward(loss)
+        assert column.weight.grad is None
+        assert row.weight.grad is None
+        store.run(0)
+    else:
+        torch.autograd.backward(loss)
+    names = {"column.weight": column.weight, "column.bias": column.bias, "row.weight": row.weight, "row.bias": row.bias, "x": x}
+    return {name: value.grad for name, value in names.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_layers(sequence_parallel: bool, pool: Pool) -> None:
+    whole = pool.run(_pair, world_size=2, args=(sequence_parallel, False))
+    halves = pool.run(_pair, world_size=2, args=(sequence_parallel, True))
+    for expected, found in zip(whole, halves, strict=True):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
