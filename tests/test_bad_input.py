@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_ptdp.models import GPTConfig, LitGPT
+from lightning_ptdp.pipeline import Action, CustomSchedule
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.toys import LitNet, loader
@@ -73,6 +74,11 @@ def gpt(**sizes: Any) -> LitGPT:
     return LitGPT(GPTConfig.gpt2(**({"vocabulary_size": 32, "num_layers": 4, "hidden_size": 12, "sequence_length": 8} | sizes)))
 
 
+def stuck(p: int, v: int, m: int) -> list[list[Action]]:
+    """The backward of the first stage before anything else."""
+    return [[Action.parse("B0.0"), Action.parse("F0.0")], [Action.parse("F1.0"), Action.parse("B1.0")]]
+
+
 def plan(**tensor: str) -> ParallelPlan:
     return ParallelPlan(tensor={name.replace("_", "."): kind for name, kind in tensor.items()})
 
@@ -82,6 +88,9 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
     "layers": (8, {P: 4, V: 2}, LitNet, 8, ["7", "pipeline_parallel_size", "8"]),
     "layers built late": (4, {P: 4}, LitLate, 8, ["3", "pipeline_parallel_size"]),
     "partition": (2, {P: 2, "partition": [3, 3]}, LitNet, 8, ["[3, 3]", "num_layers=7", "add 1"]),
+    "partition by name": (2, {P: 2, "partition": ["net.0", "net.9"]}, LitNet, 8, ["net.9", "net.6"]),
+    "selective": (2, {P: 2, "recompute": "selective"}, LitNet, 8, ["recompute='selective'", "ParallelPlan(selective="]),
+    "recomputed layers": (2, {P: 2, "recompute": "full", "recompute_layers": 9}, LitNet, 8, ["recompute_layers=9", "4 or less"]),
     "batch": (2, {P: 2, M: 4}, LitNet, 2, ["num_microbatches=4", "batch of 2", "num_microbatches=2"]),
     "heads": (2, {T: 2}, lambda: gpt(num_heads=3), 8, ["num_heads=3", "tensor_parallel_size=2", "works with"]),
     "features": (2, {T: 2, "plan": plan(net_6="column")}, LitNet, 8, ["net.6", "out_features=1", "tensor_parallel_size"]),
@@ -126,6 +135,16 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({"sequence_parallel": True}, ["sequence_parallel", "tensor_parallel_size"]),
         ({P: 2, "partition": [1, 1, 1]}, ["partition=[1, 1, 1]", "3 entries", "= 2"]),
         ({P: 2, V: 2, "schedule": "1f1b"}, ["1f1b", "virtual_pipeline_size=2"]),
+        ({P: 2, "schedule": "interleaved_1f1b"}, ["virtual_pipeline_size=1", "'1f1b'"]),
+        ({P: 2, "schedule": "zb_v"}, ["virtual_pipeline_size=1", "virtual_pipeline_size=2", "'zb_h1'"]),
+        ({P: 2, V: 3, "schedule": "dualpipe_v"}, ["virtual_pipeline_size=3", "virtual_pipeline_size=2"]),
+        ({P: 2, V: 2, "microbatch_group_size": 1}, ["microbatch_group_size=1", "pipeline_parallel_size=2"]),
+        ({P: 2, "microbatch_group_size": 2}, ["microbatch_group_size=2", "interleaved_1f1b"]),
+        ({P: 2, "schedule": "none.csv"}, ["none.csv"]),
+        ({P: 2, "schedule": CustomSchedule("mine", stuck)}, ["mine", "B0.0"]),
+        ({"recompute": "ful"}, ["recompute='ful'", "'full'"]),
+        ({"recompute_layers": 2}, ["recompute_layers=2", "recompute='none'"]),
+        ({"distribute_saved_activations": True}, ["distribute_saved_activations", "recompute='full'"]),
     ],
 )
 def test_strategy_options(options: dict[str, Any], words: list[str]) -> None:
@@ -138,6 +157,24 @@ def test_strategy_options(options: dict[str, Any], words: list[str]) -> None:
 def test_unknown_option_names_itself() -> None:
     with pytest.raises(TypeError, match="tensor_paralel_size"):
         PTDPStrategy(tensor_paralel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["F0.0,B0.0", "F1.0"], ["B1.0"]),
+        (["F0.0,B0.0,F0.1,B0.1", "F1.1,B1.1,F1.0,B1.0"], ["stand still", "F1.1 waits for F0.1"]),
+        (["F0.0,G0.0", "F1.0,B1.0"], ["line 1", "G0.0"]),
+        (["F0.0,B0.0", "F1.0,B1.0", "F2.0,B2.0"], ["pipeline_parallel_size=3", "not 2"]),
+    ],
+)
+def test_a_schedule_from_a_file(tmp_path: Path, lines: list[str], words: list[str]) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError) as error:
+        PTDPStrategy(pipeline_parallel_size=2, schedule=str(path))
+    for word in ["mine.csv", *words]:
+        assert word in str(error.value), f"{word!r} is not in: {error.value}"
 
 
 class LitTwoOptimizers(LitNet):

@@ -146,10 +146,10 @@ PIPELINE: dict[str, Any] = {"layers": 7, "accumulate": 2, "steps": 8, "global_ba
 
 @pytest.mark.parametrize("name", ["d2p2 zb_h1", "d2p2v2 zb_v", "d2p2v2 dualpipe_v"])
 def test_reductions_while_the_schedule_runs(name: str, pool: Pool, reference: Any) -> None:
-    """Many small buckets, and no accumulation, which would put the reductions behind the schedule."""
+    """Several buckets a stage, and no accumulation, which would put the reductions behind the schedule."""
     settings = {"layers": 7, "steps": 6, "count_tokens": True}
     world_size, layout = SCHEDULES[name]
-    run = Run(world_size=world_size, layout={**layout, "bucket_mb": 1e-3}, **settings)
+    run = Run(world_size=world_size, layout={**layout, "bucket_mb": 1e-2}, **settings)
     for found in pool.run(fit, world_size=world_size, args=(run,)):
         assert_same(found, reference(**settings))
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
-from lightning_ptdp.pipeline.crossing import backward
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.recompute import apply_recomputation, check_recomputation, check_recompute_options, remove_recomputation
@@ -188,33 +187,41 @@ def test_blocks_with_keywords_and_tuples(by_keyword: bool) -> None:
         assert torch.equal(found, expected)
 
 
-def test_in_a_pipeline_stage() -> None:
-    """The recomputation runs after the step has left the stage, when other stages' placeholders may be in place."""
-    expected = step(make_gpt())
-    model = make_gpt()
-    ranges = ((0, 1), (1, 2), (2, 3), (3, 4))
+def cut_step(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
+    """Gradients of the four stages of one process, each stage's backward after all forwards; and how often each block ran."""
+    model, ranges = make_gpt(), ((0, 1), (1, 2), (2, 3), (3, 4))
     parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
     cut = PipelineCut(model, parts=parts, ranges=ranges, stages=range(4))
-    assert len(apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges)) == 4
+    blocks = list(model.blocks)
+    apply_recomputation(model, policy="full" if recompute else "none", blocks="blocks", ranges=ranges)
     batch = ids()
 
     def forward() -> Tensor:
         return nn.functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
     torch.manual_seed(9)
-    received, sent, outputs = None, [], []
-    for stage in range(4):
-        output, last = cut.run(stage, received, forward, training=True)
-        if not last:
-            outputs.append(output.roots())
+    received, backwards, crossings = None, [], []
+    with counted_calls(*blocks) as calls:
+        for stage in range(4):
+            output, last = cut.run(stage, received, forward, training=True)
+            if last:
+                continue
             received = output.entering(training=True)
-            sent.append(received)
-    output.backward()
-    for roots, entered in zip(reversed(outputs), reversed(sent), strict=True):
-        backward(roots, entered.gradients())
-    # The stages before the last ran the embedding's dropout on zeros, as it does not know of stages; so only shapes can be compared
-    # with dropout on. The random numbers of each block's recomputation are those of its forward all the same.
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(expected) - {"loss", "random"}
+            backwards.append(output.tensors)
+            crossings.append(received.tensors)
+        output.backward()
+        for sent, entered in zip(reversed(backwards), reversed(crossings), strict=True):
+            torch.autograd.backward(sent, [tensor.grad for tensor in entered])
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, calls
+
+
+def test_stages_of_a_pipeline() -> None:
+    """The recomputation runs after the step has left the stage, with the placeholders of other stages in place."""
+    expected, once = cut_step(recompute=False)
+    found, twice = cut_step(recompute=True)
+    assert (once, twice) == ([1] * 4, [2] * 4)
+    assert len(found) == len(list(make_gpt().parameters()))
+    assert_equal(found, expected)
 
 
 # ---- memory and work ------------------------------------------------------------------------------------------------------
@@ -250,6 +257,13 @@ def kept_with_parts(rank: int) -> list[int]:
     apply_recomputation(block, policy="full", blocks="", shard_input=group)
     found.append(kept_bytes(lambda: block[0](odd), block.parameters()))
     block[0](odd).sum().backward()
+    # What a block without weights in front keeps depends on whether its input needs a gradient, in the recomputation too.
+    block = nn.ModuleList([nn.Tanh()])
+    apply_recomputation(block, policy="full", blocks="", shard_input=group)
+    x = torch.linspace(0, 1, 8, requires_grad=True)
+    block[0](x + 0).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 1 - x.detach().tanh() ** 2)
     dist.barrier()
     return found
 
@@ -269,9 +283,11 @@ def test_evaluation_runs_once_and_training_twice() -> None:
         with torch.inference_mode():
             model.eval()(ids())
         assert calls == [2] * 4
+        step(model)  # fine-tuning in evaluation mode keeps activations as well
+        assert calls == [4, 4, 4, 3]
         model.train()
         step(model)
-    assert calls == [4, 4, 4, 3]
+    assert calls == [6, 6, 6, 4]
 
 
 def test_hooks_of_the_recomputed_module_run_once() -> None:

@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp._memory import return_large_blocks
-from lightning_ptdp._torch import all_gather_single, default_store, reduce_scatter_single
+from lightning_ptdp._torch import (
+    all_gather_single,
+    default_store,
+    has_gradient_hooks,
+    has_saved_tensor_hooks,
+    reduce_scatter_single,
+)
 from tests.pool import Pool
 
 
@@ -38,6 +44,20 @@ def _tell(rank: int) -> bytes:
 
 def test_the_default_store_can_be_connected_to_once_more(pool: Pool) -> None:
     assert pool.run(_tell, world_size=2) == [b"value 1", b"value 0"]
+
+
+def test_hooks_are_seen() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert not has_gradient_hooks(parameter)
+    handle = parameter.register_hook(lambda gradient: gradient)
+    assert has_gradient_hooks(parameter)
+    handle.remove()
+    assert not has_gradient_hooks(parameter)
+    assert not has_saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert has_saved_tensor_hooks()
+    assert not has_saved_tensor_hooks()
 
 
 def test_the_allocator_hint_never_raises() -> None:

@@ -55,7 +55,7 @@ class Boundary:
     _unsent: Origin = field(default_factory=Origin)
     _output: Any = None
     _reached: bool = False
-    _given: dict[Path, Tensor] = field(default_factory=dict)
+    _given: dict[Path, list[Tensor]] = field(default_factory=dict)
 
     def begin(self, stage: int, received: Crossing | None, *, training: bool) -> None:
         """Start a run of ``stage``."""
@@ -120,19 +120,18 @@ class Boundary:
         """
         if not self._reached and self.received is None:
             raise StageError(f"block '{name}' was called before any block of the first pipeline stage")
-        own, passed = self._returned_ids(), set()
-        crossing: dict[int, Tensor] = {}
-        extras: dict[Path, Tensor] = {}
+        own = self._returned_ids()
+        passed: dict[Path, int] = {}
+        extras = dict(self._known_extras())
         for path, tensor in _call(args, kwargs):
             if id(tensor) in own:
-                passed.add(id(tensor))
+                passed[path] = id(tensor)
             elif self._is_extra(name, path, tensor):
                 extras[path] = tensor
         if not passed:
             raise _computed_between(name)
-        crossing.update((id(tensor), tensor) for _, tensor in tensors_in(self._output) if id(tensor) in passed)
-        if self.received is not None:
-            extras = {path: self.received.tensors[index] for path, index in self.received.form.extras}
+        extras = {path: tensor for path, tensor in extras.items() if path not in passed}
+        crossing = {id(tensor): tensor for _, tensor in tensors_in(self._output) if id(tensor) in passed.values()}
         crossing.update((id(tensor), tensor) for tensor in extras.values())
         index = {key: i for i, key in enumerate(crossing)}
         tensors = tuple(plain(tensor) for tensor in crossing.values())
@@ -149,7 +148,7 @@ class Boundary:
         """What a local block is given where the model gives ``tensor``, which no block returned."""
         if self.received is None:
             if self._is_foreign(tensor) or self._needs_gradient(tensor):
-                self._given[path] = tensor
+                self._given.setdefault(path, []).append(tensor)
             return plain(tensor)
         known = replacement(tensor)
         if known is not None and self._entered(known):
@@ -158,14 +157,14 @@ class Boundary:
         if extra is None:
             if self._is_foreign(tensor):
                 raise StageError(
-                    f"block '{name}' is given a tensor ({_place(path)}) that was computed before the repeated blocks, but the last "
-                    "block of the first pipeline stage and the next one are not given it there, so it does not cross. Give it to every "
+                    f"block '{name}' is given a tensor ({_place(path)}) that was computed before the repeated blocks, but no "
+                    "block up to the first one of the second pipeline stage is given it there, so it does not cross. Give it to every "
                     "block, or use pipeline_parallel_size=1"
                 )
             return tensor
         if not (self._is_foreign(tensor) or self._needs_gradient(tensor)):
             return tensor
-        if self._given.setdefault(path, tensor) is not tensor:
+        if self._given.setdefault(path, [tensor])[0] is not tensor:
             raise StageError(
                 f"block '{name}' is given another tensor ({_place(path)}) than the block before it, computed outside the blocks; what "
                 "crosses a pipeline boundary beside the blocks' own results must be one tensor for all of them. Compute it inside the "
@@ -173,6 +172,15 @@ class Boundary:
             )
         put_instead(tensor, extra)
         return extra
+
+    def _known_extras(self) -> Iterator[tuple[Path, Tensor]]:
+        """Extras that later stages may need, whether or not the next block is given them."""
+        if self.received is not None:
+            yield from ((path, self.received.tensors[index]) for path, index in self.received.form.extras)
+            return
+        for path, (first, *others) in self._given.items():
+            if self._is_foreign(first) and all(other is first for other in others):
+                yield path, first
 
     def _is_extra(self, name: str, path: Path, tensor: Tensor) -> bool:
         """Whether the next stage must be given ``tensor``, which no block returned."""
@@ -185,7 +193,7 @@ class Boundary:
             return True
         if not self._needs_gradient(tensor):
             return False
-        if not any(tensor is given for given in self._given.values()):
+        if not any(tensor is given for all_given in self._given.values() for given in all_given):
             raise _computed_between(name)
         return True
 

@@ -199,8 +199,8 @@ class Watchdog:
     def _look(self) -> None:
         """On the background thread: report once where this rank is stuck."""
         since = self._progress.note[3]
-        stuck = time.monotonic() - since
-        if self._progress.during and stuck > _REPORT_AT * self._limit_s and self._reported != since:
+        stuck, at_work = time.monotonic() - since, self._progress.during and not self._progress.failure
+        if at_work and stuck > _REPORT_AT * self._limit_s and self._reported != since:
             self._reported = since
             text = f"{self._name} does not get on: {self._progress.status().place()} since {duration(stuck)}, limit"
             print(f"{text} {duration(self._limit_s)}.\n{self.explain()}", file=sys.stderr, flush=True)

@@ -131,6 +131,16 @@ class Skip(Base):
         return x
 
 
+class Sometimes(Base):
+    """The block behind the first stage is not given the memory, later ones are."""
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        memory = self.memory(x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x) if index == 1 else layer(x, memory)
+        return x
+
+
 class Shifted(Base):
     """The memory is written into a tensor that the model makes itself."""
 
@@ -184,7 +194,7 @@ class KeptBias(Base):
         return x
 
 
-MODELS = (Pair, Nest, Memory, FrozenMemory, RecomputedMemory, Skip, Shifted, Context, KeptBias)
+MODELS = (Pair, Nest, Memory, FrozenMemory, RecomputedMemory, Skip, Sometimes, Shifted, Context, KeptBias)
 
 
 def build(model: type[Base]) -> Base:

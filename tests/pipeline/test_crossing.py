@@ -123,12 +123,13 @@ def test_gradients_that_nobody_needs_yet_are_announced_where_parameters_are_froz
     torch.testing.assert_close(stages.gradients()["memory.weight"], whole.memory.weight.grad, **EXACT)
 
 
-def test_a_local_neighbour_is_handed_the_same_memory() -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_a_local_neighbour_is_handed_the_same_memory(training: bool) -> None:
     stages = Emulated(build(Memory))
-    stages.forward(ids(), training=True)
+    stages.forward(ids(), training=training)
     for crossing, entered in zip(stages.crossings, stages.entered[1:], strict=True):
         assert [t.data_ptr() for t in crossing.tensors] == [t.data_ptr() for t in entered.tensors]
-        assert all(tensor.is_leaf and tensor.requires_grad for tensor in entered.tensors)
+        assert all(tensor.is_leaf and tensor.requires_grad == training for tensor in entered.tensors)
 
 
 def test_a_stage_that_was_left_holds_on_to_nothing() -> None:

@@ -74,13 +74,29 @@ def test_parameters_keep_their_names_and_each_lives_once() -> None:
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 
 
-def test_chunks_of_one_rank_take_turns() -> None:
+class SameNorm(Net):
+    """One norm, in front of the blocks and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = self.norm
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embedding(ids))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.last(x))
+
+
+@pytest.mark.parametrize(("model", "before"), [(Net, ()), (SameNorm, ("norm",))])
+def test_chunks_of_one_rank_take_turns(model: type[Net], before: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    whole, ids = Net(), torch.randint(0, 11, (2, 5))
+    whole, ids = model(), torch.randint(0, 11, (2, 5))
     expected = whole(ids)
     part, middle = copy.deepcopy(whole), copy.deepcopy(whole)
-    ends = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(0, 2))
-    between = PipelineCut(middle, parts=find_parts(middle), ranges=RANGES, stages=(1,))
+    parts = find_parts(whole, before=before)
+    ends = PipelineCut(part, parts=parts, ranges=RANGES, stages=(0, 2))
+    between = PipelineCut(middle, parts=parts, ranges=RANGES, stages=(1,))
     first, _ = ends.run(0, None, lambda: part(ids), training=True)
     second, _ = between.run(1, first, lambda: middle(ids), training=True)
     result, last = ends.run(2, second, lambda: part(ids), training=True)
@@ -118,6 +134,14 @@ class Between(Net):
         return self.head(self.norm(x))
 
 
+class Scaled(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(2 * x)
+        return self.head(self.norm(x))
+
+
 class Never(Net):
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.norm(self.embedding(ids)))
@@ -135,6 +159,10 @@ class Peeking(Net):
         (Early, 0, "before="),
         (Twice, 2, "more than once"),
         (Between, 1, "computed between the repeated blocks"),
+        (Between, 0, "computed between the repeated blocks"),
+        (Scaled, 0, "computed between the repeated blocks"),
+        (Scaled, 1, "computed between the repeated blocks"),
+        (Scaled, 2, "computed between the repeated blocks"),
         (Never, 1, "belongs to the last pipeline stage"),
         (Never, 2, "did not call the blocks"),
     ],
