@@ -140,7 +140,7 @@ def test_schedules_and_options_of_the_pipeline(name: str, pool: Pool, reference:
         assert ranks[0]["ranges"] == ((0, 1), (1, 3), (3, 6), (6, 7))
 
 
-PIPELINE: dict[str, Any] = {"layers": 7, "accumulate": 2, "steps": 8, "global_batch": 16}
+PIPELINE: dict[str, Any] = {"layers": 7, "accumulate": 2, "steps": 6, "global_batch": 16}
 """With 16 samples a hidden state is large enough to be scattered."""
 
 

@@ -83,14 +83,20 @@ class RankStatus:
         peer = f" for rank {self.peer}" if self.peer is not None else ""
         return f"{self.during}, {self.phase} {self.action}{peer}" if self.phase else self.during
 
-    def sentence(self, *, silent_after_s: float) -> str:
-        """For people. A status that was written longer than ``silent_after_s`` ago is that of a rank that has fallen silent."""
+    def sentence(self, *, silent_after_s: float, own: bool = False) -> str:
+        """For people. A status that was written longer than ``silent_after_s`` ago is that of a rank that has fallen silent.
+
+        Args:
+            silent_after_s: Several times the time between publications.
+            own: It is the reader's own, and of now.
+        """
         silence = max(time.time() - self.written, 0.0)
+        told = " (this rank)" if own else f" (told {duration(silence)} ago)"
         if self.failure:
             return f"failed {duration(silence)} ago ({self.failure}): {self.place()}"
         if silence > silent_after_s:
             return f"last heard {duration(silence)} ago: {self.place()}"
-        return f"{self.place()} since {duration(self.age_s + silence)}"
+        return f"{self.place()} since {duration(self.age_s + silence)}{told}"
 
 
 def duration(seconds: float) -> str:

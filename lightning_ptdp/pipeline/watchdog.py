@@ -170,7 +170,7 @@ class Watchdog:
         lines = {rank: found[rank].sentence(silent_after_s=silent) for rank in found}
         if answered and self._bulletin is not None:
             lines |= {rank: "has told nothing yet" for rank in others if rank not in found}
-        lines[self._rank] = f"{replace(self._progress.status(), failure='').sentence(silent_after_s=silent)} (this rank)"
+        lines[self._rank] = replace(self._progress.status(), failure="").sentence(silent_after_s=silent, own=True)
         shown = sorted([self._rank, *_suspects(lines.keys() - {self._rank}, found)])
         text = ["What each rank did last:", *(f"  rank {rank}: {lines[rank]}" for rank in shown)]
         if not answered:

@@ -76,6 +76,17 @@ def _metrics(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
+def _times(trace: Path) -> list[tuple[float, float]]:
+    """Step time and bubble of the two timelines in a trace of two ranks without reductions."""
+    found = []
+    for pid in (0, 1):
+        spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == pid]
+        whole = max(e["ts"] + e["dur"] for e in spans) - min(e["ts"] for e in spans)
+        busy = sum(e["dur"] for e in spans)
+        found.append((whole / 1e6, (2 * whole - busy) / busy))
+    return found
+
+
 def test_the_chosen_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(_fit, world_size=2, args=(2, P2, str(tmp_path), {"steps": [0, 2]}, 1))
     files = ["step-000000.json", "step-000000.png", "step-000002.json", "step-000002.png"]
@@ -88,16 +99,20 @@ def test_the_chosen_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
     assert [counts for _, counts in results] == [[2, 1, 2, 1]] * 2
     metrics = _metrics(tmp_path)
     assert sorted(metrics) == [0, 2]
-    for found in metrics.values():
-        assert found["timeline/bubble_ideal"] > 0
-        assert found["timeline/bubble_measured"] > 0
-        assert found["timeline/step_seconds"] > 0
-        assert found["timeline/overhead"] > -1
+    for step, found in metrics.items():
+        (measured, idle), (ideal, ideal_idle) = _times(folder / f"step-{step:06d}.json")
+        assert found["timeline/step_seconds"] == pytest.approx(measured)
+        assert found["timeline/overhead"] == pytest.approx(measured / ideal - 1)
+        assert found["timeline/bubble_measured"] == pytest.approx(idle)
+        assert found["timeline/bubble_ideal"] == pytest.approx(ideal_idle)
 
 
 def test_the_trace_holds_what_every_rank_did(pool: Pool, tmp_path: Path) -> None:
     layout = {**P2, "schedule": "zb_h1"}
-    pool.run(_fit, world_size=4, args=(4, layout, str(tmp_path), {"every_n_steps": 1, "dirpath": str(tmp_path / "mine")}, 1))
+    options = {"every_n_steps": 1, "dirpath": str(tmp_path / "mine")}
+    results = pool.run(_fit, world_size=4, args=(4, layout, str(tmp_path), options, 1))
+    # The pipeline of the first replica are the ranks 0 and 2.
+    assert [counts for _, counts in results] == [[1, 2], [1, 1]] * 2
     files = sorted((tmp_path / "mine").iterdir())
     assert [path.name for path in files] == ["step-000001.json", "step-000001.png"]
     events = json.loads(files[0].read_text())["traceEvents"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, TensorForm, describe, rebuild, substitute, tensors_in
 from lightning_ptdp.pipeline.stage import PipelineCut
 from tests.pipeline.crossing_models import (
@@ -157,7 +158,15 @@ def test_every_stage_uses_its_own_of_a_bare_parameter() -> None:
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
-def test_compiled_blocks(how: str) -> None:
+def test_compiled_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[bool] = []
+    returned = Boundary.returned
+
+    def watched(boundary: Boundary, output: Any) -> None:
+        traced.append(torch.compiler.is_compiling())
+        returned(boundary, output)
+
+    monkeypatch.setattr(Boundary, "returned", watched)
     whole = build(Memory)
     stages = Emulated(whole)
     for part, (start, stop) in zip(stages.parts, RANGES, strict=True):
@@ -168,6 +177,7 @@ def test_compiled_blocks(how: str) -> None:
                 part.layers[index].compile(backend="eager")
     for batch in (ids(2, 5), ids(3, 4)):
         torch.testing.assert_close(stages.forward(batch, training=True), whole(batch), rtol=0, atol=0)
+    assert traced == [False] * 8, "the hooks, which look at the identity of tensors, are compiled with the block"
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------------

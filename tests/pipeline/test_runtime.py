@@ -180,10 +180,15 @@ SEVERAL = [(3, 0, True), (2, 0, False), (2, 1, True), (5, 1, False), (3, 0, True
 """(microbatches, batch, training)."""
 
 
+@pytest.fixture(scope="module")
+def several(pool: Pool) -> Any:
+    """By rank, what every step gave and how many headers the rank had received by then."""
+    return cache(lambda case: pool.run(_run_several_steps, world_size=2, args=(case,)))
+
+
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_accumulated_steps_of_changing_shapes_with_evaluation_in_between(case: Case, pool: Pool) -> None:
-    ranks = pool.run(_run_several_steps, world_size=2, args=(case,))
-    schedule = case.build(1)
+def test_accumulated_steps_of_changing_shapes_with_evaluation_in_between(case: Case, several: Any) -> None:
+    ranks, schedule = several(case), case.build(1)
     last = schedule.rank_of(schedule.num_stages - 1)
     total: dict[str, Tensor] = {}
     before: dict[str, Tensor] = {}
@@ -201,12 +206,11 @@ def test_accumulated_steps_of_changing_shapes_with_evaluation_in_between(case: C
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_shapes_are_told_when_they_change_and_not_again(case: Case, pool: Pool) -> None:
-    ranks = pool.run(_run_several_steps, world_size=2, args=(case,))
+def test_shapes_are_told_when_they_change_and_not_again(case: Case, several: Any) -> None:
+    ranks, schedule = several(case), case.build(1)
     shapes: set[tuple[bool, tuple[int, ...]]] = set()
     for index, (m, seed, training) in enumerate(SEVERAL):
         shapes |= {(training, tuple(microbatch.ids.shape)) for microbatch in make_batch(m, seed=seed)}
-        schedule = case.build(1)
         for rank, found in enumerate(ranks):
             behind = [s for s in schedule.stages_of(rank) if s and schedule.rank_of(s - 1) != rank]
             assert found[index][1] == len(behind) * len(shapes), f"step {index}, rank {rank}"
