@@ -101,6 +101,8 @@ class Boundary:
         """
         if self.stage is None:  # a recomputation in the backward
             return substitute(args, _recalled), substitute(kwargs, _recalled)
+        if self._reached and not kwargs and len(args) == 1 and args[0] is self._output:
+            return args, kwargs  # the usual case, without a closer look
         own = self._returned_ids()
 
         def change(path: Path, tensor: Tensor) -> Tensor:

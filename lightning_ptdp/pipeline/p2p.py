@@ -216,7 +216,9 @@ class Transport:
 
     def sent_numel(self, form: TensorForm) -> int:
         """Elements of a tensor that one rank sends."""
-        numel, size = math.prod(form.shape), self.mesh.group("tensor").size if self.scatter else 1
+        if not self.scatter:
+            return math.prod(form.shape)
+        numel, size = math.prod(form.shape), self.mesh.group("tensor").size
         divides = form.dtype.is_floating_point and numel % size == 0 and numel >= size * self.scatter_minimum
         return numel // size if divides else numel
 
@@ -274,14 +276,16 @@ class Transport:
 
     def _send(self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]) -> None:
         channel = Channel(self.mesh.rank, target, direction)
-        self._drop_sent(self._outstanding.setdefault(channel, deque()))
+        queue = self._outstanding.setdefault(channel, deque())
         parts = [self._own_part(tensor) for tensor in crossing.tensors]
         tensors = [*header, *(part for part in parts if part.numel())]
         group = self.mesh.channels[channel]
         works = [dist.isend(_as_bytes(tensor), target, group=group) for tensor in tensors]
-        self._outstanding[channel].append(_Sent(works, tensors, what, target, len(parts)))
+        # Only now that the message is on its way: the neighbour waits for it.
+        self._drop_sent(queue)
+        queue.append(_Sent(works, tensors, what, target, len(parts)))
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
-        kept = sum(sent.crossing for queue in self._outstanding.values() for sent in queue)
+        kept = sum(sent.crossing for others in self._outstanding.values() for sent in others)
         self.peak_outstanding_sends = max(self.peak_outstanding_sends, kept)
 
     def _drop_sent(self, sent: deque[_Sent]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -155,7 +155,8 @@ class PipelineRuntime:
         roots, received = self._roots.pop((stage, microbatch)), self._inputs.pop((stage, microbatch))
         if action in self._final:
             job.before_last_gradients(stage, None)
-        with self._split_backward((stage, microbatch)):
+        splits = self._schedule.splits_backward
+        with self._weight_gradients.collecting((stage, microbatch)) if splits else contextlib.nullcontext():
             if gradients is not None:
                 backward(roots, gradients)
             elif roots:
@@ -172,16 +173,6 @@ class PipelineRuntime:
             self._weight_gradients.run(key, job.gradient_complete)
         else:
             self._weight_gradients.run(key)
-
-    @contextlib.contextmanager
-    def _split_backward(self, key: tuple[int, int]) -> Iterator[None]:
-        """Around a backward: weight gradients wait if the schedule has actions for them."""
-        assert self._schedule is not None
-        if not self._schedule.splits_backward:
-            yield
-            return
-        with self._weight_gradients.collecting(key):
-            yield
 
     def _send_forward(self, action: Action) -> None:
         assert self._transport is not None and action.microbatch is not None and self._job is not None

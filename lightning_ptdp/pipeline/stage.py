@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.crossing import Crossing, StageError
+from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError
 from lightning_ptdp.pipeline.foreign import check_known
 from lightning_ptdp.pipeline.placeholders import Absent, EarlierBlock, LaterBlock, Placeholder, StageExit, Stub, stub_shape
 
@@ -89,6 +89,7 @@ class PipelineCut:
         self._model, self._container, self._ranges = model, model.get_submodule(parts.blocks), tuple(ranges)
         self._watched = False
         self._differentiable: dict[Any, tuple[bool, ...]] = {}
+        self._settled: dict[int, tuple[Form, Form]] = {}
 
     def run(self, stage: int, received: Crossing | None, step: Callable[[], Any], *, training: bool) -> tuple[Any, bool]:
         """Run ``step`` as ``stage``: (its return value, True) on the last stage, else (the Crossing to send, False).
@@ -126,6 +127,8 @@ class PipelineCut:
         there are any, all floating-point tensors count.
         """
         form = crossing.form
+        if stage in self._settled and self._settled[stage][0] == form:
+            return Crossing(crossing.tensors, self._settled[stage][1])
         key = (stage, form.output, form.extras, tuple(tensor.dtype for tensor in form.tensors))
         if key not in self._differentiable:
             frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
@@ -137,7 +140,8 @@ class PipelineCut:
                 "blocks detach may not change during training"
             )
         tensors = tuple(dataclasses.replace(t, differentiable=flag) for t, flag in zip(form.tensors, kept, strict=True))
-        return Crossing(crossing.tensors, dataclasses.replace(form, tensors=tensors))
+        self._settled[stage] = form, dataclasses.replace(form, tensors=tensors)
+        return Crossing(crossing.tensors, self._settled[stage][1])
 
     @contextlib.contextmanager
     def _active(self, stage: int) -> Iterator[None]:

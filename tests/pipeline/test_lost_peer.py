@@ -1,0 +1,149 @@
+"""A peer that is frozen or killed is named by the one that misses it: real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.pipeline import Action
+from lightning_ptdp.pipeline.watchdog import Watchdog
+from tests.conformance.toys import LitNet, Place, loader, make_trainer
+from tests.pool import PRELOAD
+
+LIMIT_S = 3.0
+HANGS_S = 60.0
+"""By then a test that should have ended hangs."""
+
+
+def _join(rank: int, parent: Connection) -> None:
+    """The world of two; rank 0 keeps the store."""
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=HANGS_S)
+    port = 0 if rank == 0 else parent.recv()
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
+    if rank == 0:
+        parent.send(store.port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+
+
+def _lose(rank: int, parent: Connection, victim: int, how: int, where: str) -> None:
+    """Both publish where they are, then the victim freezes or dies and the other one misses it in a receive or a collective."""
+    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=2, pipeline_parallel_size=2), rank=rank)
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=LIMIT_S))
+    watched = Watchdog.create(mesh=mesh, limit_s=LIMIT_S)
+    peer = 1 - rank
+    with watched.during("step 12"):
+        watched.started(Action.parse(f"F{rank}.3"))
+        assert watched.publish()
+        dist.barrier()
+        if rank == victim:
+            os.kill(os.getpid(), how)
+        if where == "reduce":
+            dist.all_reduce(torch.zeros(3), group=group)
+        else:
+            watched.waiting(f"F{rank}.3", peer)
+            dist.recv(torch.zeros(3), peer, group=group)
+
+
+class _Loses(LitNet):
+    """In the second step one rank freezes or dies."""
+
+    def __init__(self, victim: int, how: int) -> None:
+        super().__init__()
+        self.victim, self.how = victim, how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.trainer.global_rank == self.victim:
+            os.kill(os.getpid(), self.how)
+        return super().training_step(batch, batch_idx)
+
+
+def _train(rank: int, parent: Connection, victim: int, how: int, where: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": 4, "timeout_s": 8.0}
+    with contextlib.redirect_stderr(io.StringIO()):
+        make_trainer(Place(world_size=2, layout=layout), default_root_dir=where).fit(_Loses(victim, how), loader())
+
+
+def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: Any) -> None:
+    """Tell the parent how ``part`` ended."""
+    _join(rank, parent)
+    try:
+        part(rank, parent, *arguments)
+        parent.send("no error")
+    except BaseException as error:
+        parent.send(f"{type(error).__name__}: {error}")
+    os._exit(0)  # gloo's destructors wait for the peer
+
+
+def _said_by_survivor(part: Callable[..., None], victim: int, *arguments: Any) -> str:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    pipes = [context.Pipe() for _ in range(2)]
+    processes = [
+        context.Process(target=_run, args=(rank, pipes[rank][1], part, victim, *arguments), daemon=True) for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        assert pipes[0][0].poll(HANGS_S)
+        pipes[1][0].send(pipes[0][0].recv())
+        survivor = pipes[1 - victim][0]
+        assert survivor.poll(HANGS_S), "the survivor hangs"
+        return survivor.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(HANGS_S)
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "where"),
+    [
+        (1, signal.SIGSTOP, "receive"),
+        (0, signal.SIGSTOP, "reduce"),
+        (1, signal.SIGKILL, "reduce"),
+        (0, signal.SIGKILL, "receive"),
+    ],
+)
+def test_a_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> None:
+    said = _said_by_survivor(_lose, victim, how, where)
+    mine = f"waits in F{1 - victim}.3 for rank {victim}" if where == "receive" else f"in F{1 - victim}.3"
+    assert said.startswith(f"PeerError: rank {1 - victim} (")
+    assert f"lost another rank (step 12, {mine})" in said
+    assert re.search(rf"rank {1 - victim}: step 12, {mine} since \d\.\d s \(this rank\)", said)
+    if victim == 1:
+        silent = (
+            r"last heard \d\.\d s ago: step 12, in F1\.3"
+            if how == signal.SIGSTOP
+            else r"step 12, in F1\.3 since \d\.\d s \(told \d\.\d s ago"
+        )
+        assert re.search(rf"rank 1: {silent}", said)
+    else:
+        assert "rank 0, which keeps the store" in said
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_training_that_loses_a_rank_ends_with_its_name(how: signal.Signals, tmp_path: Path) -> None:
+    said = _said_by_survivor(_train, 1, how, str(tmp_path))
+    assert re.match(r"PeerError: rank 0 \(.*\) waited in action B0\.\d for rank 1, which did not answer:", said)
+    assert "What each rank did last:" in said
+    assert re.search(r"rank 0: step 1, waits in B0\.\d for rank 1 since \d", said)
+    # How far it came since it last told is not known: it does so once in a while.
+    assert re.search(r"rank 1: last heard \d+.* ago: " if how == signal.SIGSTOP else r"rank 1: .* since .* \(told ", said)
