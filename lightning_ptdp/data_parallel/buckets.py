@@ -130,9 +130,10 @@ class GradientBuckets:
         self._armed.discard(chunk)
 
     def reduce_all(self) -> None:
-        """Start all reductions, for gradients that were complete before."""
+        """Start the reductions of all chunks, for gradients that were complete before; ``finish`` does those without a chunk."""
         for chunk in self._buckets:
-            self.reduce(chunk)
+            if chunk is not None:
+                self.reduce(chunk)
 
     def finish(self, scale: Tensor | float | None = None) -> None:
         """Wait for the reductions, add up what other groups hold, and scale.

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import Group, ProcessMesh
 from tests.pool import Pool
 
 
@@ -74,6 +75,25 @@ def test_stash_scales_each_batch_on_its_own(loose: bool) -> None:
     assert weight.grad is not None
     assert weight.grad.tolist() == [320.0] * 3
     assert not buckets.has_stash
+
+
+def _sum_after_all_batches(rank: int) -> list[list[float]]:
+    """A parameter of one stage, and one of several: tied weights on one rank of a V."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    entries = [BucketEntry(parameters[0], chunk=0), BucketEntry(parameters[1], chunk=None)]
+    layout = ParallelLayout(world_size=2)
+    buckets = GradientBuckets(entries, group=ProcessMesh.create(layout=layout, rank=rank).group("replica_sum"))
+    buckets.zero()
+    buckets.install()
+    for _ in range(2):
+        sum((parameter * (rank + 1.0)).sum() for parameter in parameters).backward()
+    buckets.reduce_all()
+    buckets.finish()
+    return [parameter.grad.tolist() for parameter in parameters]
+
+
+def test_reducing_all_sums_every_parameter_once(pool: Pool) -> None:
+    assert pool.run(_sum_after_all_batches, world_size=2) == [[[6.0, 6.0], [6.0, 6.0]]] * 2
 
 
 def test_loose_gradients_survive_zero_grad_and_start_anew() -> None:
