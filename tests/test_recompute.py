@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -252,6 +253,12 @@ def kept_with_parts(rank: int) -> list[int]:
         apply_recomputation(model.blocks, policy="full", blocks="", shard_input=shard)
         x = torch.randn(3, 12, 32, requires_grad=True)
         found.append(kept_bytes(lambda x=x, model=model: model.blocks[0](x + 0), model.parameters()))
+    whole = x + 0
+    alive = weakref.ref(whole)
+    output = model.blocks[0](whole)
+    del whole
+    assert alive() is None, "the input is kept beside its part"
+    output.sum().backward()
     odd = torch.randn(1, 1, 31, requires_grad=True)
     block = nn.ModuleList([nn.Linear(31, 31)])
     apply_recomputation(block, policy="full", blocks="", shard_input=group)
