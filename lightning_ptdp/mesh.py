@@ -91,6 +91,21 @@ class ProcessMesh:
             self.groups[key] = Group(_new_group(ranks, self.timeout), ranks, mine.index(pipeline.rank))
         return self.groups[key] if inside else None
 
+    def tensor_copies(self, copies: int) -> Group:
+        """The ``copies`` neighbouring members of the tensor group, this rank among them, that hold the same heads.
+
+        Collective over the world: every rank must ask for the same numbers in the same order.
+        """
+        tensor = self.group("tensor")
+        if copies == tensor.size:
+            return tensor
+        key = f"tensor/{copies}"
+        if key not in self.groups:
+            start = tensor.rank // copies * copies
+            ranks = tensor.ranks[start : start + copies]
+            self.groups[key] = Group(_new_group(ranks, self.timeout), ranks, tensor.rank - start)
+        return self.groups[key]
+
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)

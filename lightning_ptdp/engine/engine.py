@@ -114,6 +114,7 @@ class Engine:
                 chunk=record.stages[0] if len(record.stages) == 1 else None,
                 sums=tensor if record.sharding.partial and tensor.size > 1 else None,
                 shared=record.shared,
+                copied=record.copied,
             )
             for parameter, record in sorted(self._parallel.records.items(), key=lambda item: item[1].order)
             if parameter.requires_grad

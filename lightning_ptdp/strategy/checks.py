@@ -11,6 +11,7 @@ from torch import nn
 from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parallelize import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.recompute import check_recomputation
@@ -22,7 +23,7 @@ CUT_MARK = "_ptdp_layout"
 
 
 def plan_of(module: Any, config: PTDPConfig) -> ParallelPlan:
-    """The plan: the strategy's own, else the module's ``configure_parallel()``, else an empty one.
+    """The plan: the strategy's own, else the module's ``configure_parallel()``, else that of a known model inside, else an empty one.
 
     Raises:
         ValueError: ``configure_parallel`` returned something else, or tensor parallelism has nothing to shard.
@@ -32,6 +33,8 @@ def plan_of(module: Any, config: PTDPConfig) -> ParallelPlan:
         plan = module.configure_parallel()
         if not isinstance(plan, ParallelPlan):
             raise ValueError(f"configure_parallel() returned {type(plan).__name__}; return a ParallelPlan")
+    if plan is None and isinstance(module, nn.Module):
+        plan = find_plan(module)
     plan = plan if plan is not None else ParallelPlan()
     if config.tensor_parallel_size > 1 and not plan.tensor:
         raise ValueError(

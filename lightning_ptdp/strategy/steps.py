@@ -102,7 +102,12 @@ class ScheduledSteps(StrategyBase):
         """2-norm of the whole model's gradient, each parameter counted once; collective over the replica's ranks."""
         assert self.mesh is not None
         assert self.parallel is not None
-        mine = [p.grad for p, record in self.parallel.records.items() if record.counted and p.grad is not None]
+        mine = [
+            part
+            for p, record in self.parallel.records.items()
+            if record.counted and p.grad is not None
+            for part in record.sharding.counted(p.grad)
+        ]
         return global_norm(mine, group=self.mesh.group("model"), device=self.root_device)
 
     def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
