@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from lightning_ptdp.models.bert_config import BertConfig
 from lightning_ptdp.models.init import NormalEmbedding, NormalLinear, TiedLinear
 
-__all__ = ["Bert", "BertAttention", "BertAttentionCore", "BertBlock", "BertEmbeddings", "BertMLP", "BertOutput", "MaskedHead", "OrderHead"]
+__all__ = [
+    "Bert",
+    "BertAttention",
+    "BertAttentionCore",
+    "BertBlock",
+    "BertEmbeddings",
+    "BertMLP",
+    "BertOutput",
+    "MaskedHead",
+    "OrderHead",
+]
 
 
 class BertOutput(NamedTuple):

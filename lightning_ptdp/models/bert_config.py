@@ -82,7 +82,15 @@ class BertConfig:
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     def __post_init__(self) -> None:
-        sizes = ("vocabulary_size", "sequence_length", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "num_segments")
+        sizes = (
+            "vocabulary_size",
+            "sequence_length",
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "ffn_hidden_size",
+            "num_segments",
+        )
         for name in sizes:
             value = getattr(self, name)
             if value is None and name == "ffn_hidden_size":
