@@ -158,7 +158,9 @@ def _build(config: PrepareConfig, folder: Path, say: Progress) -> Manifest:
     if report.undecodable:
         say(report.summary())
     say(f"learning {config.vocabulary_size} pieces from {found.documents:,} documents")
-    tokenizer = Tokenizer.train(_sample(config, found), vocabulary_size=config.vocabulary_size)
+    tokenizer = Tokenizer.train(
+        _sample(config, found), vocabulary_size=config.vocabulary_size, control_symbols=config.control_symbols
+    )
     tokenizer.save(folder)
     splits = _write_splits(config, folder, found, tokenizer, say)
     manifest = Manifest(
