@@ -1,8 +1,9 @@
 """Text to token batches.
 
 ``prepare(PrepareConfig(output=..., source=...))`` turns text into a folder of tokens once; ``TextDataModule`` (for a GPT) or
-``BertDataModule`` hands it to a Trainer. Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks of tokens and ``BertStream``
-masked pairs by number, and ``TokenLoader`` and ``EvaluationLoader`` decide which replica reads which. litdata and sentencepiece are imported when they are used.
+``BertDataModule`` hands it to a Trainer. Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks
+of tokens and ``BertStream`` masked pairs by number, and ``TokenLoader`` and ``EvaluationLoader`` decide which replica reads which.
+litdata and sentencepiece are imported when they are used.
 """
 
 from lightning_ptdp.data.bert_datamodule import BertDataModule

@@ -87,7 +87,8 @@ class BertStream(Dataset[dict[str, torch.Tensor]]):
         self._chunks: tuple[int, ChunkMap] | None = None
         self._dtype = np.dtype(manifest.splits[split].dtype)
         chunks = self._open().chunks if manifest.splits[split].tokens else []
-        self._windows = find_windows(chunks, end=self._vocabulary.end, longest=self._room)
+        words = self._vocabulary
+        self._windows = find_windows(chunks, end=words.end, newline=words.newline, longest=self._room)
         windows = len(self._windows.starts)
         if not windows:
             raise StoreError(

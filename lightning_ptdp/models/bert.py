@@ -192,7 +192,7 @@ class MaskedHead(nn.Module):
     (b, s, h) -> (b, s, V), or (b, k, V) at the positions (b, k).
     """
 
-    def __init__(self, config: BertConfig, weight: nn.Parameter) -> None:
+    def __init__(self, config: BertConfig, weight: Tensor) -> None:
         super().__init__()
         self.dense = make_linear(config, config.hidden_size, config.hidden_size)
         self.norm = make_norm(config)

@@ -164,7 +164,7 @@ class LitBert(pl.LightningModule):
 
     def _log_metrics(self, prefix: str, metrics: _Metrics) -> None:
         for name, metric in metrics.named_children():
-            self.log(f"{prefix}_{name}", metric, prog_bar=True)  # type: ignore[arg-type]
+            self.log(f"{prefix}_{name}", metric, prog_bar=True)
 
 
 class _Metrics(torch.nn.Module):
@@ -177,8 +177,8 @@ class _Metrics(torch.nn.Module):
 
     def update(self, outputs: Mapping[str, Tensor], batch: Batch) -> None:
         """Add what an evaluation step returned for ``batch``."""
-        for name in ("loss", "masked_loss", "order_loss"):
-            self.get_submodule(name).update(outputs[name], outputs["num_tokens"])
+        for name, metric in (("loss", self.loss), ("masked_loss", self.masked_loss), ("order_loss", self.order_loss)):
+            metric.update(outputs[name], outputs["num_tokens"])
         self.masked_accuracy.update(outputs["tokens"], _labels_at_positions(batch))
         self.order_accuracy.update(outputs["orders"], batch["next_sentence_label"])
 

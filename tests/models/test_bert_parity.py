@@ -36,10 +36,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2t2p2": (8, {T: 2, P: 2, M: 2}),
 }
 VOCABULARY, LENGTH, PREDICTIONS, BATCH = 61, 16, 4, 8
+SIZES = {"vocabulary_size": VOCABULARY, "sequence_length": LENGTH, "num_layers": 4, "hidden_size": 16, "num_heads": 4}
 CONFIGS = {
-    "post": BertConfig.original(vocabulary_size=VOCABULARY, sequence_length=LENGTH, num_layers=4, hidden_size=16, num_heads=4, dropout=0.0, init_std=0.1),
-    "pre": BertConfig.megatron(vocabulary_size=VOCABULARY, sequence_length=LENGTH, num_layers=4, hidden_size=16, num_heads=4, dropout=0.0, init_std=0.1),
-}  # fmt: skip
+    "post": BertConfig.original(**SIZES, dropout=0.0, init_std=0.1),
+    "pre": BertConfig.megatron(**SIZES, dropout=0.0, init_std=0.1),
+}
 
 
 class Pairs(Dataset):
