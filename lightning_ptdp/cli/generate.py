@@ -73,12 +73,12 @@ def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str
     import torch
 
     from lightning_ptdp.data import Tokenizer
-    from lightning_ptdp.models import generate
+    from lightning_ptdp.models import GPTConfig, generate
 
     state, weights = _read(checkpoint)
     tokenizer = Tokenizer.load(tokenizer_folder or _tokenizer_folder(state, checkpoint))
     module = _build(state, weights, checkpoint)
-    if not hasattr(getattr(module, "config", None), "sequence_length"):
+    if not isinstance(getattr(module, "config", None), GPTConfig):
         raise UserError(f"--checkpoint {checkpoint} holds a {type(module).__name__}, which is not one of our language models")
     if tokenizer.vocabulary_size > module.config.vocabulary_size:
         raise UserError(

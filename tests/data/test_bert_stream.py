@@ -110,9 +110,9 @@ def test_windows_by_hand() -> None:
 
 
 def test_masks_are_15_percent_and_80_10_10(folder: Path, vocabulary: Vocabulary) -> None:
-    made = stream(folder)
+    made = stream(folder, max_samples=150)
     counts: Counter[str] = Counter()
-    for epoch in range(20):
+    for epoch in range(12):
         batch = rows(made, epoch)
         chosen = batch["labels"] != -100
         seen, label = batch["input_ids"][chosen], batch["labels"][chosen]
@@ -123,11 +123,11 @@ def test_masks_are_15_percent_and_80_10_10(folder: Path, vocabulary: Vocabulary)
         random = seen[(seen != vocabulary.mask) & (seen != label)]
         counts["random"] += len(random)
         assert torch.isin(random, torch.from_numpy(vocabulary.ordinary).long()).all()
-    assert counts["chosen"] > 20_000
+    assert counts["chosen"] > 12_000
     assert counts["chosen"] / counts["tokens"] == pytest.approx(0.15, abs=0.005)
     for name, share in (("mask", 0.8), ("same", 0.1), ("random", 0.1)):
-        # Four standard deviations; a random token is the same one in 1 case of 300.
-        assert counts[name] / counts["chosen"] == pytest.approx(share, abs=0.012), name
+        # Four standard deviations and more; a random token is the same one in 1 case of 300.
+        assert counts[name] / counts["chosen"] == pytest.approx(share, abs=0.015), name
 
 
 def test_words_are_masked_whole(folder: Path, vocabulary: Vocabulary) -> None:
@@ -165,7 +165,7 @@ def test_words_longer_than_the_budget_are_passed_over() -> None:
 
 
 def test_half_of_the_pairs_are_swapped(folder: Path) -> None:
-    made = stream(folder)
+    made = stream(folder, max_samples=100)
     window = [made._window(sample).tolist() for sample in range(len(made))]
     swapped, both = 0, set()
     for epoch in range(8):
@@ -176,18 +176,17 @@ def test_half_of_the_pairs_are_swapped(folder: Path) -> None:
             assert (second + first if label else first + second) == window[row]
             swapped += label
             both.add((row, label))
-    assert swapped / (8 * len(made)) == pytest.approx(0.5, abs=0.06)
+    assert swapped / (8 * len(made)) == pytest.approx(0.5, abs=0.07)
     assert len(both) > 1.9 * len(made)
 
 
 def test_half_of_the_second_segments_come_from_another_document(folder: Path) -> None:
-    made = stream(folder, pairs="next")
+    made = stream(folder, pairs="next", max_samples=100)
     places: dict[tuple[int, ...], set[int]] = {}
-    for sample in range(len(made)):
+    for sample in range(len(made._windows.starts)):
         tokens = made._window(sample).tolist()
-        for start in range(len(tokens)):
-            for stop in (start + 6, len(tokens)):
-                places.setdefault(tuple(tokens[start:stop]), set()).add(int(made._windows.documents[sample]))
+        for start in range(len(tokens) - 5):
+            places.setdefault(tuple(tokens[start : start + 6]), set()).add(int(made._windows.documents[sample]))
     random = checked = 0
     for epoch in range(4):
         batch = rows(made, epoch)
@@ -202,18 +201,19 @@ def test_half_of_the_second_segments_come_from_another_document(folder: Path) ->
                 found = places[tuple(second[:6])]
                 assert found != {document}
             assert len(first) + len(second) <= LENGTH - 3
-    assert random / (4 * len(made)) == pytest.approx(0.5, abs=0.08)
+    assert random / (4 * len(made)) == pytest.approx(0.5, abs=0.1)
     assert checked > 50
 
 
 def test_everything_is_drawn_from_seed_epoch_and_sample(folder: Path) -> None:
-    made, again = stream(folder), pickle.loads(pickle.dumps(stream(folder)))
+    made = stream(folder, max_samples=100)
+    again = pickle.loads(pickle.dumps(made))
     first = made.__getitems__(range(len(made)))
     assert np.array_equal(first, again.__getitems__(range(len(again))))
     backwards = again.__getitems__(list(reversed(range(len(again)))))
     assert np.array_equal(first, backwards[::-1])
     other_epoch = made.__getitems__(range(len(made), 2 * len(made)))
-    other_seed = stream(folder, seed=1).__getitems__(range(len(made)))
+    other_seed = stream(folder, seed=1, max_samples=100).__getitems__(range(len(made)))
     labels = slice(LENGTH, 2 * LENGTH)
     for other in (other_epoch, other_seed):
         assert (first[:, labels] != other[:, labels]).any(1).mean() > 0.95
