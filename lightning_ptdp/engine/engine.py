@@ -26,7 +26,7 @@ from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.tensor_parallel import gather_full
+from lightning_ptdp.tensor_parallel import SplitRandomness, gather_full, give_randomness
 from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["Engine"]
@@ -89,6 +89,8 @@ class Engine:
             weight_gradients=weight_gradients,
             observer=self.observers,
         )
+        self._randomness = SplitRandomness(rank=mesh.group("tensor").rank, device=device)
+        self._take_randomness = self._give_randomness()
         self._memory = ReportMemory()
         self._buckets: GradientBuckets | LooseGradients | None = None
         self._fresh, self._accumulates = True, False
@@ -174,6 +176,14 @@ class Engine:
             self._buckets.close()
             self._buckets = None
         self._unscope()
+        self._take_randomness()
+
+    def _give_randomness(self) -> Callable[[], None]:
+        layout, split = self._mesh.layout, self._parallel.split_blocks
+        if layout.tensor_parallel_size == 1 or (layout.sequence_parallel and split is None):
+            return lambda: None
+        blocks = None if split is None else self._module.get_submodule(split)
+        return give_randomness(self._module, self._randomness, blocks=blocks)
 
     def _start_gradients(self) -> None:
         assert self._buckets is not None
@@ -291,6 +301,7 @@ class Engine:
             seed=self._step_seed(hook),
             device=self._device,
             context_parallel=self._context_parallel,
+            randomness=self._randomness,
             attending=[stage for stage, (start, stop) in enumerate(self._parallel.ranges or [(0, 1)]) if start < stop],
             **training,
         )
@@ -323,7 +334,7 @@ class Engine:
 
     def _step_seed(self, hook: str) -> tuple[object, ...]:
         coordinates, layout = self._mesh.coordinates, self._mesh.layout
-        tensor = coordinates.tensor if layout.sequence_parallel else 0
+        tensor = coordinates.tensor if layout.sequence_parallel and self._parallel.split_blocks is None else 0
         step = self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
         # Each slice of the sequence has activations of its own, and needs random numbers of its own.
         return (self._seed, hook, step, coordinates.data, tensor, *([coordinates.context] if self._context_parallel else []))
@@ -334,6 +345,7 @@ class Engine:
         if self._mesh.layout.world_size == 1:
             yield
             return
+        self._randomness.begin()
         with seeded(derive_seed(*self._step_seed("training_step"), 0, 0), self._device):
             yield
 

@@ -17,7 +17,7 @@ from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
 from lightning_ptdp.engine.report import LogRecorder, MetricState, StepReport, average_calls
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.tensor_parallel import gather_full
+from lightning_ptdp.tensor_parallel import SplitRandomness, gather_full
 
 __all__ = ["LightningJob", "loss_and_weight", "sum_over_replicas"]
 
@@ -59,6 +59,7 @@ class LightningJob:
         arguments: What Lightning passes after the batch.
         context: The precision plugin's context for one call of the step.
         seed: What random numbers depend on: (run, step, replica).
+        randomness: Random numbers of tensor-parallel regions.
         device: Where the model is.
         buckets: Where gradients go; None when not training.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
@@ -77,6 +78,7 @@ class LightningJob:
         arguments: Sequence[Any],
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         seed: tuple[object, ...],
+        randomness: SplitRandomness,
         device: torch.device,
         buckets: GradientBuckets | LooseGradients | None = None,
         scale: float = 1.0,
@@ -92,6 +94,7 @@ class LightningJob:
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
         self._losses: list[Tensor] = []
         self._tokens: list[Any] = [None] * len(sizes)
+        self._randomness = randomness
         self._context_parallel, self._attending = context_parallel, attending
         self._slices: list[ContextForward | None] = [None] * len(sizes)
         self._shares: list[Tensor | float] = [1.0] * len(sizes)
@@ -110,6 +113,7 @@ class LightningJob:
         seed = derive_seed(*self._seed, microbatch, stage)
         step = getattr(self._module, self._hook)
         batch = self._microbatches[microbatch]
+        self._randomness.begin()
         with seeded(seed, self._device), LogRecorder(self._module) as recorder, self._context():
             if self._context_parallel is None:
                 output = step(batch, *self._arguments)
