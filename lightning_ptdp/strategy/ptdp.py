@@ -32,6 +32,7 @@ from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.samplers import seed_random_sampler
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
+from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.summarize import summarize
 from lightning_ptdp.summary import StrategySummary
 from lightning_ptdp.tensor_parallel import ParallelPlan
@@ -131,6 +132,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         self._engine: Engine | None = None
         self._weight_gradients = WeightGradients()
         self._watchdog: Watchdog | None = None
+        self._stop_request: StopRequest | None = None
         self._seed = 0
         super().__init__(**lightning)
 
@@ -239,6 +241,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     def setup(self, trainer: Any) -> None:
         """Cut, give values, shard; then optimizers and gradient buckets."""
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
+        if self.layout.world_size > 1:
+            self._stop_request = StopRequest(trainer)
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
         if not self._is_cut_here:
@@ -344,7 +348,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     def __getstate__(self) -> dict[str, Any]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        return {**state, "mesh": None, "parallel": None, "_engine": None, "_watchdog": None}
+        return {**state, "mesh": None, "parallel": None, "_engine": None, "_watchdog": None, "_stop_request": None}
 
 
 def strategy_class(namespace: str = "lightning.pytorch") -> Any:
