@@ -182,4 +182,4 @@ def test_sigterm_while_another_stage_waits_for_this_one(tmp_path: Path, ranks: l
     settings = {"layout": P2, "max_steps": -1, "terminate_ranks": ranks}
     with started(tmp_path, settings) as process:
         output = wait_until_gone(process)
-    assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["3", "3"], output
+    assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["4", "4"], output
