@@ -208,7 +208,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
         if self.mesh is None:
             self.mesh = ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout)
-        if self._watchdog is None:
+        if self._watchdog is None or self._watchdog.closed:
             self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
         self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
 
@@ -341,8 +341,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         if self._engine is not None:
             self._engine.close()
         if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+            self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class ScheduledSteps(StrategyBase):
             if record.counted and p.grad is not None
             for part in record.sharding.counted(p.grad)
         ]
-        return global_norm(mine, group=self.mesh.group("model"), device=self.root_device)
+        with self._during("gradient norm of step"):
+            return global_norm(mine, group=self.mesh.group("model"), device=self.root_device)
 
     def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
         self.gradient_norm = self.compute_gradient_norm()
