@@ -14,6 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 SETTINGS, FOLDER = json.loads(sys.argv[1]), Path(sys.argv[2])
+if SETTINGS.get("terminate_at_start") and os.environ.get("LOCAL_RANK") == "1":
+    os.kill(os.getppid(), signal.SIGTERM)
 if SETTINGS.get("import_package"):
     importlib.import_module("lightning_ptdp")
 L = importlib.import_module(SETTINGS.get("namespace", "lightning.pytorch"))
