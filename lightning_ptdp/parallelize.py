@@ -322,7 +322,8 @@ def _records(
     for parameter in module.parameters():
         name, sharding = names[id(parameter)], shardings[id(parameter)]
         ranks = ranks_of[name]
-        counted = pipeline.rank == ranks[0] and (sharding.axis == "tensor" or tensor.rank == 0)
+        first = pipeline.rank == ranks[0] and mesh.group("context").rank == 0
+        counted = first and (sharding.axis == "tensor" or tensor.rank == 0)
         local = tuple(sorted(stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline.rank))
         copied = tuple((piece.local_slices, copy_groups[piece.copies]) for piece in sharding.pieces if piece.copies > 1)
         records[parameter] = ParameterRecord(

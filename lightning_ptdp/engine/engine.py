@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients
 from lightning_ptdp.engine.agreement import check_same_batch
 from lightning_ptdp.engine.batch import batch_size, map_tensors, microbatch_sizes, split_batch
@@ -43,6 +44,7 @@ class Engine:
         parallel: What was made of the module.
         weight_gradients: Where schedules that split the backward keep what their weight gradients need.
         watchdog: Notes what this rank does.
+        context_parallel: Cuts batches along time, if anything does.
         seed: Seed of the run.
         device: This rank's device.
 
@@ -59,13 +61,14 @@ class Engine:
         parallel: ParallelModel,
         weight_gradients: WeightGradients,
         watchdog: Watchdog,
+        context_parallel: ContextParallel | None = None,
         seed: int,
         device: torch.device,
     ) -> None:
         self._module, self._config, self._mesh, self._parallel = module, config, mesh, parallel
         self._seed, self._device = seed, device
         pipeline = mesh.group("pipeline")
-        self._weight_gradients = weight_gradients
+        self._weight_gradients, self._context_parallel = weight_gradients, context_parallel
         self.observers = Observers([watchdog])
         transport = None
         if pipeline.size > 1:
@@ -95,8 +98,9 @@ class Engine:
 
     @property
     def runs_backward_itself(self) -> bool:
-        """Whether ``training_step`` includes the backward, because there is more than one microbatch or stage."""
-        return self._config.pipeline_parallel_size > 1 or (self._config.num_microbatches or 1) > 1
+        """Whether ``training_step`` includes the backward, because there is more than one microbatch, stage, or slice of time."""
+        several = self._config.pipeline_parallel_size > 1 or (self._config.num_microbatches or 1) > 1
+        return several or self._context_parallel is not None
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
@@ -253,7 +257,7 @@ class Engine:
 
     def evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
         """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
-        if self._mesh.group("pipeline").size == 1:
+        if self._mesh.group("pipeline").size == 1 and self._context_parallel is None:
             with context():
                 return gather_full(getattr(self._module, hook)(*args))
         job = self._job(hook, context, args)
@@ -286,6 +290,8 @@ class Engine:
             context=context,
             seed=self._step_seed(hook),
             device=self._device,
+            context_parallel=self._context_parallel,
+            attending=[stage for stage, (start, stop) in enumerate(self._parallel.ranges or [(0, 1)]) if start < stop],
             **training,
         )
 
@@ -319,7 +325,8 @@ class Engine:
         coordinates, layout = self._mesh.coordinates, self._mesh.layout
         tensor = coordinates.tensor if layout.sequence_parallel else 0
         step = self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
-        return (self._seed, hook, step, coordinates.data, tensor)
+        # Each slice of the sequence has activations of its own, and needs random numbers of its own.
+        return (self._seed, hook, step, coordinates.data, tensor, *([coordinates.context] if self._context_parallel else []))
 
     @contextlib.contextmanager
     def _step_randomness(self) -> Iterator[None]:
