@@ -34,6 +34,7 @@ from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.samplers import seed_random_sampler
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
+from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.summarize import summarize
 from lightning_ptdp.summary import StrategySummary
 from lightning_ptdp.tensor_parallel import ParallelPlan
@@ -149,6 +150,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         self._weight_gradients = WeightGradients()
         self._context_parallel: ContextParallel | None = None
         self._watchdog: Watchdog | None = None
+        self._stop_request: StopRequest | None = None
         self._seed = 0
         super().__init__(**lightning)
 
@@ -224,7 +226,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
         if self.mesh is None:
             self.mesh = ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout)
-        if self._watchdog is None:
+        if self._watchdog is None or self._watchdog.closed:
             self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
         self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
 
@@ -257,6 +259,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     def setup(self, trainer: Any) -> None:
         """Cut, give values, shard; then optimizers and gradient buckets."""
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
+        if self.layout.world_size > 1:
+            self._stop_request = StopRequest(trainer)
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
         if not self._is_cut_here:
@@ -360,14 +364,14 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         if self._engine is not None:
             self._engine.close()
         if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+            self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        return {**state, "mesh": None, "parallel": None, "_engine": None, "_watchdog": None, "_context_parallel": None}
+        of_a_run = ("mesh", "parallel", "_engine", "_watchdog", "_stop_request", "_context_parallel")
+        return {**state, **dict.fromkeys(of_a_run)}
 
 
 def strategy_class(namespace: str = "lightning.pytorch") -> Any:
