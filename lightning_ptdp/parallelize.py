@@ -72,6 +72,8 @@ class ParallelModel:
         records: Record of every local parameter, by identity.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
         notes: Remarks for the user.
+        split_blocks: Dotted name of the container outside of which sequence parallelism leaves the sequence whole; None: there is
+            none.
     """
 
     module: nn.Module
@@ -81,6 +83,7 @@ class ParallelModel:
     records: Mapping[nn.Parameter, ParameterRecord] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    split_blocks: str | None = None
 
     @property
     def names(self) -> dict[nn.Parameter, str]:
@@ -146,7 +149,16 @@ def parallelize(
     heads = {name for name, kind in kinds.items() if isinstance(kind, Vocabulary)}
     split = [record for record in records.values() if heads.intersection(users[record.name])]
     notes = (*notes, *_padding_notes(split, layout.tensor_parallel_size))
-    return ParallelModel(module=module, parts=parts, ranges=ranges, cut=cut, records=records, aliases=aliases, notes=notes)
+    return ParallelModel(
+        module=module,
+        parts=parts,
+        ranges=ranges,
+        cut=cut,
+        records=records,
+        aliases=aliases,
+        notes=notes,
+        split_blocks=(plan.blocks or "") if layout.sequence_parallel and plan.sequence == "blocks" else None,
+    )
 
 
 def _padding_notes(records: Iterable[ParameterRecord], size: int) -> tuple[str, ...]:
@@ -322,7 +334,8 @@ def _records(
     for parameter in module.parameters():
         name, sharding = names[id(parameter)], shardings[id(parameter)]
         ranks = ranks_of[name]
-        counted = pipeline.rank == ranks[0] and (sharding.axis == "tensor" or tensor.rank == 0)
+        first = pipeline.rank == ranks[0] and mesh.group("context").rank == 0
+        counted = first and (sharding.axis == "tensor" or tensor.rank == 0)
         local = tuple(sorted(stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline.rank))
         copied = tuple((piece.local_slices, copy_groups[piece.copies]) for piece in sharding.pieces if piece.copies > 1)
         records[parameter] = ParameterRecord(
