@@ -69,6 +69,7 @@ class Bert(nn.Module):
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         masked_positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> BertOutput:
         """Logits of both heads.
 
@@ -78,14 +79,28 @@ class Bert(nn.Module):
             attention_mask: Nonzero for tokens, 0 for padding (b, s) of any integer type or bool; None: no padding.
             masked_positions: Where tokens are to be predicted (b, k) int64; None: everywhere. The head takes the part k/s of its
                 cost for all positions.
+            position_ids: Places of the tokens in their sequence (s), (1, s) or (b, s) int64; None: 0 .. s-1.
         """
+        self.check_sequence_length(input_ids.size(1))
         mask_b11s = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
-        x_bsh = self.embeddings(input_ids, token_type_ids)
+        x_bsh = self.embeddings(input_ids, token_type_ids, position_ids)
         for block in self.blocks:
             x_bsh = block(x_bsh, mask_b11s)
         if self.norm is not None:
             x_bsh = self.norm(x_bsh)
         return BertOutput(masked=self.masked_head(x_bsh, masked_positions), order=self.order_head(x_bsh))
+
+    def check_sequence_length(self, length: int) -> None:
+        """Check that a sequence of ``length`` tokens is not too long; asked of the whole sequence where forward sees a part of it.
+
+        Raises:
+            ValueError: It is longer than ``config.sequence_length``.
+        """
+        if length > self.config.sequence_length:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than sequence_length={self.config.sequence_length}; "
+                "cut it, or build the model with a greater sequence_length"
+            )
 
     def tie_weights(self) -> None:
         """Point the decoder at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
@@ -104,15 +119,10 @@ class BertEmbeddings(nn.Module):
         self.norm = make_norm(config) if config.norm_order == "post" else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        length = input_ids.size(1)
-        if length > self.position.num_embeddings:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than sequence_length={self.position.num_embeddings}; "
-                "cut it, or build the model with a greater sequence_length"
-            )
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        places = torch.arange(input_ids.size(1), device=input_ids.device) if position_ids is None else position_ids
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        x_bsh = self.token(input_ids) + self.position(torch.arange(length, device=input_ids.device)) + self.segment(segments)
+        x_bsh = self.token(input_ids) + self.position(places) + self.segment(segments)
         return self.dropout(x_bsh if self.norm is None else self.norm(x_bsh))
 
 

@@ -35,8 +35,8 @@ class LitBert(pl.LightningModule):
     A batch is a mapping with ``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels``, (b, s) int64, and
     ``next_sentence_label`` (b,) int64: what Hugging Face's ``BertForPreTraining`` takes. Labels are the original tokens where one is to
     be predicted and -100 elsewhere; the sentence label is 0 where the second sentence follows the first, 1 where it does not, and -100
-    for a row that only fills up the batch. With ``masked_positions`` (b, k) int64 the decoder runs there only; it holds every position
-    that has a label, filled up with positions that have none.
+    for a row that only fills up the batch. With ``masked_positions`` (b, k) int64 the decoder runs at k positions only; it holds every
+    position that has a label, filled up with positions that have none.
 
     The loss is the mean of the masked-LM losses over the predicted tokens, plus ``order_weight`` times the mean of the sentence losses, a
     sample weighted by its predicted tokens: one weight for both, so that microbatches and replicas add up to the whole batch's loss in
@@ -89,8 +89,8 @@ class LitBert(pl.LightningModule):
         """Logits of both heads for a batch; the keys beside ``input_ids`` may be left out."""
         if self.model is None:
             raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
-        others = ("token_type_ids", "attention_mask", "masked_positions")
-        return self.model(batch["input_ids"], **{name: batch[name] for name in others if name in batch})
+        others = {name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch}
+        return self.model(batch["input_ids"], **others, masked_positions=_positions(batch))
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """The mean loss and the number of predicted tokens behind it."""
@@ -108,9 +108,9 @@ class LitBert(pl.LightningModule):
         return self._evaluate(batch)
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """The likeliest token at each predicted position, (b, k) or (b, s) int64, and ``order_logits`` (b, 2)."""
+        """The likeliest token at each position that the decoder ran at, -1 elsewhere, (b, s) int64; and ``order_logits`` (b, 2)."""
         output = self(batch)
-        return {"tokens": output.masked.argmax(-1), "order_logits": output.order}
+        return {"tokens": _likeliest(output.masked, batch), "order_logits": output.order}
 
     def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add the batch to the metrics, which are over all validation loaders."""
@@ -148,10 +148,11 @@ class LitBert(pl.LightningModule):
     def _evaluate(self, batch: Batch) -> dict[str, Tensor]:
         output = self(batch)
         losses = self._losses(output, batch)
-        return {**losses, "tokens": output.masked.argmax(-1), "orders": output.order.argmax(-1)}
+        return {**losses, "tokens": _likeliest(output.masked, batch), "orders": output.order.argmax(-1)}
 
     def _losses(self, output: BertOutput, batch: Batch) -> dict[str, Tensor]:
-        labels, orders = _labels_at_positions(batch), batch["next_sentence_label"]
+        labels, orders, positions = batch["labels"], batch["next_sentence_label"], _positions(batch)
+        labels = labels if positions is None else labels.gather(1, positions)
         masked = F.cross_entropy(output.masked.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED_LABEL, reduction="none")
         order_b = F.cross_entropy(output.order, orders, ignore_index=_IGNORED_LABEL, reduction="none")
         counts_b = (labels != _IGNORED_LABEL).sum(1)
@@ -179,11 +180,26 @@ class _Metrics(torch.nn.Module):
         """Add what an evaluation step returned for ``batch``."""
         for name, metric in (("loss", self.loss), ("masked_loss", self.masked_loss), ("order_loss", self.order_loss)):
             metric.update(outputs[name], outputs["num_tokens"])
-        self.masked_accuracy.update(outputs["tokens"], _labels_at_positions(batch))
+        self.masked_accuracy.update(outputs["tokens"], batch["labels"])
         self.order_accuracy.update(outputs["orders"], batch["next_sentence_label"])
 
 
-def _labels_at_positions(batch: Batch) -> Tensor:
-    """Labels (b, k) of the predicted positions, or all (b, s)."""
-    labels = batch["labels"]
-    return labels.gather(1, batch["masked_positions"]) if "masked_positions" in batch else labels
+def _positions(batch: Batch) -> Tensor | None:
+    """Where the decoder runs (b, k); None: everywhere.
+
+    Found by the labels, since these are cut where a rank holds a slice of the sequence; how many there are is known from the batch,
+    so that no device is asked.
+    """
+    positions, labels = batch.get("masked_positions"), batch.get("labels")
+    if positions is None or labels is None:
+        return positions
+    count = min(positions.size(1), labels.size(1))
+    return (labels != _IGNORED_LABEL).int().argsort(dim=1, descending=True, stable=True)[:, :count]
+
+
+def _likeliest(logits: Tensor, batch: Batch) -> Tensor:
+    """Tokens (b, s) at the positions of ``logits``, -1 elsewhere."""
+    tokens, positions = logits.argmax(-1), _positions(batch)
+    if positions is None:
+        return tokens
+    return tokens.new_full(batch["input_ids"].shape, -1).scatter(1, positions, tokens)

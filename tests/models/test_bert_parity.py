@@ -16,12 +16,13 @@ from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import Recorder
 from tests.pool import Pool
 
-T, P, V, M, SP = (
+T, P, V, M, SP, C = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "virtual_pipeline_size",
     "num_microbatches",
     "sequence_parallel",
+    "context_parallel_size",
 )
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2": (2, {}),
@@ -33,6 +34,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "p2v2 zb_v selective": (2, {P: 2, V: 2, M: 4, "schedule": "zb_v", "recompute": "selective"}),
     "t2p2v2": (4, {T: 2, P: 2, V: 2, M: 4}),
     "t2p2v2sp full": (4, {T: 2, P: 2, V: 2, M: 4, SP: True, "recompute": "full"}),
+    "c2": (2, {C: 2}),
+    "t2c2p2sp": (8, {T: 2, C: 2, P: 2, M: 2, SP: True}),
     "d2t2p2": (8, {T: 2, P: 2, M: 2}),
 }
 VOCABULARY, LENGTH, PREDICTIONS, BATCH = 61, 16, 4, 8
@@ -87,7 +90,7 @@ def fit(rank: int, order: str, world_size: int, layout: dict[str, Any], *, plain
     recorder = Recorder()
     optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-4, warmup_steps=2)
     module = (LitPlain if plain else LitBert)(CONFIGS[order], optimizer)
-    replicas = world_size // (layout.get(T, 1) * layout.get(P, 1))
+    replicas = world_size // (layout.get(T, 1) * layout.get(P, 1) * layout.get(C, 1))
     trainer = pl.Trainer(
         strategy=PTDPStrategy(**layout),
         accelerator="cpu",
@@ -150,7 +153,7 @@ def test_training_and_metrics_equal_one_process(name: str, order: str, pool: Poo
 
 
 @pytest.mark.parametrize("order", CONFIGS)
-@pytest.mark.parametrize("name", ["t2", "t2sp", "p2v2", "t2p2v2sp full", "d2t2p2"])
+@pytest.mark.parametrize("name", ["t2", "t2sp", "c2", "p2v2", "t2p2v2sp full", "d2t2p2"])
 def test_every_gradient_equals_one_process(name: str, order: str, pool: Pool, one_process: Any) -> None:
     world_size, layout = LAYOUTS[name]
     expected = one_process(order, True)

@@ -125,7 +125,7 @@ def test_training_solves_a_task_and_logs_it(tmp_path: Path) -> None:
     (first, *_) = trainer.predict(lit, DataLoader(Copies(), batch_size=8))
     expected = next(iter(DataLoader(Copies(), batch_size=8)))
     assert (first["order_logits"].argmax(1) == expected["next_sentence_label"]).all()
-    assert first["tokens"].shape == (8, 1)
+    assert torch.equal(first["tokens"] >= 0, expected["labels"] >= 0)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     again = LitBert(**torch.load(tmp_path / "x.ckpt", weights_only=True)["hyper_parameters"])
     assert (again.config, again.optimizer_config, again.order_weight) == (lit.config, lit.optimizer_config, lit.order_weight)
