@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,10 @@ def _build(state: dict[str, Any], weights: dict[str, Any], checkpoint: str) -> A
     arguments = {name: value for name, value in state.get("hyper_parameters", {}).items() if name != "_instantiator"}
     if "_class_path" in arguments:
         module = instantiate_module(LightningModule, arguments)
+    elif arguments.keys() - inspect.signature(LitGPT).parameters.keys():
+        raise UserError(
+            f"--checkpoint {checkpoint} holds no LitGPT (its settings are {', '.join(sorted(arguments))}); a BERT, for one, writes no text"
+        )
     elif "config" in arguments:
         module = LitGPT(**arguments)
     else:
