@@ -7,7 +7,8 @@ layout reads what any other wrote; everything else is one small file each::
       metadata.json    format, layout, package versions, shape and dtype of every tensor, size and sha256 of the files
       state.pt         loops, callbacks, schedulers, hyperparameters: ``torch.load(..., weights_only=True)`` reads it
       .metadata        DCP's index: which rectangle is in which file
-      __0_0.distcp …   the rectangles
+      __0_0.distcp …   the rectangles, one file or more a rank
+      __0_0.crc …      checksums of their blocks
 
 A folder appears under its name complete or not at all, and an error on one rank is the same error on every rank.
 """
@@ -20,6 +21,7 @@ from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, Te
 from lightning_ptdp.checkpoint.optimizer import load_optimizer, merge_groups, optimizer_groups, optimizer_tensors
 from lightning_ptdp.checkpoint.save import save_checkpoint
 from lightning_ptdp.checkpoint.state import portable, read_state
+from lightning_ptdp.checkpoint.verify import verify_checkpoint
 
 __all__ = [
     "CheckpointError",
@@ -38,4 +40,5 @@ __all__ = [
     "same_outcome",
     "save_checkpoint",
     "to_lightning_file",
+    "verify_checkpoint",
 ]

@@ -61,7 +61,7 @@ def fill(path: str | os.PathLike[str], metadata: CheckpointMetadata, tensors: Te
     """Read checked tensors in this process alone."""
     folder = Path(path)
     read_verified(folder, metadata, DCP_FILE)
-    _dcp.read_boxes(folder, boxes_of(tensors))
+    _dcp.read_boxes(folder, metadata, boxes_of(tensors))
 
 
 def _check(metadata: CheckpointMetadata, tensors: Tensors, *, strict: bool) -> set[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX, SummedFile, open_summed
 from lightning_ptdp.version import __version__
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "TensorEntry",
     "check_json",
     "describe_folder",
+    "open_data_file",
     "read_metadata",
     "read_verified",
     "write_metadata",
@@ -49,7 +52,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Size of a file in bytes, and its sha256 where it is small (None for the tensors' files)."""
+    """Size of a file in bytes, and its sha256 (None for a file of tensors, whose sums by block are in a file of their own)."""
 
     size: int
     sha256: str | None = None
@@ -87,7 +90,7 @@ def describe_folder(folder: Path, *, run: Mapping[str, Json], tensors: Mapping[s
     """The metadata of a folder that holds everything but ``metadata.json``."""
     found = {}
     for path in sorted(folder.iterdir()):
-        digest = files.sha256(path.read_bytes()) if path.name in (STATE_FILE, DCP_FILE) else None
+        digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
         found[path.name] = FileEntry(size=path.stat().st_size, sha256=digest)
     return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found)
 
@@ -158,6 +161,18 @@ def read_verified(folder: Path, metadata: CheckpointMetadata, name: str) -> byte
     if files.sha256(content) != entry.sha256:
         raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one that {METADATA_FILE} lists")
     return content
+
+
+def open_data_file(folder: Path, metadata: CheckpointMetadata, name: str) -> AbstractContextManager[SummedFile]:
+    """A file of tensors, of which what is read is checked.
+
+    Raises:
+        CheckpointError: The file, or the one with its sums, is missing or damaged.
+    """
+    if name not in metadata.files:
+        raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
+    sums = read_verified(folder, metadata, Path(name).stem + SUMS_SUFFIX)
+    return open_summed(folder / name, sums=sums, size=metadata.files[name].size)
 
 
 def _content(folder: Path) -> dict[str, Json]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ptdp.checkpoint import _dcp, files
 from lightning_ptdp.checkpoint.agreement import from_rank_zero, is_rank_zero, same_outcome
-from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of
+from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of, cut_strips
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
@@ -58,7 +58,7 @@ def save_checkpoint(
     part = Path(from_rank_zero(lambda: files.part_name(target)))
     try:
         with same_outcome(doing):
-            entries = _dcp.write_boxes(part, boxes)
+            entries = _dcp.write_boxes(part, cut_strips(boxes))
         with same_outcome(doing):
             if is_rank_zero():
                 with files.open_synced(part / STATE_FILE) as stream:
