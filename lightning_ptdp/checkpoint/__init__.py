@@ -16,6 +16,7 @@ A folder appears under its name complete or not at all, and an error on one rank
 from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
 from lightning_ptdp.checkpoint.load import load_tensors
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
 from lightning_ptdp.checkpoint.optimizer import load_optimizer, merge_groups, optimizer_groups, optimizer_tensors
@@ -27,10 +28,15 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "FileEntry",
+    "OnDamage",
     "TensorEntry",
+    "choose_checkpoint",
+    "complete_checkpoints",
     "load_optimizer",
     "load_tensors",
+    "mark_latest",
     "merge_groups",
+    "newest_checkpoint",
     "optimizer_groups",
     "optimizer_tensors",
     "portable",

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -67,6 +68,7 @@ class CheckpointMetadata:
         packages: Versions of Python and of the packages that wrote the checkpoint.
         tensors: Every full tensor by its global name.
         files: Every other file of the folder by its name.
+        created: When it was written, in seconds since 1970; orders the checkpoints of a folder.
         format_version: Version of the format.
     """
 
@@ -74,6 +76,7 @@ class CheckpointMetadata:
     packages: Mapping[str, str]
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileEntry]
+    created: float
     format_version: int = FORMAT_VERSION
 
     @property
@@ -92,7 +95,7 @@ def describe_folder(folder: Path, *, run: Mapping[str, Json], tensors: Mapping[s
     for path in sorted(folder.iterdir()):
         digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
         found[path.name] = FileEntry(size=path.stat().st_size, sha256=digest)
-    return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found)
+    return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found, created=time.time())
 
 
 def write_metadata(folder: Path, metadata: CheckpointMetadata) -> None:
@@ -101,6 +104,7 @@ def write_metadata(folder: Path, metadata: CheckpointMetadata) -> None:
         {
             "format": FORMAT,
             "version": metadata.format_version,
+            "created": metadata.created,
             "run": metadata.run,
             "packages": metadata.packages,
             "files": {name: asdict(entry) for name, entry in metadata.files.items()},
@@ -133,6 +137,7 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
     folder = Path(path)
     content = _content(folder)
     metadata = CheckpointMetadata(
+        created=content["created"],
         run=content["run"],
         packages=content["packages"],
         tensors={

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_ptdp._lightning import LightningNames, StrategyBase, lightning_names
 from lightning_ptdp._memory import return_large_blocks
+from lightning_ptdp.checkpoint import OnDamage
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.layout import ParallelLayout
@@ -68,6 +69,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         timeout_s: Limit in seconds of every wait for another rank.
         start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or "forkserver".
         process_group_backend: "nccl" or "gloo"; default by device.
+        on_damage: When the checkpoint to continue from is damaged: "previous" (the newest whole one before it in its folder, with a
+            warning) or "refuse".
 
     The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.
 
@@ -101,6 +104,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         timeout_s: float = 1800.0,
         start_method: str = "popen",
         process_group_backend: str | None = None,
+        on_damage: OnDamage = "previous",
         **lightning: Any,
     ) -> None:
         self.config = PTDPConfig(
@@ -123,6 +127,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             timeout_s=timeout_s,
             start_method=start_method,  # type: ignore[arg-type]
             process_group_backend=process_group_backend,
+            on_damage=on_damage,
         )
         self.num_nodes = 1
         self.mesh: ProcessMesh | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ptdp._lightning import StrategyBase
+from lightning_ptdp._lightning import LightningNames, StrategyBase
 from lightning_ptdp.checkpoint import (
+    choose_checkpoint,
+    complete_checkpoints,
     load_optimizer,
     load_tensors,
+    mark_latest,
     merge_groups,
     optimizer_groups,
     optimizer_tensors,
     read_state,
     same_outcome,
     save_checkpoint,
+    verify_checkpoint,
 )
+from lightning_ptdp.checkpoint.latest import LATEST
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
 
@@ -36,6 +43,8 @@ class ModelSpaceSaving(StrategyBase):
     Before ``setup`` there is nothing but an ordinary module, and Lightning's single file is written and read.
     """
 
+    _names: LightningNames
+    config: PTDPConfig
     parallel: ParallelModel | None
     _loading: Path | None = None
 
@@ -73,19 +82,48 @@ class ModelSpaceSaving(StrategyBase):
             tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
             for index, optimizer in enumerate(self.optimizers if "optimizer_states" in state else ()):
                 tensors |= optimizer_tensors(optimizer, names=self.parallel.names, shardings=self.parallel.shardings, index=index)
-        layout = self.layout
-        metadata = {"layout": layout.describe(), "aliases": dict(self.parallel.aliases)}
-        save_checkpoint(self.broadcast(str(filepath)), tensors=tensors, state=state, metadata=metadata)
+        metadata = {
+            "layout": self.layout.describe(),
+            "aliases": dict(self.parallel.aliases),
+            **{key: state[key] for key in ("epoch", "global_step") if isinstance(state.get(key), int)},
+        }
+        target = Path(os.path.abspath(self.broadcast(str(filepath))))
+        save_checkpoint(target, tensors=tensors, state=state, metadata=metadata)
+        if self.global_rank == 0:
+            mark_latest(target)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint that is no longer among the best; a ``latest`` that pointed to it moves to the newest that is left."""
+        super().remove_checkpoint(filepath)
+        folder = Path(os.path.abspath(filepath)).parent
+        link = folder / LATEST
+        if self.global_rank == 0 and link.is_symlink() and not link.exists():
+            left = complete_checkpoints(folder)
+            mark_latest(left[0]) if left else link.unlink()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read what is not a tensor; the model and the optimizer follow in their own calls."""
+        """Read what is not a tensor; the model and the optimizer follow in their own calls.
+
+        A damaged checkpoint is not continued from: with ``on_damage="previous"`` the newest whole one before it is, with a warning.
+        Evaluation is refused, since it would be that of other weights.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it is damaged; the same on all ranks.
+        """
         path = Path(self.broadcast(str(checkpoint_path)))
         if path.is_file():
             self._loading = None
             return super().load_checkpoint(path, weights_only=weights_only)
+        fitting = self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING
+        path = choose_checkpoint(path, on_damage=self.config.on_damage if fitting else "refuse", verify=self._verify)
         state = read_state(path)
         self._loading = path
         return {**state, "state_dict": {}}
+
+    def _verify(self, path: Path) -> None:
+        """Every rank reads a share."""
+        with same_outcome(f"verifying the checkpoint {path}"):
+            verify_checkpoint(path, part=self.global_rank, parts=self.layout.world_size)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fill this rank's part, from a checkpoint folder or from the whole state of a single file."""
