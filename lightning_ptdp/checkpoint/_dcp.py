@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -23,11 +24,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
-from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, open_data_file
+from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, open_data_file, read_verified
 from lightning_ptdp.checkpoint.stored import read_rectangle
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SummedFile, summing
 
-__all__ = ["check_index", "read_boxes", "write_boxes"]
+__all__ = ["Reader", "check_index", "open_reader", "read_boxes", "write_boxes"]
 
 # The classes in DCP's pickled index. `_StorageInfo` and `_MEM_FORMAT_ENCODING` are private names of torch.
 _INDEX_CLASSES = {
@@ -49,8 +50,8 @@ _INDEX_CLASSES = {
 }
 
 
-def write_boxes(folder: Path, boxes: Iterable[Box]) -> dict[str, TensorEntry]:
-    """Write every rank's rectangles; collective over the default process group if there is one.
+def write_boxes(folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | None = None) -> dict[str, TensorEntry]:
+    """Write every rank's rectangles; collective over ``group`` (None: the default process group, if there is one).
 
     A rectangle that several ranks hold is written by one of them, chosen so that the ranks write about the same amount.
 
@@ -62,7 +63,7 @@ def write_boxes(folder: Path, boxes: Iterable[Box]) -> dict[str, TensorEntry]:
         CheckpointError: The written files cannot all be seen from here.
     """
     with _quiet():
-        metadata = dcp.save({}, storage_writer=_Writer(folder), planner=_SavePlanner(boxes))
+        metadata = dcp.save({}, storage_writer=_Writer(folder), planner=_SavePlanner(boxes), process_group=group)
     for name, size in _file_sizes(metadata).items():
         file = folder / name
         if not file.is_file() or file.stat().st_size < size:
@@ -74,7 +75,17 @@ def write_boxes(folder: Path, boxes: Iterable[Box]) -> dict[str, TensorEntry]:
     }
 
 
-def read_boxes(folder: Path, checkpoint: CheckpointMetadata, boxes: Iterable[Box]) -> None:
+def open_reader(folder: Path, checkpoint: CheckpointMetadata) -> Reader:
+    """A checkpoint's tensors, to read from several times.
+
+    Raises:
+        CheckpointError: The index is damaged.
+    """
+    read_verified(folder, checkpoint, DCP_FILE)
+    return Reader(folder, checkpoint)
+
+
+def read_boxes(reader: Reader, boxes: Iterable[Box]) -> None:
     """Fill this process's rectangles from the stored ones that overlap them; not collective.
 
     Raises:
@@ -82,10 +93,10 @@ def read_boxes(folder: Path, checkpoint: CheckpointMetadata, boxes: Iterable[Box
     """
     try:
         with _quiet():
-            dcp.load({}, storage_reader=_Reader(folder, checkpoint), planner=_LoadPlanner(boxes), no_dist=True)
+            dcp.load({}, storage_reader=reader, planner=_LoadPlanner(boxes), no_dist=True)
     except dcp.CheckpointException as error:  # not an Exception: it would pass through the handlers of callers
         cause, _ = next(iter(error.failures.values()))
-        raise CheckpointError(f"{folder} cannot be read: {explain(cause)}") from cause
+        raise CheckpointError(f"{reader.folder} cannot be read: {explain(cause)}") from cause
 
 
 def check_index(folder: Path, checkpoint: CheckpointMetadata) -> None:
@@ -94,7 +105,7 @@ def check_index(folder: Path, checkpoint: CheckpointMetadata) -> None:
     Raises:
         CheckpointError: They differ.
     """
-    index = _Reader(folder, checkpoint).read_metadata()
+    index = open_reader(folder, checkpoint).read_metadata()
     if index.state_dict_metadata.keys() != checkpoint.tensors.keys():
         raise CheckpointError(f"{folder} is damaged: {DCP_FILE} and metadata.json name other tensors")
     for name, entry in index.state_dict_metadata.items():
@@ -174,12 +185,12 @@ class _Writer(dcp.FileSystemWriter):
             raise CheckpointError(explain(error)) from None
 
 
-class _Reader(dcp.FileSystemReader):
+class Reader(dcp.FileSystemReader):
     """Reads DCP's index, a pickle, without running code that somebody may have put in it."""
 
     def __init__(self, folder: Path, checkpoint: CheckpointMetadata) -> None:
         super().__init__(folder)
-        self._folder, self._checkpoint = folder, checkpoint
+        self.folder, self._checkpoint = folder, checkpoint
         self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
         try:
             with open(folder / DCP_FILE, "rb") as stream:
@@ -196,7 +207,7 @@ class _Reader(dcp.FileSystemReader):
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            with open_data_file(self._folder, self._checkpoint, name) as file:
+            with open_data_file(self.folder, self._checkpoint, name) as file:
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     target = planner.resolve_tensor(item)
                     target.detach().copy_(self._read(file, item))

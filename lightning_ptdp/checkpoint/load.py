@@ -11,7 +11,7 @@ from lightning_ptdp.checkpoint import _dcp
 from lightning_ptdp.checkpoint.agreement import gather, same_outcome
 from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_metadata, read_verified
+from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 
 __all__ = ["fill", "load_tensors"]
 
@@ -59,9 +59,7 @@ def load_tensors(
 
 def fill(path: str | os.PathLike[str], metadata: CheckpointMetadata, tensors: Tensors) -> None:
     """Read checked tensors in this process alone."""
-    folder = Path(path)
-    read_verified(folder, metadata, DCP_FILE)
-    _dcp.read_boxes(folder, metadata, boxes_of(tensors))
+    _dcp.read_boxes(_dcp.open_reader(Path(path), metadata), boxes_of(tensors))
 
 
 def _check(metadata: CheckpointMetadata, tensors: Tensors, *, strict: bool) -> set[str]:

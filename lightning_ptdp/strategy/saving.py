@@ -87,10 +87,10 @@ class ModelSpaceSaving(StrategyBase):
             "aliases": dict(self.parallel.aliases),
             **{key: state[key] for key in ("epoch", "global_step") if isinstance(state.get(key), int)},
         }
-        target = Path(os.path.abspath(self.broadcast(str(filepath))))
-        save_checkpoint(target, tensors=tensors, state=state, metadata=metadata)
+        path = self.broadcast(str(filepath))
+        save_checkpoint(path, tensors=tensors, state=state, metadata=metadata)
         if self.global_rank == 0:
-            mark_latest(target)
+            mark_latest(Path(os.path.abspath(path)))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint that is no longer among the best; a ``latest`` that pointed to it moves to the newest that is left."""
