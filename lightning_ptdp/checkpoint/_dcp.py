@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
-from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, open_data_file, read_verified
+from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_sums, read_verified
 from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SummedFile, summing
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SummedFile, open_summed, summing
 
 __all__ = ["Reader", "check_index", "open_reader", "read_boxes", "write_boxes"]
 
@@ -50,7 +50,9 @@ _INDEX_CLASSES = {
 }
 
 
-def write_boxes(folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | None = None) -> dict[str, TensorEntry]:
+def write_boxes(
+    folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | None = None, num_files: int = 1
+) -> dict[str, TensorEntry]:
     """Write every rank's rectangles; collective over ``group`` (None: the default process group, if there is one).
 
     A rectangle that several ranks hold is written by one of them, chosen so that the ranks write about the same amount.
@@ -63,7 +65,7 @@ def write_boxes(folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | N
         CheckpointError: The written files cannot all be seen from here.
     """
     with _quiet():
-        metadata = dcp.save({}, storage_writer=_Writer(folder), planner=_SavePlanner(boxes), process_group=group)
+        metadata = dcp.save({}, storage_writer=_Writer(folder, num_files), planner=_SavePlanner(boxes), process_group=group)
     for name, size in _file_sizes(metadata).items():
         file = folder / name
         if not file.is_file() or file.stat().st_size < size:
@@ -135,7 +137,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._boxes[MetadataIndex(index.fqn, index.offset)].values.contiguous()
+        return self._boxes[MetadataIndex(index.fqn, index.offset)].to_write()
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -174,8 +176,8 @@ class _SummingFiles(FileSystem):
 class _Writer(dcp.FileSystemWriter):
     """Sums up what it writes, and tells errors in full: DCP pickles them for the other ranks, which loses what they came from."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, num_files: int) -> None:
+        super().__init__(folder, thread_count=num_files)
         self.fs = _SummingFiles()
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[Any]]:
@@ -192,6 +194,7 @@ class Reader(dcp.FileSystemReader):
         super().__init__(folder)
         self.folder, self._checkpoint = folder, checkpoint
         self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
+        self._sums: dict[str, bytes] = {}
         try:
             with open(folder / DCP_FILE, "rb") as stream:
                 self._index = _IndexUnpickler(stream).load()
@@ -207,7 +210,9 @@ class Reader(dcp.FileSystemReader):
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            with open_data_file(self.folder, self._checkpoint, name) as file:
+            if name not in self._sums:
+                self._sums[name] = read_sums(self.folder, self._checkpoint, name)
+            with open_summed(self.folder / name, sums=self._sums[name], size=self._checkpoint.files[name].size) as file:
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     target = planner.resolve_tensor(item)
                     target.detach().copy_(self._read(file, item))

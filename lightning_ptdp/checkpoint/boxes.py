@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,13 +26,21 @@ class Box:
         name: Global name of the full tensor.
         full_shape: Shape of the full tensor.
         offset: Where the rectangle begins in the full tensor.
-        values: A view of the local tensor with the rectangle's extent: writing to it writes to the local tensor.
+        values: A view of the local tensor with the rectangle's extent: writing to it writes to the local tensor. To save what is not
+            in memory: a tensor on the meta device, whose values ``read`` gives when they are written.
+        read: From the offset and the shape of a part of the rectangle, its values.
     """
 
     name: str
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: torch.Tensor
+    read: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor] | None = None
+
+    def to_write(self) -> torch.Tensor:
+        """The values, one row after the other."""
+        values = self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))
+        return values.contiguous()
 
 
 def boxes_of(tensors: Tensors) -> list[Box]:
@@ -74,7 +82,5 @@ def cut_strips(boxes: Iterable[Box]) -> Iterator[Box]:
         while begin < end:
             stop = min((begin // width + 1) * width, end)
             values = box.values[:, begin - box.offset[1] : stop - box.offset[1]]
-            yield Box(
-                name=box.name, full_shape=box.full_shape, offset=(box.offset[0], begin, *box.offset[2:]), values=values
-            )
+            yield replace(box, offset=(box.offset[0], begin, *box.offset[2:]), values=values)
             begin = stop

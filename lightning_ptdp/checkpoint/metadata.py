@@ -8,7 +8,6 @@ import os
 import platform
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX, SummedFile, open_summed
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX
 from lightning_ptdp.version import __version__
 
 __all__ = [
@@ -30,8 +29,8 @@ __all__ = [
     "TensorEntry",
     "check_json",
     "describe_folder",
-    "open_data_file",
     "read_metadata",
+    "read_sums",
     "read_verified",
     "write_metadata",
 ]
@@ -168,16 +167,15 @@ def read_verified(folder: Path, metadata: CheckpointMetadata, name: str) -> byte
     return content
 
 
-def open_data_file(folder: Path, metadata: CheckpointMetadata, name: str) -> AbstractContextManager[SummedFile]:
-    """A file of tensors, of which what is read is checked.
+def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> bytes:
+    """The checksums of a file of tensors, as :func:`open_summed` takes them.
 
     Raises:
-        CheckpointError: The file, or the one with its sums, is missing or damaged.
+        CheckpointError: The file that holds them is missing or damaged.
     """
     if name not in metadata.files:
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
-    sums = read_verified(folder, metadata, Path(name).stem + SUMS_SUFFIX)
-    return open_summed(folder / name, sums=sums, size=metadata.files[name].size)
+    return read_verified(folder, metadata, Path(name).stem + SUMS_SUFFIX)
 
 
 def _content(folder: Path) -> dict[str, Json]:

@@ -23,7 +23,7 @@ from lightning_ptdp.checkpoint.metadata import (
 )
 from lightning_ptdp.checkpoint.state import dump_state
 
-__all__ = ["checked_content", "save_boxes", "save_checkpoint"]
+__all__ = ["checked_content", "save_boxes", "save_checkpoint", "write_checkpoint"]
 
 
 def save_checkpoint(
@@ -49,10 +49,27 @@ def save_checkpoint(
     Raises:
         CheckpointError: On every rank, if anything failed on any; what was at ``path`` is untouched, nothing else is left.
     """
-    target = Path(os.path.abspath(path))
-    with same_outcome(_doing(target)):
+    with same_outcome(_doing(path)):
         boxes = boxes_of(tensors)
-    save_boxes(target, boxes=boxes, content=checked_content(path, state=state, metadata=metadata), metadata=metadata)
+    write_checkpoint(path, boxes=boxes, state=state, metadata=metadata)
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    boxes: Iterable[Box],
+    state: dict[str, Any],
+    metadata: Mapping[str, Json],
+    num_files: int = 1,
+) -> None:
+    """As :func:`save_checkpoint`, from rectangles: those of one process may come from anywhere, such as a file that is mapped, and are
+    asked for their values one after the other. A rank writes ``num_files`` files, in as many threads.
+
+    Raises:
+        CheckpointError: As :func:`save_checkpoint`.
+    """
+    content = checked_content(path, state=state, metadata=metadata)
+    save_boxes(Path(os.path.abspath(path)), boxes=boxes, content=content, metadata=metadata, num_files=num_files)
 
 
 def checked_content(path: str | os.PathLike[str], *, state: dict[str, Any], metadata: Mapping[str, Json]) -> bytes:
@@ -71,7 +88,13 @@ def checked_content(path: str | os.PathLike[str], *, state: dict[str, Any], meta
 
 
 def save_boxes(
-    target: Path, *, boxes: Iterable[Box], content: bytes, metadata: Mapping[str, Json], group: dist.ProcessGroup | None = None
+    target: Path,
+    *,
+    boxes: Iterable[Box],
+    content: bytes,
+    metadata: Mapping[str, Json],
+    group: dist.ProcessGroup | None = None,
+    num_files: int = 1,
 ) -> None:
     """Write rectangles and a checked state; collective over ``group`` (None: all ranks), which spans all ranks.
 
@@ -82,7 +105,7 @@ def save_boxes(
     part = Path(from_rank_zero(lambda: files.part_name(target), group))
     try:
         with same_outcome(doing, group):
-            entries = _dcp.write_boxes(part, cut_strips(boxes), group)
+            entries = _dcp.write_boxes(part, cut_strips(boxes), group, num_files)
         with same_outcome(doing, group):
             if is_rank_zero():
                 with files.open_synced(part / STATE_FILE) as stream:

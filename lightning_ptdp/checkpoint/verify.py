@@ -7,7 +7,8 @@ from pathlib import Path
 
 from lightning_ptdp.checkpoint import _dcp
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, open_data_file, read_metadata, read_verified
+from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, read_metadata, read_sums, read_verified
+from lightning_ptdp.checkpoint.sums import open_summed
 
 __all__ = ["verify_checkpoint"]
 
@@ -33,7 +34,8 @@ def verify_checkpoint(path: str | os.PathLike[str], *, part: int = 0, parts: int
     for name in [*(metadata.files.keys() - set(data)), *data[part::parts]]:
         try:
             if name in data:
-                with open_data_file(folder, metadata, name) as file:
+                sums = read_sums(folder, metadata, name)
+                with open_summed(folder / name, sums=sums, size=metadata.files[name].size) as file:
                     file.check()
             else:
                 read_verified(folder, metadata, name)
