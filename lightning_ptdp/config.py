@@ -49,6 +49,7 @@ class PTDPConfig:
     start_method: StartMethod = "popen"
     process_group_backend: str | None = None
     on_damage: OnDamage = "previous"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         # One replica of the smallest world that holds it: all checks that do not need the world's size.

@@ -14,6 +14,7 @@ A folder appears under its name complete or not at all, and an error on one rank
 """
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
+from lightning_ptdp.checkpoint.background import BackgroundSaver
 from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
 from lightning_ptdp.checkpoint.errors import CheckpointError
@@ -28,6 +29,7 @@ from lightning_ptdp.checkpoint.state import portable, read_state
 from lightning_ptdp.checkpoint.verify import verify_checkpoint
 
 __all__ = [
+    "BackgroundSaver",
     "Box",
     "CheckpointError",
     "CheckpointMetadata",

@@ -10,7 +10,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ def write_boxes(
         CheckpointException: Writing failed on some rank (raised by DCP on all of them).
         CheckpointError: The written files cannot all be seen from here.
     """
-    with _quiet():
+    # The filters of warnings are the whole process's: a thread that saves in the background leaves them alone.
+    with nullcontext() if dist.is_available() and dist.is_initialized() else _quiet():
         metadata = dcp.save({}, storage_writer=_Writer(folder, num_files), planner=_SavePlanner(boxes), process_group=group)
     for name, size in _file_sizes(metadata).items():
         file = folder / name

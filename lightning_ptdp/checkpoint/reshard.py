@@ -61,10 +61,10 @@ def _boxes(reader: TensorReader, dtype: torch.dtype | None, weights_only: bool) 
             continue
         kind = dtype if dtype is not None and is_model and entry.dtype.is_floating_point else entry.dtype
         values = torch.empty(entry.shape, dtype=kind, device="meta")
-        yield Box(name=name, full_shape=entry.shape, offset=(0,) * len(entry.shape), values=values, read=_read(reader, name, kind))
+        yield Box(
+            name=name, full_shape=entry.shape, offset=(0,) * len(entry.shape), values=values, read=_read(reader, name, kind)
+        )
 
 
-def _read(
-    reader: TensorReader, name: str, dtype: torch.dtype
-) -> Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]:
+def _read(reader: TensorReader, name: str, dtype: torch.dtype) -> Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]:
     return lambda offset, shape: reader.read(name, offset=offset, shape=shape).to(dtype)

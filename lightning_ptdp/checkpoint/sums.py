@@ -112,7 +112,7 @@ class SummedFile:
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         last = int(np.searchsorted(self._starts, stop))
         begin, end = int(self._starts[first]), int(self._starts[last])
-        content = memoryview(np.empty(end - begin, dtype=np.uint8)).cast("B")
+        content = memoryview(np.empty(end - begin, dtype=np.uint8).data)
         self._fill(content, begin)
         for number in range(first, last):
             one, other = int(self._starts[number]), int(self._starts[number + 1])

@@ -116,7 +116,9 @@ def _summary(metadata: CheckpointMetadata) -> dict[str, Any]:
         "written": datetime.fromtimestamp(metadata.created).astimezone().isoformat(timespec="seconds"),
         **{key: value for key, value in metadata.run.items() if key != "aliases"},
         "model": f"{sum(kinds.get('model', [])):,} elements in {len(kinds.get('model', []))} tensors ({', '.join(sorted(dtypes))})",
-        "optimizer": f"{sum(kinds['optimizer']):,} elements in {len(kinds['optimizer'])} tensors" if "optimizer" in kinds else "none",
+        "optimizer": f"{sum(kinds['optimizer']):,} elements in {len(kinds['optimizer'])} tensors"
+        if "optimizer" in kinds
+        else "none",
         "tied": dict(metadata.aliases),
         "files": {name: entry.size for name, entry in metadata.files.items()},
         "packages": dict(metadata.packages),

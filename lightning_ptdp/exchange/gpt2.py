@@ -31,8 +31,14 @@ _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 def _config_from(theirs: Mapping[str, Any]) -> GPTConfig:
     activation = theirs.get("activation_function", "gelu_new")
     if activation not in _TANH_GELU:
-        raise CheckpointError(f"activation_function={activation!r}: our GPT has GELU in the tanh approximation only ({_TANH_GELU})")
-    for field, wanted in (("scale_attn_by_inverse_layer_idx", False), ("scale_attn_weights", True), ("add_cross_attention", False)):
+        raise CheckpointError(
+            f"activation_function={activation!r}: our GPT has GELU in the tanh approximation only ({_TANH_GELU})"
+        )
+    for field, wanted in (
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("scale_attn_weights", True),
+        ("add_cross_attention", False),
+    ):
         if theirs.get(field, wanted) != wanted:
             raise CheckpointError(f"{field}={theirs[field]!r}: our GPT has {field}={wanted} only")
     return GPTConfig.gpt2(

@@ -213,7 +213,8 @@ def _check_complete(family: Family, config: Any, boxes: list[Box], prefix: str, 
     missing, other = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or other:
         theirs = [next(family.names(name, config), name) for name in missing[:_SHOWN]]
-        raise CheckpointError(f"{folder} lacks {theirs}" if missing else f"{folder} has {other[:_SHOWN]} that its {CONFIG_FILE} does not have")
+        more = f"has {other[:_SHOWN]} that its {CONFIG_FILE} does not have"
+        raise CheckpointError(f"{folder} {f'lacks {theirs}' if missing else more}")
     for name, shape in wanted.items():
         if found[name] != shape:
             raise CheckpointError(f"{folder}: {name!r} would have the shape {found[name]}, but {CONFIG_FILE} makes it {shape}")

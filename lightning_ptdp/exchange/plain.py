@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_ptdp.checkpoint import Box, CheckpointError, TensorReader, files, read_full, write_checkpoint
+from lightning_ptdp.checkpoint import Box, CheckpointError, TensorEntry, TensorReader, files, read_full, write_checkpoint
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 
 __all__ = ["common_prefix", "from_state_dict", "open_state_dict", "to_state_dict", "weights_only_state"]
@@ -54,7 +55,9 @@ def from_state_dict(source: str | os.PathLike[str], destination: str | os.PathLi
         CheckpointError: The file cannot be read.
     """
     tensors, state = open_state_dict(source)
-    boxes, aliases, first = [], {}, {}
+    boxes: list[Box] = []
+    aliases: dict[str, str] = {}
+    first: dict[object, str] = {}
     for name, value in tensors.items():
         same = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         known = first.setdefault(same, name) if value.numel() else name
@@ -125,9 +128,7 @@ def weights_only_state(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
     return state | ({"hyper_parameters": dict(hyper_parameters)} if hyper_parameters else {})
 
 
-def _converted(entry: Any, dtype: torch.dtype | None) -> Any:
-    from dataclasses import replace
-
+def _converted(entry: TensorEntry, dtype: torch.dtype | None) -> TensorEntry:
     return replace(entry, dtype=dtype) if dtype is not None and entry.dtype.is_floating_point else entry
 
 

@@ -99,7 +99,7 @@ def write_safetensors(
         for name, entry in entries.items():
             tensor = read(name).contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), name
-            stream.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+            stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -71,6 +71,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         process_group_backend: "nccl" or "gloo"; default by device.
         on_damage: When the checkpoint to continue from is damaged: "previous" (the newest whole one before it in its folder, with a
             warning) or "refuse".
+        async_save: Training waits only until a checkpoint's tensors are copied to host memory; they are written in the background.
 
     The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.
 
@@ -105,6 +106,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         start_method: str = "popen",
         process_group_backend: str | None = None,
         on_damage: OnDamage = "previous",
+        async_save: bool = False,
         **lightning: Any,
     ) -> None:
         self.config = PTDPConfig(
@@ -128,6 +130,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             start_method=start_method,  # type: ignore[arg-type]
             process_group_backend=process_group_backend,
             on_damage=on_damage,
+            async_save=async_save,
         )
         self.num_nodes = 1
         self.mesh: ProcessMesh | None = None
@@ -338,7 +341,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     # ---- the end ------------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Release gradients and the device."""
+        """Release gradients and the device; a save in the background is waited for."""
+        self.finish_saving()
         if self._engine is not None:
             self._engine.close()
         if self._watchdog is not None:
@@ -349,7 +353,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     def __getstate__(self) -> dict[str, Any]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        return {**state, "mesh": None, "parallel": None, "_engine": None, "_watchdog": None}
+        return {**state, "mesh": None, "parallel": None, "_engine": None, "_watchdog": None, "_saver": None}
 
 
 def strategy_class(namespace: str = "lightning.pytorch") -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 
 from lightning_ptdp._lightning import LightningNames, StrategyBase
 from lightning_ptdp.checkpoint import (
+    BackgroundSaver,
+    CheckpointError,
     choose_checkpoint,
     complete_checkpoints,
     load_optimizer,
@@ -35,6 +40,7 @@ from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
 __all__ = ["ModelSpaceSaving"]
 
 _MODEL = "model/"
+_PATIENCE = timedelta(minutes=1)
 
 
 class ModelSpaceSaving(StrategyBase):
@@ -47,6 +53,7 @@ class ModelSpaceSaving(StrategyBase):
     config: PTDPConfig
     parallel: ParallelModel | None
     _loading: Path | None = None
+    _saver: BackgroundSaver | None = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model; the rest is on the other ranks."""
@@ -88,12 +95,45 @@ class ModelSpaceSaving(StrategyBase):
             **{key: state[key] for key in ("epoch", "global_step") if isinstance(state.get(key), int)},
         }
         path = self.broadcast(str(filepath))
-        save_checkpoint(path, tensors=tensors, state=state, metadata=metadata)
-        if self.global_rank == 0:
-            mark_latest(Path(os.path.abspath(path)))
+        target = Path(os.path.abspath(path))
+        done = partial(mark_latest, target) if self.global_rank == 0 else _nothing
+        if self.config.async_save:
+            if self._saver is None:
+                self._saver = BackgroundSaver(limit=self.config.timeout)
+            self._saver.save(path, tensors=tensors, state=state, metadata=metadata, then=done)
+        else:
+            save_checkpoint(path, tensors=tensors, state=state, metadata=metadata)
+            done()
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: It failed; the same on all ranks.
+        """
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let a save in the background end, if it can: a dead rank would never let it."""
+        super().on_exception(exception)
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            try:
+                saver.wait(min(self.config.timeout, _PATIENCE))
+            except CheckpointError as error:
+                warnings.warn(str(error), stacklevel=2)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint that is no longer among the best; a ``latest`` that pointed to it moves to the newest that is left."""
+        """Remove a checkpoint that is no longer among the best, but not before the one that is being written is complete; a ``latest``
+        that pointed to it moves to the newest that is left."""
+        if self._saver is not None:
+            self._saver.after(partial(self._remove_now, filepath))
+        else:
+            self._remove_now(filepath)
+
+    def _remove_now(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
         folder = Path(os.path.abspath(filepath)).parent
         link = folder / LATEST
@@ -228,3 +268,7 @@ class ModelSpaceSaving(StrategyBase):
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+
+
+def _nothing() -> None:
+    """What the other ranks do when a checkpoint is complete."""

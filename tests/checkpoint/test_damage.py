@@ -119,7 +119,9 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
     file.write_bytes(content)
     piece = Piece(local=(0, 0), full=(100, 0), size=(1000, 100))
     target = torch.zeros(1000, 100)
-    load_tensors(tmp_path / "c", {"model/w": (target, Sharding(full_shape=(3000, 100), local_shape=(1000, 100), pieces=(piece,)))})
+    load_tensors(
+        tmp_path / "c", {"model/w": (target, Sharding(full_shape=(3000, 100), local_shape=(1000, 100), pieces=(piece,)))}
+    )
     assert torch.equal(target, full[100:1100])
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: bytes \d+ to \d+ do not have the CRC-32"):
         read_full(tmp_path / "c")

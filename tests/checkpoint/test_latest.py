@@ -97,7 +97,7 @@ def test_a_save_that_was_cut_off_between_its_renames(tmp_path: Path) -> None:
 
 def test_nothing_there(tmp_path: Path) -> None:
     for name in ("latest", "other"):
-        with pytest.raises(CheckpointError, match="does not exist|no complete checkpoint"):
+        with pytest.raises(CheckpointError, match=r"does not exist|no complete checkpoint"):
             choose_checkpoint(tmp_path / name)
     with pytest.raises(CheckpointError, match=r"on_damage='ignore' must be one of \['previous', 'refuse'\]"):
         choose_checkpoint(tmp_path, on_damage="ignore")  # type: ignore[arg-type]

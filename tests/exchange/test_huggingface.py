@@ -100,7 +100,9 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
     randomized(module)
     state = dict(module.state_dict())
     aliases = {"model.head.weight": "model.wte.weight"} if config.tie_embeddings else {}
-    tensors = {f"model/{key}": (value, Sharding.replicated(tuple(value.shape))) for key, value in state.items() if key not in aliases}
+    tensors = {
+        f"model/{key}": (value, Sharding.replicated(tuple(value.shape))) for key, value in state.items() if key not in aliases
+    }
     save_checkpoint(
         tmp_path / "ours", tensors=tensors, state={"hyper_parameters": dict(module.hparams)}, metadata={"aliases": aliases}
     )
@@ -134,7 +136,12 @@ def test_files_of_the_bare_model_with_masks_are_read(tmp_path: Path) -> None:
 
 def test_a_module_that_wraps_theirs_keeps_their_names(tmp_path: Path) -> None:
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, max_position_embeddings=20
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=20,
     )
     model = randomized(transformers.BertForMaskedLM(config))
     model.save_pretrained(tmp_path / "bert")
