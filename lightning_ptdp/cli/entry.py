@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with terminate_on_sigterm():
             return _run(arguments)
     except SystemExit as exit_:
+        if type(exit_).__name__ == "SIGTERMException":  # Lightning's, raised when the run has saved
+            _say("ended by SIGTERM, after saving")
+            return 143
         return 130 if isinstance(exit_.__context__, KeyboardInterrupt) else _code(exit_)
     except KeyboardInterrupt:
         _say("interrupted")

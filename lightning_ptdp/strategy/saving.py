@@ -157,6 +157,11 @@ class ModelSpaceSaving(StrategyBase):
         fitting = self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING
         path = choose_checkpoint(path, on_damage=self.config.on_damage if fitting else "refuse", verify=self._verify)
         state = read_state(path)
+        if fitting and "optimizer_states" not in state:
+            raise CheckpointError(
+                f"{path} holds weights and no state of training, which cannot be continued: start a new training from it with "
+                "InitFrom(path) among the Trainer's callbacks (ptdp fit --init_from)"
+            )
         self._loading = path
         return {**state, "state_dict": {}}
 
@@ -174,6 +179,28 @@ class ModelSpaceSaving(StrategyBase):
             load_tensors(self._loading, tensors, strict=strict, prefix=_MODEL if strict else None)
         else:
             self._load_whole(checkpoint["state_dict"], strict=strict)
+
+    def load_weights(self, path: Any, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> list[str]:
+        """Fill this rank's part of the model from a checkpoint of any layout, and nothing else; collective, after ``setup``.
+
+        Args:
+            path: A checkpoint folder.
+            strict: Whether names that only one side has are an error; otherwise what the checkpoint lacks keeps its values.
+            rename: What names of the model are called in the checkpoint (``{"model.": "net."}``); a key that ends with a dot stands for
+                all names that begin with it.
+
+        Returns:
+            This rank's names that the checkpoint lacks.
+
+        Raises:
+            CheckpointError: On all ranks: it is damaged or does not fit; names and shapes are told.
+        """
+        tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
+        found = {_MODEL + ours: _MODEL + theirs for ours, theirs in (rename or {}).items()}
+        missing = load_tensors(
+            self.broadcast(str(path)), tensors, strict=strict, prefix=_MODEL if strict and not rename else None, rename=found
+        )
+        return [name.removeprefix(_MODEL) for name in missing]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill this rank's part of the optimizer, by parameter name.
