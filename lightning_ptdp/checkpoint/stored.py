@@ -42,6 +42,11 @@ def read_rectangle(
     data = None if stop - start <= _SMALL else _find_data(file, start, stop)
     if data is None or data + math.prod(shape) * dtype.itemsize > stop:
         return torch.load(io.BytesIO(file.read(start, stop)), map_location="cpu", weights_only=True)[index]
+    if tuple(size[1:]) == tuple(shape[1:]):  # rows: one run, used where it was read
+        row = math.prod(shape[1:]) * dtype.itemsize
+        begin = data + (offset[0] * row if size else 0)
+        content = np.frombuffer(file.read(begin, begin + (size[0] * row if size else row)), dtype=np.uint8)
+        return torch.from_numpy(content).view(dtype).view(tuple(size))
     # Memory that nothing is read into is never touched, and so costs nothing.
     whole = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     for begin, end in runs(shape, offset, size, itemsize=dtype.itemsize):

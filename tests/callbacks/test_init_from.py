@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptdp.callbacks import InitFrom
-from lightning_ptdp.checkpoint import CheckpointError, read_full, save_checkpoint
+from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, save_checkpoint
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel.sharding import Sharding
 from tests.parity import LitTiny, PaddedTokens, Run
@@ -90,8 +90,6 @@ def test_weights_of_any_layout_and_other_names(pool: Pool, tmp_path: Path) -> No
 
 
 def test_two_names_cannot_become_one(tmp_path: Path) -> None:
-    from lightning_ptdp.checkpoint import load_tensors
-
     one = {name: (torch.ones(2), Sharding.replicated((2,))) for name in ("a.x", "b.x")}
     save_checkpoint(tmp_path / "c", tensors={"c.x": one["a.x"]}, state={}, metadata={})
     with pytest.raises(CheckpointError, match=r"'a\.x' and 'b\.x' are both 'c\.x'"):

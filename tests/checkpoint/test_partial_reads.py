@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.checkpoint import load_tensors, save_checkpoint
 from lightning_ptdp.checkpoint.boxes import boxes_of, cut_strips
 from lightning_ptdp.checkpoint.stored import runs
-from lightning_ptdp.tensor_parallel.sharding import Sharding, shard_rows
+from lightning_ptdp.tensor_parallel.sharding import Sharding, shard_columns, shard_rows, slice_full
 from tests.checkpoint.layouts import PADDING, shard
 
 SHAPES = {"column": (2048, 2048), "row": (2048, 1536), "vocabulary": (5001, 1024), "fused": (3072, 1024), "replicated": (777,)}
@@ -41,8 +41,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 def _cut(kind: str, full: torch.Tensor, size: int, index: int) -> tuple[torch.Tensor, Sharding]:
     if kind != "fused":
         return shard(full, kind, size=size, rank=index)
-    from lightning_ptdp.tensor_parallel.sharding import shard_columns, slice_full
-
     sharding = shard_columns(full.shape, parts=(1024, 1024, 1024), size=size, index=index)
     return slice_full(full, sharding), sharding
 
@@ -75,6 +73,7 @@ def test_strips_of_a_shard_lie_where_those_of_the_whole_lie() -> None:
             assert torch.equal(box.values, full[:, box.offset[1] : box.offset[1] + 192])
 
 
+@settings(deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=4), itemsize=st.sampled_from([1, 4, 5000]))
 def test_runs_hold_the_rectangle(data: st.DataObject, shape: list[int], itemsize: int) -> None:
     offset = [data.draw(st.integers(0, extent - 1)) for extent in shape]
