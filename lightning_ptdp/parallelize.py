@@ -12,13 +12,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from lightning_ptdp.data_parallel.copied import Copied
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.materialize import Materializer, agree_on_values
 from lightning_ptdp.mesh import Group, ProcessMesh
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
-from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Sharding, shard_module
+from lightning_ptdp.tensor_parallel import (
+    Column,
+    Kind,
+    ParallelPlan,
+    Region,
+    Sharding,
+    Vocabulary,
+    is_in_region,
+    replace_aliases,
+    set_numbers,
+    shard_module,
+    split_sequence_in_blocks,
+)
 
 __all__ = ["ParallelModel", "ParameterRecord", "layer_ranges", "parallelize"]
 
@@ -33,7 +46,9 @@ class ParameterRecord:
         sharding: Which part of the full tensor is here.
         stages: Local pipeline stages that use it.
         shared: Group of the ranks that hold it at other stages (tied weights, modules kept by every stage), if any.
-        counted: Whether this rank is the one that counts it in norms and totals.
+        counted: Whether this rank is the one that counts it in norms and totals (of pieces that several tensor-parallel ranks
+            hold: whichever of them ``sharding.counted`` tells).
+        copied: The parts that several tensor-parallel ranks hold.
     """
 
     name: str
@@ -42,6 +57,7 @@ class ParameterRecord:
     stages: tuple[int, ...]
     shared: Group | None
     counted: bool
+    copied: tuple[Copied, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +72,8 @@ class ParallelModel:
         records: Record of every local parameter, by identity.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
         notes: Remarks for the user.
+        split_blocks: Dotted name of the container outside of which sequence parallelism leaves the sequence whole; None: there is
+            none.
     """
 
     module: nn.Module
@@ -65,6 +83,7 @@ class ParallelModel:
     records: Mapping[nn.Parameter, ParameterRecord] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    split_blocks: str | None = None
 
     @property
     def names(self) -> dict[nn.Parameter, str]:
@@ -102,6 +121,8 @@ def parallelize(
     layout = mesh.layout
     kinds = plan.resolve(module) if layout.tensor_parallel_size > 1 else {}
     plan.check(module, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
+    if layout.model_parallel_size > 1:
+        set_numbers(module, plan.numbers, tensor_parallel_size=layout.tensor_parallel_size)
     notes = _agree(module, device)
     original = list(module.named_parameters())
     names = {id(parameter): name for name, parameter in original}
@@ -121,10 +142,23 @@ def parallelize(
         cut.module_stages if cut is not None else {name: 0 for name, _ in module.named_modules(remove_duplicate=False)}
     )
 
-    shardings = _build_local(module, kinds, materialize, names, users, mesh)
-    records = _records(module, shardings, names, order, users, module_stages, mesh)
-    notes = (*notes, *_padding_notes(records.values(), layout.tensor_parallel_size))
-    return ParallelModel(module=module, parts=parts, ranges=ranges, cut=cut, records=records, aliases=aliases, notes=notes)
+    shardings = _build_local(module, plan, kinds, materialize, names, users, mesh)
+    copies = {c for kind in kinds.values() if isinstance(kind, Column) for c in kind.copies(layout.tensor_parallel_size)}
+    copy_groups = {c: mesh.tensor_copies(c) for c in sorted(copies - {1})}
+    records = _records(module, shardings, names, order, users, module_stages, mesh, copy_groups)
+    heads = {name for name, kind in kinds.items() if isinstance(kind, Vocabulary)}
+    split = [record for record in records.values() if heads.intersection(users[record.name])]
+    notes = (*notes, *_padding_notes(split, layout.tensor_parallel_size))
+    return ParallelModel(
+        module=module,
+        parts=parts,
+        ranges=ranges,
+        cut=cut,
+        records=records,
+        aliases=aliases,
+        notes=notes,
+        split_blocks=(plan.blocks or "") if layout.sequence_parallel and plan.sequence == "blocks" else None,
+    )
 
 
 def _padding_notes(records: Iterable[ParameterRecord], size: int) -> tuple[str, ...]:
@@ -132,9 +166,7 @@ def _padding_notes(records: Iterable[ParameterRecord], size: int) -> tuple[str, 
         f"'{r.name}': vocabulary of {r.sharding.full_shape[0]} is not divisible by tensor_parallel_size={size} and is padded to "
         f"{r.sharding.local_shape[0] * size} rows"
         for r in records
-        if r.sharding.axis == "tensor"
-        and r.sharding.full_shape[0] % size
-        and r.sharding.local_shape[0] * size > r.sharding.full_shape[0]
+        if r.sharding.local_shape[0] * size > r.sharding.full_shape[0]
     )
 
 
@@ -212,6 +244,7 @@ def _users(module: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
 
 def _build_local(
     module: nn.Module,
+    plan: ParallelPlan,
     kinds: Mapping[str, Kind],
     materialize: Materializer,
     names: dict[int, str],
@@ -219,7 +252,7 @@ def _build_local(
     mesh: ProcessMesh,
 ) -> dict[int, Sharding]:
     """Give values to and shard what is left in the tree, one module at a time; keeps ``names`` up to date."""
-    group, sequence_parallel = mesh.group("tensor"), mesh.layout.sequence_parallel
+    group, sequence_parallel = mesh.group("tensor"), mesh.layout.sequence_parallel and mesh.group("tensor").size > 1
     shared: dict[int, nn.Parameter] = {}
     kept: list[object] = []  # parameters whose ids are keys must stay alive, or another would get the same id
     shardings: dict[int, Sharding] = {}
@@ -227,13 +260,16 @@ def _build_local(
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
         # A kind may speak for a module with children, which then need their values first.
-        for suffix, part in child.named_modules() if kind is not None else [("", child)]:
+        for suffix, part in child.named_modules() if not isinstance(kind, Region | None) else [("", child)]:
             _give_values(part, f"{name}.{suffix}" if suffix else name, materialize, names, kept)
         if kind is None:
             continue
         old = dict(child.named_parameters())
         kept.extend(old.values())
-        new, own = shard_module(child, kind, group=group, sequence_parallel=sequence_parallel, shared=shared)
+        splits = plan.splits_sequence(name, sequence_parallel)
+        new, own = shard_module(
+            child, kind, group=group, sequence_parallel=splits, shared=shared, enters=not is_in_region(name, kinds)
+        )
         for parent, key in places[id(child)] if new is not child else ():
             parent._modules[key] = new
         for key, sharding in own.items():
@@ -242,10 +278,15 @@ def _build_local(
             names[id(parameter)], shardings[id(parameter)] = names[id(old[key])], sharding
             if parameter is not old[key] and len(users[names[id(parameter)]]) == 1:
                 old[key].data = old[key].data.new_empty(0)  # the slice is a copy: the full value is not held any longer
-    for parameter in module.parameters():
+    replace_aliases(module, shared)
+    for name, parameter in module.named_parameters():
         if id(parameter) not in shardings:
-            partial = sequence_parallel and group.size > 1
+            partial = plan.splits_sequence(name, sequence_parallel)
             shardings[id(parameter)] = Sharding.replicated(tuple(parameter.shape), partial=partial)
+    if sequence_parallel and plan.sequence == "blocks":
+        blocks = list(module.get_submodule(plan.blocks or "").children())
+        first, last = (None if isinstance(block, Placeholder) else block for block in (blocks[0], blocks[-1]))
+        split_sequence_in_blocks(first, last, group=group)
     return shardings
 
 
@@ -278,6 +319,7 @@ def _records(
     users: Mapping[str, list[str]],
     module_stages: Mapping[str, int | None],
     mesh: ProcessMesh,
+    copy_groups: Mapping[int, Group],
 ) -> dict[nn.Parameter, ParameterRecord]:
     """Records of the local parameters; makes the groups of shared ones (in the same order on all ranks of a pipeline)."""
     pipeline, tensor = mesh.group("pipeline"), mesh.group("tensor")
@@ -292,9 +334,17 @@ def _records(
     for parameter in module.parameters():
         name, sharding = names[id(parameter)], shardings[id(parameter)]
         ranks = ranks_of[name]
-        counted = pipeline.rank == ranks[0] and (sharding.axis == "tensor" or tensor.rank == 0)
+        first = pipeline.rank == ranks[0] and mesh.group("context").rank == 0
+        counted = first and (sharding.axis == "tensor" or tensor.rank == 0)
         local = tuple(sorted(stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline.rank))
+        copied = tuple((piece.local_slices, copy_groups[piece.copies]) for piece in sharding.pieces if piece.copies > 1)
         records[parameter] = ParameterRecord(
-            name=name, order=order[name], sharding=sharding, stages=local, shared=groups.get(ranks), counted=counted
+            name=name,
+            order=order[name],
+            sharding=sharding,
+            stages=local,
+            shared=groups.get(ranks),
+            counted=counted,
+            copied=copied,
         )
     return records

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "p2v2": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 4}),
     "zb_v": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 4, "schedule": "zb_v"}),
     "1f1b": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "1f1b"}),
+    "c2": (2, {"context_parallel_size": 2}),
     "t2p2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}),
 }
 
@@ -69,7 +70,7 @@ def uninterrupted(pool: Pool) -> dict[str, torch.Tensor]:
     return pool.run(_train, world_size=1, args=("one", 2, None, None, False))[0]
 
 
-@pytest.mark.parametrize("name", ["p2v2", "zb_v", "t2p2"])
+@pytest.mark.parametrize("name", ["p2v2", "zb_v", "c2", "t2p2"])
 def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp_path: Path) -> None:
     world_size, path = LAYOUTS[name][0], str(tmp_path / "half.ckpt")
     whole = pool.run(_train, world_size=world_size, args=(name, 2, None, None, True))[0]
@@ -83,6 +84,8 @@ def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp
     ("before", "after"),
     [
         ("t2p2", "one"),
+        ("c2", "t2p2"),
+        ("p2v2", "c2"),
         ("one", "t2p2"),
         ("p2v2", "t2sp"),
         ("t2sp", "d2"),

@@ -65,7 +65,11 @@ def model(layers: int, size: int, rank: int) -> Tensors:
     found: Tensors = {}
     for layer in range(layers):
         for name, shape, columns in (("up", (4 * WIDTH, WIDTH), True), ("down", (WIDTH, 4 * WIDTH), False)):
-            cut = shard_columns(shape, parts=[shape[0]], size=size, index=rank) if columns else shard_rows(shape, size=size, index=rank)
+            cut = (
+                shard_columns(shape, parts=[shape[0]], size=size, index=rank)
+                if columns
+                else shard_rows(shape, size=size, index=rank)
+            )
             found[f"model/{layer}.{name}"] = (torch.randn(cut.local_shape), cut)
     return found
 
@@ -128,7 +132,9 @@ def _rows(times: Times, size: int, ranks: int) -> list[Comparison]:
     return [
         compare(name="save", ours=times["save"], peer=times["save, peer"], peer_name=f"torch.save on {ranks} ranks", unit="s"),
         compare(name="load", ours=times["load"], peer=times["load, peer"], peer_name=f"torch.load on {ranks} ranks", unit="s"),
-        compare(name="stall of async_save", ours=times["stall"], peer=times["save"], peer_name="the same save, waited for", unit="s"),
+        compare(
+            name="stall of async_save", ours=times["stall"], peer=times["save"], peer_name="the same save, waited for", unit="s"
+        ),
     ]
 
 

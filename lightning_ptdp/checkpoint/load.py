@@ -84,7 +84,9 @@ def _check_distinct(stored: Mapping[str, str]) -> None:
     first: dict[str, str] = {}
     for name, other in stored.items():
         if first.setdefault(other, name) != name:
-            raise CheckpointError(f"rename makes one of two names: {first[other]!r} and {name!r} are both {other!r} in the checkpoint")
+            raise CheckpointError(
+                f"rename makes one of two names: {first[other]!r} and {name!r} are both {other!r} in the checkpoint"
+            )
 
 
 def _check(metadata: CheckpointMetadata, tensors: Tensors, *, strict: bool) -> set[str]:

@@ -58,7 +58,9 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
     if given is not None:
         raise UserError(f"--resume auto looks for a checkpoint, and --ckpt_path {given} names one: use one of them")
     if not hasattr(cli.trainer.strategy, "load_weights"):
-        raise UserError("--resume auto finds the checkpoints of the ptdp strategy: set --trainer.strategy ptdp, or name one (--ckpt_path)")
+        raise UserError(
+            "--resume auto finds the checkpoints of the ptdp strategy: set --trainer.strategy ptdp, or name one (--ckpt_path)"
+        )
     found = find_newest(cli.trainer)
     rank_zero_info(f"--resume auto: {'there is no checkpoint yet' if found is None else f'continuing from {found}'}")
     return None if found is None else str(found)

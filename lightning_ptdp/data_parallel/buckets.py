@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ptdp.data_parallel.copied import Copied, sum_copies
 from lightning_ptdp.mesh import Group
 
 __all__ = ["BucketEntry", "GradientBuckets"]
@@ -32,12 +33,14 @@ class BucketEntry:
         sums: Further group over which the gradient is a partial sum: the tensor group under sequence parallelism. Its ranks hold
             the same parameters in the same order.
         shared: Ranks at other stages that hold the same parameter (tied weights) and other ones besides.
+        copied: Parts of it that some ranks of the tensor group hold alike, each with a partial sum of the gradient.
     """
 
     parameter: nn.Parameter
     chunk: int | None = None
     sums: Group | None = None
     shared: Group | None = None
+    copied: tuple[Copied, ...] = ()
 
 
 @dataclass(eq=False)
@@ -149,6 +152,7 @@ class GradientBuckets:
             group = bucket.entries[0].sums
             if group is not None:
                 dist.all_reduce(bucket.buffer, group=group.handle)
+        sum_copies((v, e.copied) for bucket in self._all() for e, v in zip(bucket.entries, bucket.views, strict=True))
         self._sum_shared()
         if scale is not None:
             for bucket in self._all():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.data_parallel.buckets import BucketEntry
+from lightning_ptdp.data_parallel.copied import sum_copies
 
 __all__ = ["LooseGradients"]
 
@@ -66,7 +67,11 @@ class LooseGradients:
         """Nothing is reduced over replicas."""
 
     def finish(self, scale: float | None = None) -> None:
-        """Add up tied gradients over their stages, and scale."""
+        """Add up copied gradients over their ranks, tied ones over their stages, and scale."""
+        for entry in self.entries:
+            if entry.copied and entry.parameter.grad is None:
+                entry.parameter.grad = torch.zeros_like(entry.parameter)
+        sum_copies((entry.parameter.grad, entry.copied) for entry in self.entries if entry.parameter.grad is not None)
         for entry in self.entries:
             if entry.shared is not None:
                 if entry.parameter.grad is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from lightning_ptdp.models.gpt_config import GPTConfig
-from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Position, Row, Vocabulary
+from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, PerCopy, Position, Row, Vocabulary
 
 __all__ = ["check_tensor_parallel", "gpt_plan"]
 
@@ -19,12 +19,13 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
     root = f"{prefix}." if prefix else ""
     block = f"{root}blocks.*"
     q_width, kv_width, f = config.hidden_size, config.kv_heads * config.head_dim, config.ffn_size
+    heads = (config.num_heads, config.kv_heads, config.kv_heads)
     up = {f"{block}.mlp.up": Column()} if config.mlp == "gelu" else {f"{block}.mlp.gate_up": Column(parts=(f, f))}
     positions = {f"{root}wpe": Position()} if config.position == "learned" else {}
     tensor: dict[str, Kind] = {
         f"{root}wte": Vocabulary(),
         **positions,
-        f"{block}.attention.qkv": Column(parts=(q_width, kv_width, kv_width)),
+        f"{block}.attention.qkv": Column(parts=(q_width, kv_width, kv_width), heads=heads, copy_heads=True),
         f"{block}.attention.projection": Row(),
         **up,
         f"{block}.mlp.down": Row(),
@@ -35,6 +36,7 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
         tensor=tensor,
         before=(f"{root}wte", *positions),
         after=(f"{root}norm", f"{root}head"),
+        numbers={f"{block}.attention": {"queries_per_kv": PerCopy(heads=config.kv_heads)}},
         selective=(f"{block}.attention.core",),
     )
 
@@ -42,16 +44,18 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
 def check_tensor_parallel(config: GPTConfig, tensor_parallel_size: int) -> None:
     """Check that every rank gets whole heads and an equal share of the feed-forward part.
 
-    The vocabulary needs no check: it is padded to a multiple.
+    The vocabulary needs no check: it is padded to a multiple. Of fewer heads of keys and values than ranks, every rank gets one.
 
     Raises:
         ValueError: A size does not divide; the message lists the degrees that work.
     """
     sizes = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, "ffn_hidden_size": config.ffn_size}
-    common = math.gcd(*sizes.values())
+    common = math.gcd(config.num_heads, config.ffn_size)
     for name, size in sizes.items():
-        if size % tensor_parallel_size:
-            working = ", ".join(str(t) for t in range(1, common + 1) if common % t == 0)
+        copied = name == "num_kv_heads" and tensor_parallel_size % size == 0
+        if size % tensor_parallel_size and not copied:
+            degrees = [t for t in range(1, common + 1) if common % t == 0]
+            working = ", ".join(str(t) for t in degrees if config.kv_heads % t == 0 or t % config.kv_heads == 0)
             raise ValueError(
                 f"{name}={size} is not divisible by tensor_parallel_size={tensor_parallel_size}; this model works with a "
                 f"tensor_parallel_size of {working}"

@@ -1,16 +1,18 @@
 """Finding the repeated container of a model and what stands before and after it.
 
-The order of registration is only a guess at the order of the calls. It is never trusted silently: a module that turns out to be
-called on the wrong side of the blocks raises at the first microbatch (``stage.py``), naming the list that it belongs to.
+What a plan does not say is seen by running the forward without data, where there is an example of its input (``call_order.py``). Else the
+order of registration is taken for the order of the calls, but never trusted silently: a module that turns out to be called on the
+wrong side of the blocks raises at the first microbatch (``stage.py``), naming the list that it belongs to.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from lightning_ptdp.pipeline.call_order import call_order
 from lightning_ptdp.pipeline.stage import ModelParts
 
 __all__ = ["find_blocks", "find_parts", "num_blocks"]
@@ -53,15 +55,27 @@ def find_parts(
         after: Modules known to run after it.
 
     Raises:
-        ValueError: A named module does not exist (with the nearest names).
+        ValueError: A named module does not exist (with the nearest names); the forward does not call the layers one after the other,
+            or calls a module on both sides of them.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     _container(model, blocks)
     for field, names in (("before", tuple(before)), ("after", tuple(after))):
         for name in names:
             _named(model, name, field)
-    known = {*before, *after}
     first, last = list(before), list(after)
+    guessed = _by_registration(model, blocks, known={*before, *after})
+    order = call_order(model) if guessed else None
+    for name, passed in guessed.items():
+        if order is not None:
+            passed = _is_called_after(name, order, model=model, blocks=blocks, otherwise=passed)
+        (last if passed else first).append(name)
+    return ModelParts(blocks=blocks, before=tuple(first), after=tuple(last))
+
+
+def _by_registration(model: nn.Module, blocks: str, *, known: set[str]) -> dict[str, bool]:
+    """The modules with parameters beside the container, and whether each is registered behind it."""
+    found: dict[str, bool] = {}
     path = blocks.split(".") if blocks else []
     for depth, step in enumerate(path):
         prefix = ".".join(path[:depth])
@@ -71,8 +85,35 @@ def find_parts(
             if key == step:
                 passed = True
             elif name not in known and any(True for _ in child.parameters()):
-                (last if passed else first).append(name)
-    return ModelParts(blocks=blocks, before=tuple(first), after=tuple(last))
+                found[name] = passed
+    return found
+
+
+def _is_called_after(name: str, order: Sequence[str], *, model: nn.Module, blocks: str, otherwise: bool) -> bool:
+    """Whether the forward calls ``name``, or what is in it, behind the layers; ``otherwise`` if it does not call it at all.
+
+    Raises:
+        ValueError: The layers are not called one after the other, or ``name`` is called before and behind them.
+    """
+    keys = list(_container(model, blocks)._modules)
+    layers = [f"{blocks}.{key}" if blocks else key for key in keys]
+    called = [call for call in order if call in set(layers)]
+    if not called:  # the example is that of another part of the model
+        return otherwise
+    if called != layers:
+        raise ValueError(
+            f"'{blocks}' looks like the repeated container of {type(model).__name__}, but its forward does not call its {len(keys)} "
+            "members once each and in order; name the container with PTDPStrategy(plan=ParallelPlan(blocks='model.layers'))"
+        )
+    start, stop = order.index(layers[0]), order.index(layers[-1])
+    places = [place for place, call in enumerate(order) if call == name or call.startswith(f"{name}.")]
+    sides = {place > stop for place in places if not start <= place <= stop}
+    if len(sides) > 1 or any(start <= place <= stop for place in places):
+        raise ValueError(
+            f"'{name}' is called more than once, before, between or behind the layers of '{blocks}'; a pipeline keeps it at one end. "
+            "Use two modules with a tied weight, or pipeline_parallel_size=1"
+        )
+    return sides.pop() if sides else otherwise
 
 
 def _container(model: nn.Module, blocks: str) -> nn.Module:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
+from lightning_ptdp.pipeline.shell import plain_attributes
 
 __all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "StageExit", "Stub", "stub_shape"]
 
@@ -26,12 +27,13 @@ class StageExit(BaseException):
 
 
 class Placeholder(nn.Module):
-    """Base of the stand-ins; keeps the plain attributes of the module that it stands for, since models inspect their layers."""
+    """Base of the stand-ins; keeps the plain attributes of the module that it stands for and of its children, since models
+    inspect their layers."""
 
     def __init__(self, name: str, original: nn.Module, boundary: Boundary) -> None:
         super().__init__()
-        for key, value in vars(original).items():
-            if not key.startswith("_") and key not in vars(self):
+        for key, value in plain_attributes(original).items():
+            if key not in vars(self):
                 self.__dict__[key] = value
         self.__dict__["_ptdp_name"] = name
         self.__dict__["_ptdp_boundary"] = boundary

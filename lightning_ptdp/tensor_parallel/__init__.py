@@ -4,12 +4,17 @@ A ``ParallelPlan`` says which modules are split and how; ``apply_plan`` (a whole
 ones in their place; a ``Sharding`` tells of every parameter which part of the whole it is. The model's own code does not change.
 """
 
+from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
-from lightning_ptdp.tensor_parallel.kinds import Column, Kind, Partial, Position, Row, Vocabulary
+from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary, fits
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits, gather_full
+from lightning_ptdp.tensor_parallel.numbers import PerCopy, PerRank, set_numbers
+from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
+from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
+from lightning_ptdp.tensor_parallel.region import is_in_region, split_sequence_in_blocks
 from lightning_ptdp.tensor_parallel.sharding import (
     Piece,
     Sharding,
@@ -18,20 +23,27 @@ from lightning_ptdp.tensor_parallel.sharding import (
     iterate_pieces,
     slice_full,
 )
-from lightning_ptdp.tensor_parallel.swap import apply_plan, shard_module
+from lightning_ptdp.tensor_parallel.swap import apply_plan, replace_aliases, shard_module
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = [
+    "Alias",
+    "Attention",
     "Column",
     "ColumnParallelLinear",
     "Kind",
     "ParallelPlan",
+    "ParallelMultiheadAttention",
     "Partial",
+    "PerCopy",
+    "PerRank",
     "Piece",
     "Position",
+    "Region",
     "Row",
     "RowParallelLinear",
     "SequenceShardedEmbedding",
+    "SplitRandomness",
     "Sharding",
     "Vocabulary",
     "VocabularyParallelEmbedding",
@@ -40,9 +52,16 @@ __all__ = [
     "VocabularyRange",
     "apply_plan",
     "assemble_full",
+    "fits",
     "gather_full",
+    "give_randomness",
+    "is_in_region",
     "iterate_pieces",
+    "matches",
+    "replace_aliases",
+    "set_numbers",
     "shard_module",
     "slice_full",
+    "split_sequence_in_blocks",
     "vocabulary_parallel_cross_entropy",
 ]

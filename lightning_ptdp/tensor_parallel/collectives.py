@@ -8,6 +8,7 @@ What is summed in one direction is copied in the other (arXiv 1909.08053, sectio
     gather_sequence   all-gather                 reduce-scatter
     scatter_sequence  reduce-scatter             all-gather
     split_sequence    this member's slice        all-gather
+    join_sequence     all-gather                 this member's slice
     gather_last       all-gather                 this member's slice
 
 Activations are (b, s, h), so the sequence is dimension 1, while collectives concatenate along dimension 0. Moving it costs one copy
@@ -32,6 +33,7 @@ __all__ = [
     "copy",
     "gather_last",
     "gather_sequence",
+    "join_sequence",
     "reduce",
     "scatter_sequence",
     "split_sequence",
@@ -124,9 +126,14 @@ def split_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     return x if group.size == 1 else _SplitSequence.apply(x, group, dim)
 
 
+def join_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """The whole sequence from every member's slice, for a result that all members then use alike."""
+    return x if group.size == 1 else _Join.apply(x, group, dim)
+
+
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """Concatenate along the last dimension, for a result that all members then use alike."""
-    return x if group.size == 1 else _GatherLast.apply(x, group)
+    return x if group.size == 1 else _Join.apply(x, group, -1)
 
 
 class _Copy(torch.autograd.Function):
@@ -183,15 +190,15 @@ class _SplitSequence(torch.autograd.Function):
         return start_all_gather(grad, dim=ctx.dim, group=ctx.group).wait(), None, None
 
 
-class _GatherLast(torch.autograd.Function):
+class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return start_all_gather(x, dim=-1, group=group).wait()
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_all_gather(x, dim=dim, group=group).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_slice(grad, -1, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_slice(grad, ctx.dim, ctx.group), None, None
 
 
 def _own_slice(x: Tensor, dim: int, group: Group) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import start_all_reduce
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 
-__all__ = ["Reduction", "vocabulary_parallel_cross_entropy"]
+__all__ = ["Reduction", "vocabulary_parallel_cross_entropy", "vocabulary_parallel_logsumexp"]
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -32,6 +32,7 @@ def vocabulary_parallel_cross_entropy(
     group: Group,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """``F.cross_entropy`` of the full logits, in value and gradient; every member gets the same.
@@ -43,6 +44,7 @@ def vocabulary_parallel_cross_entropy(
         group: The tensor group.
         ignore_index: Targets with this value have no loss.
         label_smoothing: Share of the target's probability that is spread over the whole vocabulary.
+        z_loss: Weight of log(Z)^2, which is added to each token's loss to keep the normalizer Z near 1 (arXiv 2204.02311, section 5).
         reduction: As in ``F.cross_entropy``: the mean is over targets that are not ignored, nan if there are none.
 
     Returns:
@@ -56,7 +58,7 @@ def vocabulary_parallel_cross_entropy(
     logits_nw, target_n = logits.reshape(-1, vocabulary.rows), target.reshape(-1)
     counted_n = target_n != ignore_index
     _check_targets(target_n, counted_n, vocabulary)
-    loss_n = _CrossEntropy.apply(logits_nw, target_n, counted_n, vocabulary, group, label_smoothing)
+    loss_n = _CrossEntropy.apply(logits_nw, target_n, counted_n, vocabulary, group, label_smoothing, z_loss)
     if reduction == "none":
         return loss_n.view(target.shape)
     return loss_n.sum() if reduction == "sum" else loss_n.sum() / counted_n.sum()
@@ -67,19 +69,26 @@ class _CrossEntropy(torch.autograd.Function):
 
     With x the logits less their maximum, z = sum exp x and e the smoothing:
     loss = (1 - e) (log z - x[target]) + e (log z - mean x), and its gradient is softmax - (1 - e) onehot(target) - e / V.
+    The z-loss c (log Z)^2, with Z the sum of exponentials of the logits themselves, adds 2 c log Z softmax.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_nw: Tensor, target_n: Tensor, counted_n: Tensor, words: VocabularyRange, group: Group, smoothing: float
+        ctx: Any,
+        logits_nw: Tensor,
+        target_n: Tensor,
+        counted_n: Tensor,
+        words: VocabularyRange,
+        group: Group,
+        smoothing: float,
+        z_loss: float,
     ) -> Tensor:
         own = logits_nw[:, : words.count]
         dtype = torch.float64 if logits_nw.dtype is torch.float64 else torch.float32
         here_n = counted_n & (target_n >= words.start) & (target_n < words.stop)
         column_n = _columns(target_n, counted_n, here_n, words)
 
-        largest_n = own.amax(-1).to(dtype) if words.count else logits_nw.new_full(target_n.shape, -torch.inf, dtype=dtype)
-        largest_n = _sum_over(largest_n, group, op=dist.ReduceOp.MAX)
+        largest_n = _largest(own, dtype, group)
         shifted_nw = own - largest_n.unsqueeze(-1)
         picked_n = (logits_nw.gather(-1, column_n.unsqueeze(-1)).squeeze(-1) - largest_n).masked_fill(~here_n, 0.0)
         sums = [picked_n, shifted_nw.sum(-1)] if smoothing else [picked_n]
@@ -90,27 +99,73 @@ class _CrossEntropy(torch.autograd.Function):
         loss_n = log_z_n - total[0]
         if smoothing:
             loss_n = (1 - smoothing) * loss_n + smoothing * (log_z_n - total[1] / words.size)
-        ctx.save_for_backward(logits_nw, largest_n + log_z_n, column_n, here_n, counted_n)
-        ctx.words, ctx.smoothing = words, smoothing
+        log_sum_n = largest_n + log_z_n
+        if z_loss:
+            loss_n = loss_n + z_loss * log_sum_n.square()
+        ctx.save_for_backward(logits_nw, log_sum_n, column_n, here_n, counted_n)
+        ctx.words, ctx.smoothing, ctx.z_loss = words, smoothing, z_loss
         return loss_n.masked_fill(~counted_n, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
         logits_nw, log_sum_n, column_n, here_n, counted_n = ctx.saved_tensors
-        words, smoothing = ctx.words, ctx.smoothing
+        words, smoothing, z_loss = ctx.words, ctx.smoothing, ctx.z_loss
         # Not a product with 0: the mean of no targets at all has an infinite gradient.
         grad_n = torch.where(counted_n, grad_n, 0.0)
         result_nw = torch.zeros_like(logits_nw, dtype=log_sum_n.dtype)
         own = result_nw[:, : words.count]
         torch.sub(logits_nw[:, : words.count], log_sum_n.unsqueeze(-1), out=own)
         own.exp_()
+        if z_loss:
+            own.mul_((1 + 2 * z_loss * log_sum_n).unsqueeze(-1))
         if smoothing:
             own.sub_(smoothing / words.size)
         own.mul_(grad_n.unsqueeze(-1))
         share_n = torch.where(here_n, grad_n * (smoothing - 1), 0.0)
         result_nw.scatter_add_(-1, column_n.unsqueeze(-1), share_n.unsqueeze(-1))
-        return result_nw.to(logits_nw.dtype), None, None, None, None, None
+        return result_nw.to(logits_nw.dtype), None, None, None, None, None, None
+
+
+def vocabulary_parallel_logsumexp(logits: Tensor, *, vocabulary: VocabularyRange, group: Group) -> Tensor:
+    """``logsumexp(-1)`` of the full logits, in value and gradient; every member gets the same, and two all-reduces are made.
+
+    Args:
+        logits: Local logits (..., w), any floating dtype; not modified.
+        vocabulary: Which logits are here; columns beyond it are padding and count for nothing.
+        group: The tensor group.
+
+    Returns:
+        (...) of the logits' dtype; computed in at least float32.
+    """
+    return _LogSumExp.apply(logits, vocabulary, group)
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, words: VocabularyRange, group: Group) -> Tensor:
+        own = logits[..., : words.count]
+        dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+        largest = _largest(own, dtype, group)
+        result = largest + _sum_over((own - largest.unsqueeze(-1)).exp_().sum(-1), group).log()
+        ctx.save_for_backward(logits, result)
+        ctx.words = words
+        return result.to(logits.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, result = ctx.saved_tensors
+        count = ctx.words.count
+        gradient = torch.zeros_like(logits)
+        gradient[..., :count] = (logits[..., :count] - result.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
+        return gradient, None, None
+
+
+def _largest(own: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
+    """The largest logit of each token, over all members; a member may have none."""
+    mine = own.amax(-1).to(dtype) if own.size(-1) else own.new_full(own.shape[:-1], -torch.inf, dtype=dtype)
+    return _sum_over(mine, group, op=dist.ReduceOp.MAX)
 
 
 def _columns(target_n: Tensor, counted_n: Tensor, here_n: Tensor, words: VocabularyRange) -> Tensor:

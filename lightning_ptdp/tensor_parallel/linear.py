@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_ptdp.tensor_parallel.randomness import SplitRandomness
 from lightning_ptdp.weight_gradients import WeightGradients, autocast_dtype
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_linear", "row_linear"]
@@ -36,9 +37,11 @@ class ColumnParallelLinear(nn.Module):
     """y = x W^T + bias with W split along its output features; the output stays split.
 
     Args:
-        weight: Local weight (o/t, i).
+        weight: Local weight (o/t, i); more rows than o/t if some heads are on several members.
         bias: Local bias (o/t), or None.
         parts: Output sizes of the parts of a fused layer, each split on its own: the local output is [q_r | k_r | v_r].
+        transposed: The weight is stored as (i, o/t), as in Hugging Face's ``Conv1D``.
+        enters: Whether the input enters the tensor-parallel region here; a region around the layer does it for several at once.
         group: The tensor group.
         sequence_parallel: The input is split along the sequence: (b, s/t, i) -> (b, s, o/t). Otherwise (..., i) -> (..., o/t).
     """
@@ -51,22 +54,29 @@ class ColumnParallelLinear(nn.Module):
         bias: nn.Parameter | None = None,
         *,
         parts: Sequence[int] | None = None,
+        transposed: bool = False,
+        enters: bool = True,
         group: Group,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.in_features = weight.size(1)
-        self.out_features = weight.size(0) * group.size
-        self.parts = tuple(parts) if parts is not None else (self.out_features,)
-        assert sum(self.parts) == self.out_features, (self.parts, self.out_features)
+        local, self.in_features = reversed(weight.shape) if transposed else weight.shape
+        self.parts = tuple(parts) if parts is not None else (local * group.size,)
+        self.out_features = sum(self.parts)
+        self.transposed, self.enters = transposed, enters
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradients | None = None
+        self.randomness: SplitRandomness | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """This member's output features."""
+        if self.randomness is not None and self.training:
+            self.randomness.enter()
+        if not self.enters:
+            return F.linear(x, _matrix(self.weight, self.transposed), self.bias)
         return column_linear(
             x,
             self.weight,
@@ -74,6 +84,7 @@ class ColumnParallelLinear(nn.Module):
             group=self.group,
             sequence_parallel=self.sequence_parallel,
             weight_gradients=self.weight_gradients,
+            transposed=self.transposed,
         )
 
     def extra_repr(self) -> str:
@@ -87,6 +98,7 @@ class RowParallelLinear(nn.Module):
     Args:
         weight: Local weight (o, i/t).
         bias: The whole bias (o), or None.
+        transposed: The weight is stored as (i/t, o), as in Hugging Face's ``Conv1D``.
         group: The tensor group.
         sequence_parallel: The output is split along the sequence: (b, s, i/t) -> (b, s/t, o). Otherwise (..., i/t) -> (..., o).
     """
@@ -94,14 +106,22 @@ class RowParallelLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None = None, *, group: Group, sequence_parallel: bool = False
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        *,
+        transposed: bool = False,
+        group: Group,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.in_features = weight.size(1) * group.size
-        self.out_features = weight.size(0)
+        self.out_features, local = reversed(weight.shape) if transposed else weight.shape
+        self.in_features = local * group.size
+        self.transposed = transposed
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradients | None = None
+        self.randomness: SplitRandomness | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 
@@ -111,12 +131,14 @@ class RowParallelLinear(nn.Module):
         Raises:
             ValueError: The input does not have this member's i/t features, or the sequence does not divide by t.
         """
-        if x.size(-1) != self.weight.size(1):
+        if x.size(-1) * self.group.size != self.in_features:
             raise ValueError(
                 f"a row-parallel layer with {self.in_features} input features over {self.group.size} ranks takes "
-                f"{self.weight.size(1)} features a rank, not {x.size(-1)}: its input must come from column-parallel layers, and "
-                "what lies between must read the number of heads and the sequence length from those layers' output"
+                f"{self.in_features // self.group.size} features a rank, not {x.size(-1)}: its input must come from column-parallel "
+                "layers, and what lies between must read the number of heads and the sequence length from those layers' output"
             )
+        if self.randomness is not None:
+            self.randomness.leave()
         return row_linear(
             x,
             self.weight,
@@ -124,6 +146,7 @@ class RowParallelLinear(nn.Module):
             group=self.group,
             sequence_parallel=self.sequence_parallel,
             weight_gradients=self.weight_gradients,
+            transposed=self.transposed,
         )
 
     def extra_repr(self) -> str:
@@ -139,14 +162,15 @@ def column_linear(
     group: Group,
     sequence_parallel: bool = False,
     weight_gradients: WeightGradients | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """What ``ColumnParallelLinear`` computes; under autocast in autocast's dtype."""
     if group.size == 1:
-        return F.linear(x, weight, bias)
+        return F.linear(x, _matrix(weight, transposed), bias)
     _check_sequence(x, sequence_parallel)
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
-    return _ColumnLinear.apply(x, weight, bias, dtype, group, sequence_parallel, weight_gradients)
+    return _ColumnLinear.apply(x, weight, bias, dtype, group, sequence_parallel, weight_gradients, transposed)
 
 
 def row_linear(
@@ -157,14 +181,15 @@ def row_linear(
     group: Group,
     sequence_parallel: bool = False,
     weight_gradients: WeightGradients | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """What ``RowParallelLinear`` computes; under autocast in autocast's dtype."""
     if group.size == 1:
-        return F.linear(x, weight, bias)
+        return F.linear(x, _matrix(weight, transposed), bias)
     _check_sequence(x, sequence_parallel)
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
-    return _RowLinear.apply(x, weight, bias, dtype, group, sequence_parallel, weight_gradients)
+    return _RowLinear.apply(x, weight, bias, dtype, group, sequence_parallel, weight_gradients, transposed)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -180,13 +205,15 @@ class _ColumnLinear(torch.autograd.Function):
         group: Group,
         sequence_parallel: bool,
         store: WeightGradients | None,
+        transposed: bool,
     ) -> Tensor:
         # The parameter itself: under recomputation a saved tensor comes back as another object.
         ctx.save_for_backward(x)
         ctx.weight, ctx.dtype, ctx.group, ctx.sequence_parallel, ctx.store = weight, dtype, group, sequence_parallel, store
+        ctx.transposed = transposed
         if sequence_parallel:
             x = start_all_gather(x, dim=_SEQUENCE, group=group).wait()
-        return F.linear(x, _cast(weight, dtype), _cast(bias, dtype))
+        return F.linear(x, _matrix(_cast(weight, dtype), transposed), _cast(bias, dtype))
 
     @staticmethod
     @once_differentiable
@@ -200,7 +227,7 @@ class _ColumnLinear(torch.autograd.Function):
             gathering = start_all_gather(x, dim=_SEQUENCE, group=group) if split and wants_weight and not waits else None
             reducing = None
             if wants_x:
-                grad_x = grad.matmul(_cast(weight, ctx.dtype))
+                grad_x = grad.matmul(_matrix(_cast(weight, ctx.dtype), ctx.transposed))
                 if split:
                     reducing = start_reduce_scatter(grad_x, dim=_SEQUENCE, group=group)
                 else:
@@ -209,10 +236,10 @@ class _ColumnLinear(torch.autograd.Function):
                 x = gathering.wait()
             if waits:
                 later = partial(_start_gathering, x, group) if split else x
-                ctx.store.put_off_product(weight, grad, later)
-            grad_weight = _weight_gradient(grad, x) if wants_weight and not waits else None
+                ctx.store.put_off_product(weight, grad, later, transpose=ctx.transposed)
+            grad_weight = _weight_gradient(grad, x, ctx.transposed) if wants_weight and not waits else None
             grad_bias = _bias_gradient(grad) if wants_bias else None
-        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None, None, None, None
+        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None, None, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -228,11 +255,13 @@ class _RowLinear(torch.autograd.Function):
         group: Group,
         sequence_parallel: bool,
         store: WeightGradients | None,
+        transposed: bool,
     ) -> Tensor:
         # The parameter itself: under recomputation a saved tensor comes back as another object.
         ctx.save_for_backward(x)
         ctx.weight, ctx.dtype, ctx.group, ctx.sequence_parallel, ctx.store = weight, dtype, group, sequence_parallel, store
-        partial = F.linear(x, _cast(weight, dtype))
+        ctx.transposed = transposed
+        partial = F.linear(x, _matrix(_cast(weight, dtype), transposed))
         if sequence_parallel:
             y = start_reduce_scatter(partial, dim=_SEQUENCE, group=group).wait()
         else:
@@ -253,22 +282,28 @@ class _RowLinear(torch.autograd.Function):
             grad_bias = _bias_gradient(grad) if wants_bias else None
             if gathering is not None:
                 grad = gathering.wait()
-            grad_x = grad.matmul(_cast(weight, ctx.dtype)) if wants_x else None
+            grad_x = grad.matmul(_matrix(_cast(weight, ctx.dtype), ctx.transposed)) if wants_x else None
             grad_weight = None
             if wants_weight and ctx.store is not None and ctx.store.waits:
-                ctx.store.put_off_product(weight, grad, x)
+                ctx.store.put_off_product(weight, grad, x, transpose=ctx.transposed)
             elif wants_weight:
-                grad_weight = _weight_gradient(grad, x)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+                grad_weight = _weight_gradient(grad, x, ctx.transposed)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _start_gathering(x: Tensor, group: Group) -> Callable[[], Tensor]:
     return start_all_gather(x, dim=_SEQUENCE, group=group).wait
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """(..., o) and (..., i) -> (o, i)."""
-    return grad.reshape(-1, grad.size(-1)).t().mm(x.reshape(-1, x.size(-1)))
+def _matrix(weight: Tensor, transposed: bool) -> Tensor:
+    """The weight as (o, i)."""
+    return weight.t() if transposed else weight
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """(..., o) and (..., i) -> (o, i), or (i, o) if ``transposed``."""
+    grad_no, x_ni = grad.reshape(-1, grad.size(-1)), x.reshape(-1, x.size(-1))
+    return x_ni.t().mm(grad_no) if transposed else grad_no.t().mm(x_ni)
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:

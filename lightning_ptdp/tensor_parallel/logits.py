@@ -2,9 +2,9 @@
 
 The tensor holds the local columns and reports the shape of the whole. What losses usually do to logits works on the local part:
 reshaping, casting and indexing that leave the last dimension alone, arithmetic with Python numbers, ``F.cross_entropy`` of class
-indices, ``argmax(-1)``. Every other function gathers the vocabulary first (autograd follows) and goes on with a plain tensor.
-Gathering is collective over the tensor group: all its members must call it, which they do where they run the same code. Operations in
-place would change a copy and are refused.
+indices, ``argmax(-1)``, ``logsumexp(-1)``. Every other function gathers the vocabulary first (autograd follows) and goes on with a
+plain tensor. Gathering is collective over the tensor group: all its members must call it, which they do where they run the same code.
+Operations in place would change a copy and are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from torch import Tensor
 
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import gather_last, start_all_gather
-from lightning_ptdp.tensor_parallel.cross_entropy import Reduction, vocabulary_parallel_cross_entropy
+from lightning_ptdp.tensor_parallel.cross_entropy import (
+    Reduction,
+    vocabulary_parallel_cross_entropy,
+    vocabulary_parallel_logsumexp,
+)
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 from lightning_ptdp.tensor_parallel.views import keeps_vocabulary, leading_sizes
 
@@ -235,6 +239,14 @@ def _argmax(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwarg
     return best.unsqueeze(-1) if keepdim else best
 
 
+def _logsumexp(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+    dim, keepdim = _bind(args, kwargs, dim=None, keepdim=False)
+    if not isinstance(dim, int) or dim % logits.dim() != logits.dim() - 1:
+        return NotImplemented
+    result = vocabulary_parallel_logsumexp(_local(logits), vocabulary=logits.vocabulary, group=logits.group)
+    return result.unsqueeze(-1) if keepdim else result
+
+
 def _text(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> str:
     """No values: printing on one rank must not wait for the others."""
     return (
@@ -284,5 +296,6 @@ _HANDLERS: Mapping[str, Callable[[VocabularyParallelLogits, Callable, tuple, dic
         "__getitem__": _getitem,
         "cross_entropy": _cross_entropy,
         "argmax": _argmax,
+        "logsumexp": _logsumexp,
     }
 )

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from typing import Literal
 
 from torch import nn
 
 from lightning_ptdp.layout import nearest_divisors
+from lightning_ptdp.tensor_parallel.attention import why_not
 from lightning_ptdp.tensor_parallel.explain import explain
-from lightning_ptdp.tensor_parallel.kinds import Column, Kind, Partial, Position, Row, Vocabulary, kind_from, module_types
+from lightning_ptdp.tensor_parallel.kinds import (
+    Alias,
+    Attention,
+    Column,
+    Kind,
+    Partial,
+    Position,
+    Region,
+    Row,
+    Vocabulary,
+    kind_from,
+    misfit,
+)
+from lightning_ptdp.tensor_parallel.linear_like import is_linear, output_input_sizes
+from lightning_ptdp.tensor_parallel.numbers import Number, local_numbers
+from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
 
 __all__ = ["ParallelPlan", "matches", "nearest_names"]
 
@@ -23,14 +38,19 @@ class ParallelPlan:
     Args:
         blocks: Dotted path of the repeated container (``"model.h"``), which the pipeline cuts into stages.
         tensor: Glob patterns of module names (``"model.h.*.attn.qkv"``; ``*`` stands for one component or a part of it) and what
-            becomes of these modules: ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"`` or a ``Kind``.
+            becomes of these modules: ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"``, ``"attention"``,
+            ``"alias"``, ``"region"`` or a ``Kind``.
         before: Modules that run before the blocks.
         after: Modules that run after the blocks.
         selective: Glob patterns of the modules inside the blocks that ``recompute="selective"`` recomputes: those that keep much for
             the backward and cost little, as the core of the attention (arXiv 2205.05198, section 5).
+        numbers: Glob patterns of module names and, of these modules, the plain attributes that count what is split, which must be
+            true on a rank: ``{"h.*.attn": {"split_size": PerRank()}}``.
+        sequence: Where sequence parallelism splits the sequence: from the vocabulary embedding to the head ("ends"), or within the
+            blocks only ("blocks"), for models that read its length in between; None: it is not possible.
 
     Raises:
-        ValueError: A kind is unknown.
+        ValueError: A kind or ``sequence`` is unknown.
     """
 
     blocks: str | None = None
@@ -38,6 +58,8 @@ class ParallelPlan:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     selective: tuple[str, ...] = ()
+    numbers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
+    sequence: Literal["ends", "blocks"] | None = "ends"
 
     def __post_init__(self) -> None:
         kinds = {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}
@@ -47,6 +69,16 @@ class ParallelPlan:
             if isinstance(value, str):
                 raise ValueError(f"{name}={value!r} must be a list of module names: {name}=({value!r},)")
             object.__setattr__(self, name, tuple(value))
+        if self.sequence not in ("ends", "blocks", None):
+            raise ValueError(f"sequence={self.sequence!r} must be 'ends', 'blocks' or None")
+
+    def splits_sequence(self, name: str, sequence_parallel: bool) -> bool:
+        """Whether the module or parameter ``name`` sees a slice of the sequence."""
+        if self.sequence == "blocks":
+            return sequence_parallel and bool(
+                self.blocks is not None and name.startswith(f"{self.blocks}." if self.blocks else "")
+            )
+        return sequence_parallel and self.sequence is not None
 
     def resolve(self, model: nn.Module) -> dict[str, Kind]:
         """Kind of every module that the plan names, in the model's order; a module found under two names is there twice.
@@ -76,7 +108,7 @@ class ParallelPlan:
     def check(self, model: nn.Module, tensor_parallel_size: int, sequence_parallel: bool = False) -> None:
         """Check everything that can be known without running the model.
 
-        Numbers of heads are not visible here: only features are.
+        Numbers of heads are only known where the plan tells them (``Column(heads=...)``): only features are visible here.
 
         Raises:
             ValueError: Of ``resolve``; ``blocks``, ``before``, ``after`` or ``selective`` name no module; a size does not divide; a
@@ -87,11 +119,14 @@ class ParallelPlan:
         self._check_paths(model)
         if tensor_parallel_size == 1:
             return
+        for _ in local_numbers(model, self.numbers, tensor_parallel_size=tensor_parallel_size):
+            pass
         for name, kind in kinds.items():
             _check_module(name, model.get_submodule(name), kind, tensor_parallel_size)
         _check_tied(model, kinds)
+        _check_regions(model, kinds)
         if sequence_parallel:
-            _check_sequence_parallel(model, kinds)
+            self._check_sequence(model, kinds)
 
     def explain(self, model: nn.Module) -> str:
         """A table of what becomes of every parameter, repeated layers together.
@@ -99,7 +134,20 @@ class ParallelPlan:
         Raises:
             ValueError: Of ``resolve``.
         """
-        return explain(model, self.resolve(model))
+        return explain(model, self.resolve(model), splits=lambda name: self.splits_sequence(name, True))
+
+    def _check_sequence(self, model: nn.Module, kinds: Mapping[str, Kind]) -> None:
+        if self.sequence == "ends":
+            _check_ends(model, kinds)
+        if self.sequence is None or (self.sequence == "blocks" and self.blocks is None):
+            raise ValueError(
+                f"sequence_parallel=True, but {'the plan names no blocks' if self.sequence else 'this plan cannot split the sequence'}"
+                f" of {type(model).__name__}; use sequence_parallel=False"
+            )
+        for name, kind in kinds.items():
+            module = model.get_submodule(name)
+            if isinstance(kind, Attention) and isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+                raise ValueError(f"'{name}': sequence_parallel=True needs an nn.MultiheadAttention with batch_first=True")
 
     def _kinds(self) -> Iterator[tuple[str, Kind]]:
         for pattern, value in self.tensor.items():
@@ -121,32 +169,12 @@ class ParallelPlan:
                 )
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether the glob ``pattern`` names the module ``name``, component by component."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatchcase(part, glob) for part, glob in zip(parts, wanted, strict=True))
-
-
-def nearest_names(wanted: str, modules: Mapping[str, nn.Module]) -> str:
-    """The end of an error message: names of ``modules`` that ``wanted`` may mean."""
-    names = [name for name in modules if name]
-    if not names:
-        return "it has no submodules"
-    close = get_close_matches(wanted, names, n=3, cutoff=0.4)
-    return (
-        f"nearest names: {', '.join(close)}" if close else f"it has: {', '.join(names[:5])}" + (", ..." if len(names) > 5 else "")
-    )
-
-
 def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
-    types = module_types(kind)
-    if not isinstance(module, types):
-        raise ValueError(
-            f"module '{name}' is a {type(module).__name__}, which cannot be spread as {kind}; that takes "
-            f"{' or '.join(f'nn.{t.__name__}' for t in types)}"
-        )
+    reason = misfit(module, kind)
+    if reason is not None:
+        raise ValueError(f"module '{name}' is a {type(module).__name__}, which cannot be spread as {kind}; {reason}")
     extra = sorted({key.partition(".")[0] for key, _ in module.named_parameters()} - {"weight", "bias"})
-    if extra and not isinstance(kind, Partial):
+    if extra and not isinstance(kind, Partial | Attention | Alias | Region):
         raise ValueError(
             f"module '{name}' ({type(module).__name__}) has parameters {extra} beside weight and bias, which cannot be spread as "
             f"{kind}; leave it out of the plan"
@@ -154,19 +182,17 @@ def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
 
 
 def _check_module(name: str, module: nn.Module, kind: Kind, size: int) -> None:
-    if isinstance(module, nn.Linear):
-        if isinstance(kind, Column) and kind.parts is not None:
-            if sum(kind.parts) != module.out_features:
-                raise ValueError(
-                    f"'{name}': parts={kind.parts} add up to {sum(kind.parts)}, but out_features={module.out_features}; "
-                    "list the sizes of all parts"
-                )
-            for index, part in enumerate(kind.parts):
-                _check_divides(name, f"parts[{index}]", part, size)
-        elif isinstance(kind, Column):
-            _check_divides(name, "out_features", module.out_features, size)
+    if is_linear(module):
+        outputs, inputs = output_input_sizes(module)
+        if isinstance(kind, Column):
+            _check_column(name, outputs, kind, size)
         elif isinstance(kind, Row):
-            _check_divides(name, "in_features", module.in_features, size)
+            _check_divides(name, "in_features", inputs, size)
+    if isinstance(kind, Attention):
+        assert isinstance(module, nn.MultiheadAttention)
+        _check_divides(name, "num_heads", module.num_heads, size)
+        if (reason := why_not(module)) is not None:
+            raise ValueError(f"'{name}': {reason}, and its heads cannot be split; leave it out of the plan")
     if isinstance(module, nn.Embedding) and isinstance(kind, Vocabulary | Position):
         options = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
         for option, value in options.items():
@@ -174,6 +200,34 @@ def _check_module(name: str, module: nn.Module, kind: Kind, size: int) -> None:
                 raise ValueError(
                     f"'{name}': nn.Embedding({option}={value}) cannot be spread over {size} ranks; build it without, or leave it "
                     "out of the plan"
+                )
+
+
+def _check_column(name: str, out_features: int, kind: Column, size: int) -> None:
+    parts = kind.part_sizes(out_features)
+    if sum(parts) != out_features:
+        raise ValueError(
+            f"'{name}': parts={parts} add up to {sum(parts)}, but out_features={out_features}; list the sizes of all parts"
+        )
+    heads = kind.heads if isinstance(kind.heads, tuple) else (None,) * len(parts)
+    for index, (part, count) in enumerate(zip(parts, heads, strict=True)):
+        label = f"parts[{index}]" if kind.parts is not None else "out_features"
+        if count is None:
+            _check_divides(name, label, part, size)
+        elif part % count:
+            raise ValueError(f"'{name}': {label}={part} is not divisible by its number of heads, {count}")
+        elif not (kind.copy_heads and size % count == 0):
+            _check_divides(name, "number of heads", count, size)
+
+
+def _check_regions(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
+    for region in (name for name, kind in kinds.items() if isinstance(kind, Region)):
+        for name, module in model.get_submodule(region).named_modules():
+            spread = isinstance(kinds.get(f"{region}.{name}"), Column | Row | Partial)
+            if not spread and any(parameter is not None for parameter in module._parameters.values()):
+                raise ValueError(
+                    f"'{region}' is a region, but '{region}.{name}' in it is kept whole, and its gradient would be counted once for "
+                    "each rank; spread it, or leave the region out of the plan"
                 )
 
 
@@ -189,6 +243,8 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     users: dict[int, tuple[str, Kind | None]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         kind = kinds.get(name)
+        if isinstance(kind, Alias):
+            continue
         spread = None if isinstance(kind, Position | Partial) else kind
         for parameter in module.parameters(recurse=False):
             other, before = users.setdefault(id(parameter), (name, spread))
@@ -199,7 +255,7 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
                 )
 
 
-def _check_sequence_parallel(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
+def _check_ends(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     words = [model.get_submodule(name) for name, kind in kinds.items() if isinstance(kind, Vocabulary)]
     missing: Sequence[str] = [
         label

@@ -39,11 +39,16 @@ class Piece:
         local: Offset in the local tensor.
         full: Offset in the full tensor.
         size: Extent.
+        copies: Members of the tensor group that hold this rectangle, where there are fewer heads of keys and values than members.
+            Each member's gradient of it is a part of the sum over these.
+        copy: Which of them this is; the first one counts the rectangle in norms.
     """
 
     local: Shape
     full: Shape
     size: Shape
+    copies: int = 1
+    copy: int = 0
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
@@ -94,6 +99,17 @@ class Sharding:
         """Local elements that no piece covers."""
         return math.prod(self.local_shape) - sum(math.prod(piece.size) for piece in self.pieces)
 
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """The numbers of copies, above one, that pieces have."""
+        return tuple(sorted({piece.copies for piece in self.pieces if piece.copies > 1}))
+
+    def counted(self, local: Tensor) -> list[Tensor]:
+        """Views of a tensor of the local shape that together leave out what an earlier member holds as well."""
+        if not self.copies:
+            return [local]
+        return [local[piece.local_slices] for piece in self.pieces if piece.copy == 0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyRange:
@@ -135,27 +151,41 @@ class VocabularyRange:
         return self.stop - self.start
 
 
-def shard_columns(shape: Sequence[int], *, parts: Sequence[int], size: int, index: int) -> Sharding:
-    """Split dimension 0, made of ``parts`` that are each split on their own, over ``size`` members; this is member ``index``."""
-    assert sum(parts) == shape[0], (tuple(parts), tuple(shape))
-    assert all(part % size == 0 for part in parts), (tuple(parts), size)
-    rest = tuple(shape[1:])
-    origin = (0,) * len(rest)
+def shard_columns(
+    shape: Sequence[int], *, parts: Sequence[int], size: int, index: int, copies: Sequence[int] | None = None, dim: int = 0
+) -> Sharding:
+    """Split the output features, made of ``parts`` that are each split on their own, over ``size`` members; this is ``index``.
+
+    Args:
+        shape: Of the full weight or bias.
+        parts: Output features of each part.
+        size: Members of the tensor group.
+        index: This member.
+        copies: How many neighbouring members hold the same slice of each part: with c copies it is cut into size / c slices.
+        dim: Where the output features are.
+    """
+    copies = copies if copies is not None else (1,) * len(parts)
+    assert sum(parts) == shape[dim], (tuple(parts), tuple(shape))
+    assert all(size % c == 0 and part % (size // c) == 0 for part, c in zip(parts, copies, strict=True)), (parts, copies, size)
     pieces, local, full = [], 0, 0
-    for part in parts:
-        extent = part // size
-        pieces.append(Piece(local=(local, *origin), full=(full + index * extent, *origin), size=(extent, *rest)))
+    for part, c in zip(parts, copies, strict=True):
+        extent = part // (size // c)
+        pieces.append(
+            Piece(
+                local=_at(dim, local, (0,) * len(shape)),
+                full=_at(dim, full + index // c * extent, (0,) * len(shape)),
+                size=_at(dim, extent, shape),
+                copies=c,
+                copy=index % c,
+            )
+        )
         local, full = local + extent, full + part
-    return Sharding(full_shape=tuple(shape), local_shape=(local, *rest), pieces=tuple(pieces), axis="tensor")
+    return Sharding(full_shape=tuple(shape), local_shape=_at(dim, local, shape), pieces=tuple(pieces), axis="tensor")
 
 
-def shard_rows(shape: Sequence[int], *, size: int, index: int) -> Sharding:
-    """Split dimension 1 of a matrix (out, in) over ``size`` members."""
-    rows, columns = shape
-    assert columns % size == 0, (tuple(shape), size)
-    extent = columns // size
-    piece = Piece(local=(0, 0), full=(0, index * extent), size=(rows, extent))
-    return Sharding(full_shape=(rows, columns), local_shape=(rows, extent), pieces=(piece,), axis="tensor")
+def shard_rows(shape: Sequence[int], *, size: int, index: int, dim: int = 1) -> Sharding:
+    """Split the input features of a matrix, its dimension ``dim``, over ``size`` members."""
+    return shard_columns(shape, parts=(shape[dim],), size=size, index=index, dim=dim)
 
 
 def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Sharding:
@@ -196,6 +226,11 @@ def assemble_full(parts: Sequence[tuple[Tensor, Sharding]]) -> Tensor:
         for here, there in iterate_pieces(sharding):
             full[there] = local.detach()[here]
     return full
+
+
+def _at(dim: int, value: int, shape: Sequence[int]) -> Shape:
+    """``shape`` with ``value`` in dimension ``dim``."""
+    return (*shape[:dim], value, *shape[dim + 1 :])
 
 
 def _slices(offset: Shape, size: Shape) -> tuple[slice, ...]:

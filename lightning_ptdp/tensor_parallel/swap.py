@@ -8,10 +8,14 @@ import torch
 from torch import nn
 
 from lightning_ptdp.mesh import Group
-from lightning_ptdp.tensor_parallel.kinds import Column, Kind, Partial, Position, Row, Vocabulary
+from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
+from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_ptdp.tensor_parallel.linear_like import is_conv1d
+from lightning_ptdp.tensor_parallel.numbers import set_numbers
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
+from lightning_ptdp.tensor_parallel.region import enter_region, is_in_region, split_sequence_in_blocks
 from lightning_ptdp.tensor_parallel.sharding import (
     Sharding,
     VocabularyRange,
@@ -22,19 +26,20 @@ from lightning_ptdp.tensor_parallel.sharding import (
 )
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
-__all__ = ["apply_plan", "shard_module"]
+__all__ = ["apply_plan", "replace_aliases", "shard_module"]
 
 Shared = dict[int, nn.Parameter]
 
 
 def shard_module(
-    module: nn.Module, kind: Kind, *, group: Group, sequence_parallel: bool, shared: Shared
+    module: nn.Module, kind: Kind, *, group: Group, sequence_parallel: bool, shared: Shared, enters: bool = True
 ) -> tuple[nn.Module, dict[str, Sharding]]:
     """The parallel version of one module and the shardings of its parameters, by their names in it.
 
     Dtype, device (meta included), ``requires_grad``, training mode and the parameters' own Python attributes are kept; forward
-    hooks are not. A ``Position`` module without sequence parallelism, a ``Partial`` one, and every module in a group of one come
-    back as they are.
+    hooks are not. A ``Position`` module without sequence parallelism, a ``Partial`` or ``Alias`` one, and every module in a group
+    of one come back as they are, a ``Region`` with a hook of its own; aliases are mended by ``replace_aliases`` once all modules
+    have been spread.
 
     Args:
         module: A module that ``plan.check`` has passed.
@@ -43,23 +48,52 @@ def shard_module(
         sequence_parallel: Whether activations around it are split along the sequence.
         shared: ``id`` of an original parameter -> its new one, read and extended here: tied weights stay one parameter. The caller
             keeps the originals alive as long as it, since Python reuses ids.
+        enters: Whether no region is around it that sums its input's gradient.
 
     Returns:
         The module to put in its place, and a sharding for each parameter.
     """
     if group.size == 1:
         return module, _whole(module, partial=False)
+    if isinstance(kind, Alias | Region):
+        if isinstance(kind, Region):
+            enter_region(module, group=group, sequence_parallel=sequence_parallel)
+        return module, {}
     if isinstance(kind, Partial) or (isinstance(kind, Position) and not sequence_parallel):
         return module, _whole(module, partial=sequence_parallel or isinstance(kind, Partial))
     shardings = _shardings(module, kind, group=group, partial=sequence_parallel)
     local = {name: _local_parameter(module, name, sharding, shared) for name, sharding in shardings.items()}
-    weight, bias = local["weight"], local.get("bias")
     new: nn.Module
+    if isinstance(kind, Attention):
+        assert isinstance(module, nn.MultiheadAttention)
+        out = RowParallelLinear(
+            local["out_proj.weight"], local.get("out_proj.bias"), group=group, sequence_parallel=sequence_parallel
+        )
+        new = ParallelMultiheadAttention(
+            local["in_proj_weight"],
+            local.get("in_proj_bias"),
+            out,
+            num_heads=module.num_heads,
+            dropout=module.dropout,
+            batch_first=module.batch_first,
+            group=group,
+            sequence_parallel=sequence_parallel,
+        )
+        return new.train(module.training), shardings
+    weight, bias, transposed = local["weight"], local.get("bias"), is_conv1d(module)
     match kind:
         case Column(parts=parts):
-            new = ColumnParallelLinear(weight, bias, parts=parts, group=group, sequence_parallel=sequence_parallel)
+            new = ColumnParallelLinear(
+                weight,
+                bias,
+                parts=parts or (shardings["weight"].full_shape[1 if transposed else 0],),
+                transposed=transposed,
+                enters=enters,
+                group=group,
+                sequence_parallel=sequence_parallel,
+            )
         case Row():
-            new = RowParallelLinear(weight, bias, group=group, sequence_parallel=sequence_parallel)
+            new = RowParallelLinear(weight, bias, transposed=transposed, group=group, sequence_parallel=sequence_parallel)
         case Position():
             assert isinstance(module, nn.Embedding)
             new = SequenceShardedEmbedding(weight, padding_idx=module.padding_idx, group=group)
@@ -73,6 +107,14 @@ def shard_module(
             words = _vocabulary(module.out_features, group)
             new = VocabularyParallelHead(weight, bias, vocabulary=words, group=group, sequence_parallel=sequence_parallel)
     return new.train(module.training), shardings
+
+
+def replace_aliases(model: nn.Module, shared: Shared) -> None:
+    """Let every module that holds an original parameter of a spread one hold the spread one."""
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in shared:
+                module._parameters[key] = shared[id(parameter)]
 
 
 def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_parallel: bool) -> dict[str, Sharding]:
@@ -91,17 +133,30 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_p
     replaced: dict[int, nn.Module] = {}
     by_parameter: dict[int, Sharding] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name, kind in plan.resolve(model).items():
+    kinds = plan.resolve(model)
+    for name, kind in kinds.items():
         module = modules[name]
         if id(module) not in replaced:
-            new, shardings = shard_module(module, kind, group=group, sequence_parallel=sequence_parallel, shared=shared)
+            new, shardings = shard_module(
+                module,
+                kind,
+                group=group,
+                sequence_parallel=plan.splits_sequence(name, sequence_parallel),
+                shared=shared,
+                enters=not is_in_region(name, kinds),
+            )
             replaced[id(module)] = new
             by_parameter |= {id(new.get_parameter(key)): sharding for key, sharding in shardings.items()}
         _put(model, name, replaced[id(module)])
+    replace_aliases(model, shared)
+    set_numbers(model, plan.numbers, tensor_parallel_size=group.size)
+    if sequence_parallel and group.size > 1 and plan.sequence == "blocks":
+        blocks = list(model.get_submodule(plan.blocks or "").children())
+        split_sequence_in_blocks(blocks[0], blocks[-1], group=group)
     del originals
-    partial = sequence_parallel and group.size > 1
     return {
-        name: by_parameter.get(id(parameter)) or Sharding.replicated(parameter.shape, partial=partial)
+        name: by_parameter.get(id(parameter))
+        or Sharding.replicated(parameter.shape, partial=group.size > 1 and plan.splits_sequence(name, sequence_parallel))
         for name, parameter in model.named_parameters()
     }
 
@@ -109,14 +164,26 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_p
 def _shardings(module: nn.Module, kind: Kind, *, group: Group, partial: bool) -> dict[str, Sharding]:
     sizes = _shapes(module)
     match kind:
-        case Column(parts=parts):
+        case Column():
             found = {
-                name: shard_columns(shape, parts=parts or (shape[0],), size=group.size, index=group.rank)
+                name: shard_columns(
+                    shape,
+                    parts=kind.part_sizes(shape[dim := len(shape) - 1 if is_conv1d(module) else 0]),
+                    size=group.size,
+                    index=group.rank,
+                    copies=kind.copies(group.size),
+                    dim=dim,
+                )
                 for name, shape in sizes.items()
             }
-        case Row():
+        case Row() | Attention():
             found = {name: Sharding.replicated(shape, partial=partial) for name, shape in sizes.items()}
-            found["weight"] = shard_rows(sizes["weight"], size=group.size, index=group.rank)
+            weight = "weight" if isinstance(kind, Row) else "out_proj.weight"
+            dim = 0 if is_conv1d(module) else 1
+            found[weight] = shard_rows(sizes[weight], size=group.size, index=group.rank, dim=dim)
+            for name in sizes.keys() & {"in_proj_weight", "in_proj_bias"}:
+                width = sizes[name][0] // 3
+                found[name] = shard_columns(sizes[name], parts=(width,) * 3, size=group.size, index=group.rank)
         case Vocabulary():
             words = _vocabulary(sizes["weight"][0], group)
             found = {name: shard_vocabulary(shape, words) for name, shape in sizes.items()}

@@ -33,7 +33,9 @@ class Terminate(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _train(rank: int, folder: str, signalled: int | None, async_save: bool, resume: str | None) -> tuple[int, dict[str, torch.Tensor]]:
+def _train(
+    rank: int, folder: str, signalled: int | None, async_save: bool, resume: str | None
+) -> tuple[int, dict[str, torch.Tensor]]:
     L.seed_everything(3, verbose=False)
     before = signal.getsignal(signal.SIGTERM)
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)

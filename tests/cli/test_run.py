@@ -160,7 +160,9 @@ def test_generate_from_something_else(ptdp: Run, tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Signals, expected: int) -> None:
-    saving = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_top_k: 1, monitor: null}}"
+    saving = (
+        "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_top_k: 1, monitor: null}}"
+    )
     endless = ["--trainer.max_steps=1000000", "--trainer.val_check_interval=1000000", saving]
     # A process of its own: torch refuses to fork workers from a process that was itself forked.
     command = [sys.executable, "-c", "import sys; from lightning_ptdp.cli import main; sys.exit(main())"]
@@ -191,7 +193,9 @@ def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Sig
         verify_checkpoint(run / "checkpoints" / "on_signal.ckpt")
 
 
-def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weights(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weights(
+    ptdp: Run, config: str, tmp_path: Path
+) -> None:
     arguments = ["fit", "--config", config, "--trainer.strategy=ptdp", "--sample=null", "--resume=auto"]
     assert ptdp(*arguments, "--trainer.max_steps=2")[0] == 0
     (first,) = (tmp_path / "runs" / "tiny").glob("*/checkpoints/latest")

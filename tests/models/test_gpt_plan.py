@@ -13,6 +13,7 @@ from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.tensor_parallel import apply_plan, slice_full
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.pool import Pool
+from tests.tensor_parallel.toy import whole_gradient
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
@@ -34,13 +35,15 @@ def test_the_plan_of_the_lightning_module() -> None:
     lit.configure_model()
     lit.configure_parallel().check(lit, 2, sequence_parallel=True)
     lit.check_parallel(ParallelLayout(world_size=2, tensor_parallel_size=2))
-    with pytest.raises(ValueError, match=r"num_kv_heads=2 .*tensor_parallel_size=4.* of 1, 2$"):
-        lit.check_parallel(ParallelLayout(world_size=4, tensor_parallel_size=4))
+    lit.check_parallel(ParallelLayout(world_size=4, tensor_parallel_size=4))
+    with pytest.raises(ValueError, match=r"num_heads=4 .*tensor_parallel_size=8.* of 1, 2, 4$"):
+        lit.check_parallel(ParallelLayout(world_size=8, tensor_parallel_size=8))
 
 
 def cut_model(rank: int, config: GPTConfig, sequence_parallel: bool) -> float:
     """Largest relative error of the losses and gradients of this rank's part."""
-    layout = ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=sequence_parallel)
+    size = torch.distributed.get_world_size()
+    layout = ParallelLayout(world_size=size, tensor_parallel_size=size, sequence_parallel=sequence_parallel)
     group = ProcessMesh.create(layout=layout, rank=rank).group("tensor")
     models = []
     for _ in range(2):
@@ -59,8 +62,7 @@ def cut_model(rank: int, config: GPTConfig, sequence_parallel: bool) -> float:
         gradient, expected = parameter.grad, full[name].grad
         assert gradient is not None
         assert expected is not None
-        if shardings[name].partial:
-            torch.distributed.all_reduce(gradient)
+        gradient = whole_gradient(gradient, shardings[name], group)
         errors.append(relative_error(gradient, slice_full(expected, shardings[name])))
     return max(errors)
 
@@ -74,3 +76,10 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
 def test_cut_over_two_ranks(pool: Pool, config: GPTConfig, sequence_parallel: bool) -> None:
     for error in pool.run(cut_model, world_size=2, args=(config, sequence_parallel)):
         assert error < 1e-5
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t4", "t4+sp"])
+def test_fewer_heads_of_keys_and_values_than_ranks(pool: Pool, sequence_parallel: bool) -> None:
+    for config in (LLAMA, VARIANTS["llama, tied, biases, one kv head"]):
+        for error in pool.run(cut_model, world_size=4, args=(config, sequence_parallel)):
+            assert error < 1e-5

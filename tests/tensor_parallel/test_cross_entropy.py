@@ -23,19 +23,32 @@ def own_columns(full: Tensor, words: VocabularyRange) -> Tensor:
     return local
 
 
-def compare(group: Group, logits: Tensor, target: Tensor, **options: Any) -> None:
+def with_z_loss(logits: Tensor, target: Tensor, z_loss: float, **options: Any) -> Tensor:
+    """torch's loss, and the z-loss written down as it is defined."""
+    expected = F.cross_entropy(logits.movedim(-1, 1) if logits.dim() > 1 else logits, target, **options)
+    counted = target != options.get("ignore_index", -100)
+    extra = (z_loss * logits.logsumexp(-1).square()).masked_fill(~counted, 0.0)
+    match options.get("reduction", "mean"):
+        case "mean":
+            return expected + extra.sum() / counted.sum()
+        case "sum":
+            return expected + extra.sum()
+        case _:
+            return expected + extra
+
+
+def compare(group: Group, logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **options: Any) -> None:
     """The same loss and the same gradient as torch's, the logits untouched."""
     words = VocabularyRange(size=logits.size(-1), parts=group.size, index=group.rank)
     dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
     reference = logits.to(dtype, copy=True).requires_grad_()
-    classes_second = reference.movedim(-1, 1) if reference.dim() > 1 else reference
-    expected = F.cross_entropy(classes_second, target, **options)
+    expected = with_z_loss(reference, target, z_loss, **options)
     weights = torch.rand(expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(0)) + 0.5
     (expected * weights).sum().backward()
     local = own_columns(logits, words).requires_grad_()
     before = local.detach().clone()
     with counted_collectives() as counts:
-        loss = vocabulary_parallel_cross_entropy(local, target, vocabulary=words, group=group, **options)
+        loss = vocabulary_parallel_cross_entropy(local, target, vocabulary=words, group=group, z_loss=z_loss, **options)
         (loss * weights).sum().backward()
     assert counts == ({"all_reduce": 2} if group.size > 1 else {})
     assert loss.dtype is dtype
@@ -87,6 +100,7 @@ def check_random_cases(rank: int) -> None:
             ignore_index=ignored,
             label_smoothing=draw.choice([0.0, 0.05, 0.5]),
             reduction=draw.choice(["mean", "sum", "none"]),
+            z_loss=draw.choice([0.0, 1e-4]) if scale < 100 else 0.0,
         )
 
 

@@ -53,6 +53,7 @@ CHEAP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "soft cap": lambda x, y: F.cross_entropy((torch.tanh(x / 3.0) * 3.0).flatten(0, 1), y.flatten()),
     "one row": lambda x, y: F.cross_entropy(x[1, 2], y[1, 2]),
     "rows by index": lambda x, y: F.cross_entropy(x[torch.tensor([0, 1]), torch.tensor([4, 0])], y[[0, 1], [4, 0]]),
+    "z-loss": lambda x, y: x.logsumexp(-1).square().mean() + torch.logsumexp(x, dim=2, keepdim=True).sum(),
     "to": lambda x, y: F.cross_entropy(x.to(torch.float64).flatten(0, 1), y.flatten()),
     "clone": lambda x, y: F.cross_entropy(x.clone().double().flatten(0, 1), y.flatten()),
 }
@@ -64,7 +65,6 @@ GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "transposed": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
     "weighted": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=torch.arange(V, dtype=x.dtype)),
     "soft targets": lambda x, y: F.cross_entropy(x.flatten(0, 1), F.one_hot(y.flatten(), V).to(x.dtype)),
-    "z-loss": lambda x, y: x.logsumexp(-1).square().mean(),
     "one column": lambda x, y: x[..., 3].mean() + x[0, 1, 2],
     "last columns": lambda x, y: x[..., -2:].sum(),
     "new last dimension": lambda x, y: x[..., None].mul(x[:, :, None, :].transpose(2, 3)).sum(),

@@ -43,6 +43,13 @@ def whole_gradient(grad: Tensor, sharding: Sharding, group: Group) -> Tensor:
     if sharding.partial:
         grad = grad.clone()
         dist.all_reduce(grad, group=group.handle)
+    if sharding.copies:
+        everyones = [torch.empty_like(grad) for _ in range(group.size)]
+        dist.all_gather(everyones, grad.contiguous(), group=group.handle)
+        grad = grad.clone()
+        for piece in sharding.pieces:
+            first = group.rank - piece.copy
+            grad[piece.local_slices] = sum(other[piece.local_slices] for other in everyones[first : first + piece.copies])
     return grad
 
 

@@ -1,0 +1,142 @@
+"""Models that declare their own plan: Llama, Mistral, Qwen, Gemma, GPT-NeoX and most other decoders of Hugging Face.
+
+Their ``tp_plan`` names the style of each module (``"colwise"``, ``"rowwise"`` …), their ``pp_plan`` the children in the order of calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_ptdp.models.plans.names import joined
+from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Partial, PerCopy, Region, Row, Vocabulary, fits, matches
+
+__all__ = ["declared_plan", "declares_plan"]
+
+# Of these the fused projection of the gated feed-forward part is halved by ``chunk``, which halves a rank's part as well.
+_GATE_UP_IN_HALVES = ("phi3", "glm", "glm4")
+
+
+def declares_plan(module: Any) -> bool:
+    """Whether the module is a Hugging Face model with a tensor-parallel plan of its own, for more than embedding and head."""
+    declared = getattr(module, "tp_plan", None) or {}
+    return "rowwise" in declared.values() or "rowwise_split_input" in declared.values()
+
+
+def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
+    """The plan of a model that declares one and is found under the name ``prefix``.
+
+    What is declared as split and gathered again, or is of a style that this package does not have (experts), is replicated; so is an
+    attention or a feed-forward part of which a projection is of another type than usual (wrapped by an adapter, quantized).
+    Projections of keys and values with fewer heads than ranks give each rank one head.
+    """
+    ends = _ends(module)
+    tensor: dict[str, Kind] = {}
+    numbers, unusual, understood = {}, set(), True
+    for pattern, style in module.tp_plan.items():
+        found = {name: child for name, child in module.named_modules() if matches(name, pattern)}
+        if not found or found.keys() & ends.keys():
+            continue
+        kind = _kind(module, pattern, style)
+        parent = joined(prefix, pattern.rpartition(".")[0])
+        if kind is not None and not all(fits(child, kind) for child in found.values()):
+            unusual.add(parent)
+        if kind is None or parent in unusual:
+            understood = False
+            continue
+        tensor[joined(prefix, pattern)] = kind
+        if isinstance(kind, Column) and kind.copy_heads and isinstance(kind.heads, tuple):
+            attention = pattern.rpartition(".")[0]
+            if all(hasattr(child, "num_key_value_groups") for name, child in module.named_modules() if matches(name, attention)):
+                numbers[joined(prefix, attention)] = {"num_key_value_groups": PerCopy(heads=kind.heads[0])}
+    tensor = {pattern: kind for pattern, kind in tensor.items() if pattern.rpartition(".")[0] not in unusual}
+    numbers = {pattern: values for pattern, values in numbers.items() if pattern not in unusual}
+    regions_cover = _add_regions(module, prefix, tensor)
+    whole = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
+    for name, end in ends.items():
+        if fits(end, Vocabulary()) and all(end.weight is not weight for weight in whole):
+            tensor[joined(prefix, name)] = Vocabulary()
+    blocks, before, after = _order(module, prefix)
+    sequence: Literal["blocks"] | None = "blocks" if understood and regions_cover else None
+    return ParallelPlan(blocks=blocks, tensor=tensor, before=before, after=after, numbers=numbers, sequence=sequence)
+
+
+def _ends(module: Any) -> dict[str, Any]:
+    """Embedding and head, by name."""
+    ends: list[Any] = [module.get_output_embeddings()]
+    with contextlib.suppress(NotImplementedError):
+        ends.append(module.get_input_embeddings())
+    return {name: child for name, child in module.named_modules() if any(child is end for end in ends)}
+
+
+def _kind(module: Any, pattern: str, style: str) -> Kind | None:
+    config = module.config.get_text_config()
+    name = pattern.rpartition(".")[2]
+    chunked = config.model_type in _GATE_UP_IN_HALVES and name in ("gate_up_proj", "down_proj")
+    heads, kv_heads = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    match style:
+        case "colwise" if name in ("k_proj", "v_proj") and kv_heads:
+            return Column(heads=kv_heads, copy_heads=True)
+        case "colwise" if name in ("q_proj", "k_proj", "v_proj", "query_key_value") and heads:
+            return Column(heads=heads)
+        case "colwise":
+            return Column()
+        case "colwise_gather_output" if chunked:
+            return Column(parts=(config.intermediate_size,) * 2)
+        case "rowwise_split_input" if chunked:
+            return Row()
+        case "rowwise":
+            return Row()
+        case "replicated_with_grad_allreduce":
+            return Partial()
+    return None
+
+
+def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> bool:
+    """Make regions of attentions, and of what else has several column layers, where every matrix in them is split.
+
+    Returns:
+        Whether all attentions are regions, so that they see the whole sequence where it is split around them.
+    """
+    parents: dict[str, list[Column]] = {}
+    for pattern, kind in tensor.items():
+        if isinstance(kind, Column):
+            parents.setdefault(pattern.rpartition(".")[0], []).append(kind)
+    complete = True
+    for parent, columns in parents.items():
+        is_attention = any(column.heads is not None for column in columns)
+        found = [(name, child) for name, child in module.named_modules() if matches(joined(prefix, name), parent)]
+        spread = all(
+            _is_spread(joined(prefix, name, key), m, tensor) for name, child in found for key, m in child.named_modules()
+        )
+        known = parent.rpartition(".")[2] in ("self_attn", "attention", "attn", "mlp")
+        if known and spread and (is_attention or len(columns) > 1):
+            tensor[parent] = Region()
+        elif is_attention:
+            complete = False
+    return complete
+
+
+def _is_spread(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
+    own = any(parameter is not None for parameter in module._parameters.values())
+    return not own or any(matches(name, pattern) for pattern in tensor)
+
+
+def _order(module: Any, prefix: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
+    """(container, what runs before, what runs after) as the model declares it; nothing if it does not."""
+    declared: Mapping[str, Any] = getattr(module, "pp_plan", None) or {}
+    children = dict(module.named_modules())
+    # The head is declared first, since its class is looked at first; all else is in the order of the calls.
+    names = sorted((name for name in declared if name in children), key=lambda name: "." not in name)
+    lists = [name for name in names if isinstance(children[name], nn.ModuleList)]
+    if len(lists) != 1:
+        return None, (), ()
+    cut = names.index(lists[0])
+    first, last = (
+        tuple(joined(prefix, name) for name in part if any(True for _ in children[name].parameters()))
+        for part in (names[:cut], names[cut + 1 :])
+    )
+    return joined(prefix, lists[0]), first, last

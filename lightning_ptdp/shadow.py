@@ -1,0 +1,36 @@
+"""A copy of a model's structure without its tensors, to ask the model's own code questions at no cost."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor, nn
+
+__all__ = ["without_tensors"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def without_tensors(model: nn.Module) -> nn.Module:
+    """A copy whose tensors are on the meta device, without hooks; the model is not changed.
+
+    Modules and parameters that are shared stay shared; plain attributes are the very objects of the model.
+    """
+    return _copy(model, {}, {})
+
+
+def _copy(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
+    if id(module) in modules:
+        return modules[id(module)]
+    shadow = modules[id(module)] = copy.copy(module)
+    fields = shadow.__dict__
+    fields["_parameters"] = {
+        key: None if p is None else tensors.setdefault(id(p), nn.Parameter(p.detach().to("meta"), p.requires_grad))
+        for key, p in module._parameters.items()
+    }
+    fields["_buffers"] = {key: None if b is None else b.detach().to("meta") for key, b in module._buffers.items()}
+    fields["_modules"] = {
+        key: None if child is None else _copy(child, modules, tensors) for key, child in module._modules.items()
+    }
+    fields.update({key: type(fields[key])() for key in _HOOKS if key in fields})
+    return shadow

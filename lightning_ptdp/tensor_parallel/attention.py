@@ -1,0 +1,141 @@
+"""``nn.MultiheadAttention`` with its heads spread over the tensor group (arXiv 1909.08053, section 3).
+
+Its two projections are a column and a row layer. Shapes: b samples, s tokens, e embedding features, n heads, d = e / n.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.tensor_parallel.linear import RowParallelLinear, column_linear
+from lightning_ptdp.tensor_parallel.randomness import SplitRandomness
+from lightning_ptdp.weight_gradients import WeightGradients
+
+__all__ = ["ParallelMultiheadAttention", "why_not"]
+
+
+class ParallelMultiheadAttention(nn.Module):
+    """This member's heads, under the parameter names of ``nn.MultiheadAttention``.
+
+    Args:
+        in_proj_weight: Local rows [q_r | k_r | v_r] of the fused projection (3 e/t, e).
+        in_proj_bias: Local bias (3 e/t), or None.
+        out_proj: The output projection, split by input features.
+        num_heads: Heads of the whole module.
+        dropout: Probability with which an attention weight is dropped in training.
+        batch_first: Inputs are (b, s, e), else (s, b, e).
+        group: The tensor group.
+        sequence_parallel: The input is split along the sequence: (b, s/t, e).
+    """
+
+    in_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_proj_weight: nn.Parameter,
+        in_proj_bias: nn.Parameter | None,
+        out_proj: RowParallelLinear,
+        *,
+        num_heads: int,
+        dropout: float,
+        batch_first: bool,
+        group: Group,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads = in_proj_weight.size(1), num_heads
+        self.head_dim = self.embed_dim // num_heads
+        self.dropout, self.batch_first = dropout, batch_first
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.weight_gradients: WeightGradients | None = None
+        self.randomness: SplitRandomness | None = None
+        # nn.TransformerEncoderLayer asks for it before it hands all weights to a fused kernel, which would not know of the group.
+        self._qkv_same_embed_dim = False
+        self.in_proj_weight = in_proj_weight
+        self.register_parameter("in_proj_bias", in_proj_bias)
+        self.out_proj = out_proj
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """As in ``nn.MultiheadAttention``; the output is whole (under sequence parallelism this member's slice of it).
+
+        Raises:
+            ValueError: Attention weights are asked for, or an input has no batch dimension.
+        """
+        if need_weights:
+            raise ValueError(
+                "attention weights are not computed where heads are split over tensor-parallel ranks; call the layer with "
+                "need_weights=False"
+            )
+        if query.dim() != 3:
+            raise ValueError(f"the input has shape {tuple(query.shape)}; give it a batch, a sequence and a feature dimension")
+        q, k, v = (self._heads(x) for x in self._project(query, key, value))
+        mask = None if is_causal and key_padding_mask is None else self._mask(attn_mask, key_padding_mask, q)
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=is_causal and mask is None)
+        y = y.transpose(1, 2).flatten(2)
+        return self.out_proj(y if self.batch_first else y.transpose(0, 1)), None
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        if self.randomness is not None and self.training:
+            self.randomness.enter()  # the output projection leaves
+        weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.in_proj_weight.size(0) // 3
+        if query is key and key is value:
+            return list(self._column(query, weight, bias, self.weight_gradients).split(width, dim=-1))
+        biases = bias.split(width) if bias is not None else (None, None, None)
+        inputs = zip((query, key, value), weight.split(width), biases, strict=True)
+        return [self._column(x, part, offset, None) for x, part, offset in inputs]
+
+    def _column(self, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradients | None) -> Tensor:
+        return column_linear(x, weight, bias, group=self.group, sequence_parallel=self.sequence_parallel, weight_gradients=store)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(b, s, e/t) or (s, b, e/t) -> (b, n/t, s, d)."""
+        x = x if self.batch_first else x.transpose(0, 1)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+        """What is added to the scores, of a shape that broadcasts to (b, n/t, s, s); in torch's masks True means: not seen."""
+        masks = []
+        if attn_mask is not None:
+            whole = attn_mask
+            if whole.dim() == 3:  # (b n, s, s): of all heads
+                whole = whole.unflatten(0, (-1, self.num_heads)).chunk(self.group.size, dim=1)[self.group.rank]
+            masks.append(_additive(whole, q.dtype))
+        if padding is not None:
+            masks.append(_additive(padding, q.dtype)[:, None, None, :])
+        return sum(masks[1:], start=masks[0]) if masks else None
+
+    def extra_repr(self) -> str:
+        """Full sizes and the split."""
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, tensor_parallel_size={self.group.size}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )
+
+
+def why_not(module: Any) -> str | None:
+    """Why an ``nn.MultiheadAttention`` cannot be spread, by how it was built; None if it can."""
+    if not module._qkv_same_embed_dim:
+        return f"kdim={module.kdim} and vdim={module.vdim} differ from embed_dim={module.embed_dim}"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "it was built with add_bias_kv or add_zero_attn"
+    return None
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype is torch.bool else mask.to(dtype)

@@ -1,0 +1,29 @@
+"""Modules that multiply by a weight: ``nn.Linear``, which stores it as (out, in), and the ``Conv1D`` of Hugging Face's GPT-2, (in, out)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["has_own_forward", "is_conv1d", "is_linear", "output_input_sizes"]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is ``transformers.pytorch_utils.Conv1D``, told by name so that transformers need not be imported."""
+    return any(base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils" for base in type(module).__mro__)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it multiplies by a weight."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def output_input_sizes(module: nn.Module) -> tuple[int, int]:
+    """(output features, input features)."""
+    assert is_linear(module), type(module)
+    rows, columns = module.get_parameter("weight").shape
+    return (columns, rows) if is_conv1d(module) else (rows, columns)
+
+
+def has_own_forward(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Whether a subclass of ``base`` computes something else, such as an embedding that scales its output."""
+    return isinstance(module, base) and type(module).forward is not base.forward

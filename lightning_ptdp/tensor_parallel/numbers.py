@@ -1,0 +1,91 @@
+"""Plain numbers in modules that count what is split: heads, or features.
+
+Most forwards read sizes from their tensors and need nothing. Some remember them: GPT-2's attention in Hugging Face cuts its fused
+projection by ``self.split_size``. A plan names such attributes, and they are set to what is true on a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from lightning_ptdp.tensor_parallel.patterns import matches
+
+__all__ = ["Number", "Numbers", "PerCopy", "PerRank", "local_numbers", "set_numbers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerRank:
+    """A number that is divided by t: heads, or features of heads.
+
+    Attributes:
+        heads: Of which there may be fewer than ranks, each rank then holding one (``Column(copy_heads=True)``).
+    """
+
+    heads: int | None = None
+
+    def local(self, whole: int, tensor_parallel_size: int) -> int | None:
+        """The number on a rank; None if it does not divide."""
+        parts = tensor_parallel_size if self.heads is None else min(self.heads, tensor_parallel_size)
+        return whole // parts if whole % parts == 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerCopy:
+    """A number of queries to a head of keys and values: fewer where the same head is on several ranks.
+
+    Attributes:
+        heads: Number of heads of keys and values.
+    """
+
+    heads: int
+
+    def local(self, whole: int, tensor_parallel_size: int) -> int | None:
+        """The number on a rank; None if it does not divide."""
+        copies = max(1, tensor_parallel_size // self.heads)
+        return whole // copies if whole % copies == 0 else None
+
+
+Number: TypeAlias = PerRank | PerCopy | bool
+"""How a number changes; a constant is set as it is."""
+
+Numbers: TypeAlias = Mapping[str, Mapping[str, Number]]
+
+
+def local_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int) -> Iterator[tuple[nn.Module, str, Any]]:
+    """(module, attribute, value on a rank).
+
+    Raises:
+        ValueError: A module has no such attribute, or its value does not divide.
+    """
+    for pattern, wanted in numbers.items():
+        for name, module in model.named_modules():
+            for key, number in wanted.items() if matches(name, pattern) else ():
+                if key not in vars(module):
+                    raise ValueError(
+                        f"the plan's numbers[{pattern!r}] names '{key}', which is no plain attribute of '{name}' "
+                        f"({type(module).__name__}); it has: {', '.join(_plain(module)) or 'none'}"
+                    )
+                value = number if isinstance(number, bool) else number.local(vars(module)[key], tensor_parallel_size)
+                if value is None:
+                    raise ValueError(
+                        f"'{name}': {key}={vars(module)[key]} is not divisible by tensor_parallel_size={tensor_parallel_size}"
+                    )
+                yield module, key, value
+
+
+def set_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int) -> None:
+    """Set them in place, once.
+
+    Raises:
+        ValueError: Of ``local_numbers``; nothing is set then.
+    """
+    for module, key, value in list(local_numbers(model, numbers, tensor_parallel_size=tensor_parallel_size)):
+        setattr(module, key, value)
+
+
+def _plain(module: nn.Module) -> list[str]:
+    return sorted(key for key, value in vars(module).items() if isinstance(value, int) and not key.startswith("_"))

@@ -1,0 +1,28 @@
+"""Names of modules: which ones a plan's glob means, and which ones somebody may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+__all__ = ["matches", "nearest_names"]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the glob ``pattern`` names the module ``name``, component by component."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatchcase(part, glob) for part, glob in zip(parts, wanted, strict=True))
+
+
+def nearest_names(wanted: str, modules: Mapping[str, nn.Module]) -> str:
+    """The end of an error message: names of ``modules`` that ``wanted`` may mean."""
+    names = [name for name in modules if name]
+    if not names:
+        return "it has no submodules"
+    close = get_close_matches(wanted, names, n=3, cutoff=0.4)
+    return (
+        f"nearest names: {', '.join(close)}" if close else f"it has: {', '.join(names[:5])}" + (", ..." if len(names) > 5 else "")
+    )

@@ -1,0 +1,196 @@
+"""One training run of somebody's LightningModule around a model of Hugging Face or torch, comparable between layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_ptdp.strategy import PTDPStrategy
+
+VOCABULARY, LENGTH, SAMPLES = 61, 12, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A model in a layout. ``options`` are the model's."""
+
+    model: str
+    options: tuple[tuple[str, Any], ...] = ()
+    layout: dict[str, Any] = field(default_factory=dict, hash=False)
+    world_size: int = 1
+    steps: int = 4
+    global_batch: int = 4
+    eager: bool = False
+    clip: float | None = 0.5
+    whole_output: bool = False
+    save: str | None = None
+    resume: str | None = None
+
+
+def make_model(name: str, **options: Any) -> nn.Module:
+    """A small model without dropout."""
+    import transformers
+
+    small = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4}
+    llama = {**small, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    bert = {**small, "intermediate_size": 48, "max_position_embeddings": 32, "attention_probs_dropout_prob": 0.0}
+    gpt2 = {
+        "vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 32,
+        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+    }  # fmt: skip
+    match name:
+        case "llama":
+            config = transformers.LlamaConfig(**llama | options)
+        case "qwen3":
+            config = transformers.Qwen3Config(**llama | {"head_dim": 8} | options)
+        case "gemma3":
+            config = transformers.Gemma3TextConfig(**llama | {"head_dim": 8} | options)
+        case "phi3":
+            config = transformers.Phi3Config(**llama | {"pad_token_id": 0} | options)
+        case "gpt_neox":
+            config = transformers.GPTNeoXConfig(**{k: v for k, v in llama.items() if k != "num_key_value_heads"} | options)
+        case "gpt2":
+            config = transformers.GPT2Config(**gpt2 | options)
+        case "opt":
+            config = transformers.OPTConfig(**small | {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32} | options)
+        case "bert":
+            return transformers.BertForPreTraining(transformers.BertConfig(**bert | {"hidden_dropout_prob": 0.0} | options))
+        case "encoder":
+            return Encoder(**options)
+        case _:
+            raise AssertionError(name)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+class Encoder(nn.Module):
+    """What one finds in tutorials: an embedding, ``nn.TransformerEncoder``, a head."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(VOCABULARY, 32), nn.Embedding(LENGTH, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 48, **{"dropout": 0.0, "batch_first": True} | options)
+        self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(32))
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Tensor) -> Any:
+        x = self.embedding(input_ids) + self.position(torch.arange(LENGTH, device=input_ids.device))
+        first = self.encoder.layers[0].self_attn.batch_first
+        x = x if first else x.transpose(0, 1)
+        x = self.encoder(x, src_key_padding_mask=attention_mask == 0)
+        logits = self.head(x if first else x.transpose(0, 1))
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+
+
+class Samples(Dataset):
+    """Token sequences with the labels that each kind of model wants; as many labels in every sample."""
+
+    def __init__(self, model: str) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.model = model
+        self.tokens = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+        half = LENGTH // 2  # no padding there: what stands at padded places is not defined
+        self.masked = F.pad(torch.rand(SAMPLES, half, generator=generator).argsort(1) < 3, (0, LENGTH - half))
+        self.lengths = torch.randint(half, LENGTH, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self.tokens[index]
+        if self.model not in ("bert", "encoder"):
+            return {"input_ids": tokens, "labels": tokens}
+        masked = self.masked[index]
+        return {
+            "input_ids": tokens.masked_fill(masked, 3),
+            "labels": tokens.masked_fill(~masked, -100),
+            "next_sentence_label": tokens[0] % 2,
+            "token_type_ids": (torch.arange(LENGTH) > 5).long(),
+            "attention_mask": (torch.arange(LENGTH) <= self.lengths[index]).long(),
+        }
+
+
+class LitHuggingFace(L.LightningModule):
+    """What anybody would write."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.model = make_model(run.model, **dict(run.options)) if run.eager else None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = make_model(self.run.model, **dict(self.run.options))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        output = self.model(**batch)
+        self.log("train_loss", output.loss)
+        return output if self.run.whole_output else output.loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=5e-3, eps=1e-3, weight_decay=0.01)
+
+
+class Recorder(L.Callback):
+    """Losses and norms of every batch, the weights at the start."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.initial: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.initial = trainer.strategy.gather_state_dict()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        loss = outputs["loss"].detach().double().clone()
+        group = trainer.strategy.mesh.group("replica_sum")
+        if group.size > 1:
+            torch.distributed.all_reduce(loss, group=group.handle)
+            loss /= group.size
+        self.losses.append(float(loss))
+        if trainer.strategy.gradient_norm is not None:
+            self.norms.append(float(trainer.strategy.gradient_norm))
+
+
+def fit(rank: int, run: Run) -> dict[str, Any]:
+    """Train; returns losses, norms, initial and final weights of the whole model."""
+    L.seed_everything(3, verbose=False)
+    recorder, module = Recorder(), LitHuggingFace(run)
+    strategy = PTDPStrategy(**run.layout)
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=run.world_size,
+        max_steps=run.steps,
+        gradient_clip_val=run.clip,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        val_check_interval=run.steps,
+        check_val_every_n_epoch=None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    sampler = DistributedSampler(Samples(run.model), **strategy.distributed_sampler_kwargs, shuffle=False)
+    loader = DataLoader(sampler.dataset, batch_size=run.global_batch // sampler.num_replicas, sampler=sampler)
+    trainer.fit(module, loader, loader, ckpt_path=run.resume)
+    if run.save is not None:
+        trainer.save_checkpoint(run.save)
+    return {
+        "validation": [float(trainer.callback_metrics["val_loss"])],
+        "losses": recorder.losses,
+        "norms": recorder.norms,
+        "initial": recorder.initial,
+        "final": strategy.gather_state_dict(),
+    }

@@ -1,0 +1,110 @@
+"""Under a plan, in float64: logits, loss and every gradient of one process; and what a layer costs in messages."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptdp.models.plans import find_plan
+from lightning_ptdp.tensor_parallel import apply_plan, gather_full, slice_full
+from tests.huggingface.runs import Samples, make_model
+from tests.pool import Pool
+from tests.tensor_parallel.toy import counted_collectives, tensor_group, whole_gradient
+
+pytest.importorskip("transformers")
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, multi-query, eager attention": ("llama", {"num_key_value_heads": 1, "attn_implementation": "eager"}),
+    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "gpt2": ("gpt2", {}),
+    "gpt2, eager attention": ("gpt2", {"attn_implementation": "eager"}),
+    "bert": ("bert", {}),
+    "encoder": ("encoder", {}),
+}
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """Weights far from their initial values: zero biases and unit norms would hide mistakes."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1))
+    return model.double()
+
+
+def outputs(model: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole logits, a loss in the logits' own precision, and the model's loss: decoders compute theirs in float32."""
+    data = Samples(kind)
+    batch = {key: torch.stack([data[i][key] for i in range(3)]) for key in data[0]}
+    result = model(**batch)
+    logits = result.prediction_logits if kind == "bert" else result.logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    if kind == "bert":
+        loss = loss + result.seq_relationship_logits.square().mean()
+    return gather_full(logits), loss, result.loss
+
+
+def check_model(rank: int, name: str) -> None:
+    group = tensor_group(rank)
+    kind, options = MODELS[name]
+    reference = randomized(make_model(kind, num_hidden_layers=2, **options) if kind != "encoder" else make_model(kind))
+    expected_logits, expected_loss, expected_own = outputs(reference, kind)
+    limit = 1e-7 if kind == "llama" else 1e-10  # its norms compute in float32
+    expected_loss.backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for sequence_parallel in (False, True):
+        model = deepcopy(reference)
+        model.zero_grad()
+        plan = find_plan(model)
+        assert plan is not None
+        shardings = apply_plan(model, plan, group=group, sequence_parallel=sequence_parallel)
+        assert any(sharding.axis for sharding in shardings.values())
+        logits, loss, own = outputs(model, kind)
+        torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-10)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(own, expected_own, rtol=1e-6, atol=0)
+        loss.backward()
+        for key, parameter in model.named_parameters():
+            found = whole_gradient(parameter.grad, shardings[key], group)
+            torch.testing.assert_close(
+                found, slice_full(gradients[key], shardings[key]), rtol=0, atol=limit, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_gradients(name: str, size: int, pool: Pool) -> None:
+    pool.run(check_model, world_size=size, args=(name,))
+
+
+def check_messages(rank: int) -> None:
+    """Of one layer more: two all-reduces forward and two backward (arXiv 1909.08053, section 3), whatever projections it has."""
+    group = tensor_group(rank)
+    for kind, layers in (("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("bert", "num_hidden_layers")):
+        for sequence_parallel in (False, True):
+            seen = []
+            for depth in (1, 2):
+                model = make_model(kind, **{layers: depth})
+                apply_plan(model, find_plan(model), group=group, sequence_parallel=sequence_parallel)
+                with counted_collectives() as forward:
+                    loss = outputs(model, kind)[1]
+                with counted_collectives() as backward:
+                    loss.backward()
+                seen.append((forward, backward))
+            forward, backward = (deeper - less for less, deeper in zip(*seen, strict=True))
+            if sequence_parallel:
+                assert forward == {"all_gather": 2, "reduce_scatter": 2}, (kind, forward)
+                assert backward["reduce_scatter"] == 2, (kind, backward)
+                assert backward.total() <= 6, (kind, backward)  # a column layer alone gathers its input again
+            else:
+                assert (forward, backward) == ({"all_reduce": 2}, {"all_reduce": 2}), (kind, forward, backward)
+
+
+def test_messages_a_layer(pool: Pool) -> None:
+    pool.run(check_messages, world_size=2)

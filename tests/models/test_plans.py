@@ -1,0 +1,161 @@
+"""Plans that are found by the class of a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models.plans import find_plan, plan_for
+from lightning_ptdp.strategy.checks import plan_of
+from lightning_ptdp.tensor_parallel import Alias, Column, ParallelPlan, Region, Row, Vocabulary
+from tests.huggingface.runs import make_model
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "phi3", "gpt_neox", "gpt2", "bert", "encoder"])
+@pytest.mark.parametrize("prefix", ["", "net.model"])
+def test_known_models(kind: str, prefix: str) -> None:
+    model: nn.Module = make_model(kind)
+    for key in reversed(prefix.split(".") if prefix else []):
+        model = nn.ModuleDict({key: model})
+    plan = find_plan(model)
+    assert plan is not None
+    plan.check(model, 2)
+    kinds = plan.resolve(model)
+    blocks = plan.blocks
+    assert blocks is not None
+    assert len(model.get_submodule(blocks)) == 4
+    inside = {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.startswith(f"{blocks}.")}
+    whole = {name.rpartition(".")[2] for name in inside - set(kinds) if ".self_attn.out_proj" not in name}
+    assert whole == ({"qkv_proj", "o_proj"} if kind == "phi3" else set())
+    assert "column" in plan.explain(model)
+
+
+def test_projections_of_queries_keys_and_values_are_a_region_and_keep_their_heads() -> None:
+    plan = plan_for(make_model("llama"))
+    assert plan is not None
+    assert plan.tensor["model.layers.*.self_attn"] == plan.tensor["model.layers.*.mlp"] == Region()
+    assert plan.tensor["model.layers.*.self_attn.q_proj"] == Column(heads=4)
+    assert plan.tensor["model.layers.*.self_attn.v_proj"] == Column(heads=2, copy_heads=True)
+    assert (plan.before, plan.after) == (("model.embed_tokens",), ("model.norm", "lm_head"))
+    assert plan.tensor["lm_head"] == Vocabulary()
+
+
+def test_both_heads_of_bert() -> None:
+    plan = plan_for(make_model("bert"), "bert_model")
+    assert plan is not None
+    assert plan.tensor["bert_model.cls.predictions"] == Alias()
+    assert plan.after == ("bert_model.bert.pooler", "bert_model.cls")
+    bare = plan_for(make_model("bert").bert)
+    assert bare is not None
+    assert (bare.before, bare.after) == (("embeddings",), ("pooler",))
+
+
+def test_an_embedding_that_does_more_than_look_up_is_kept_whole_and_so_is_the_head_that_shares_it() -> None:
+    plan = plan_for(make_model("gemma3"))
+    assert plan is not None
+    assert Vocabulary() not in plan.tensor.values()
+    untied = plan_for(make_model("gemma3", tie_word_embeddings=False))
+    assert untied is not None
+    assert [name for name, kind in untied.tensor.items() if kind == Vocabulary()] == ["lm_head"]
+
+
+def test_experts_are_kept_whole() -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2))
+    plan = plan_for(model)
+    assert plan is not None
+    plan.check(model, 2)
+    assert not [name for name in plan.resolve(model) if "experts" in name or name.endswith("mlp")]
+    with pytest.raises(ValueError, match=r"cannot split the sequence.*sequence_parallel=False"):
+        plan.check(model, 2, sequence_parallel=True)
+
+
+def test_what_is_not_known() -> None:
+    class Changed(transformers.GPT2LMHeadModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    class Renamed(transformers.GPT2LMHeadModel):
+        """Only another name."""
+
+    config = make_model("gpt2").config
+    assert plan_for(Renamed(config)) is not None
+    assert plan_for(Changed(config)) is None
+    assert find_plan(nn.Sequential(nn.Linear(2, 2))) is None
+    two = nn.ModuleDict({"a": make_model("gpt2"), "b": make_model("encoder")})
+    assert find_plan(two) is None, "two known models: nobody knows which is the one to cut"
+
+
+def test_the_users_own_plan_wins() -> None:
+    class Lit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model("gpt2")
+
+        def configure_parallel(self) -> ParallelPlan:
+            return ParallelPlan(tensor={"model.lm_head": "vocabulary", "model.transformer.wte": "vocabulary"})
+
+    lit = Lit()
+    assert list(plan_of(lit, PTDPConfig()).tensor) == ["model.lm_head", "model.transformer.wte"]
+    mine = ParallelPlan(tensor={"model.lm_head": "column"})
+    assert plan_of(lit, PTDPConfig(plan=mine)) is mine
+    del Lit.configure_parallel
+    assert "model.transformer.h.*.attn.c_attn" in plan_of(lit, PTDPConfig(tensor_parallel_size=2)).tensor
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "words"),
+    [
+        ({}, 3, ["model.layers.0.self_attn.q_proj", "number of heads=4", "tensor_parallel_size=3", "4"]),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, 2, ["k_proj", "number of heads=3"]),
+        ({"intermediate_size": 49}, 2, ["mlp.gate_proj", "out_features=49"]),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_divide(options: dict[str, int], size: int, words: list[str]) -> None:
+    model = make_model("llama", **options)
+    plan = plan_for(model)
+    assert plan is not None
+    with pytest.raises(ValueError) as error:
+        plan.check(model, size)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_mistakes_in_a_plan() -> None:
+    model = make_model("gemma3")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tensor": {"model.embed_tokens": "vocabulary"}}, r"embed_tokens.*forward is not that of nn.Embedding"),
+        ({"tensor": {"model.norm": "column"}}, r"'model.norm'.*nn.Linear \(or the Conv1D of transformers\)"),
+        ({"tensor": {"model.layers.*.self_attn": "region", "model.layers.*.self_attn.q_proj": "column"}}, "kept whole.*leave the region"),
+        ({"numbers": {"model.layers.*.self_attn": {"head_dims": True}}}, "'head_dims'.*it has: .*head_dim"),
+        ({"tensor": {"model.layers.*.mlp.up_proj": Column(parts=(24, 24), heads=(4, 4))}}, None),
+        ({"tensor": {"model.layers.*.mlp.up_proj": Column(heads=5)}}, "48 is not divisible by its number of heads, 5"),
+        ({"sequence": "middle"}, "sequence='middle' must be"),
+    ]  # fmt: skip
+    for settings, message in cases:
+        if message is None:
+            ParallelPlan(**settings).check(model, 2)
+            continue
+        with pytest.raises(ValueError, match=message):
+            ParallelPlan(**settings).check(model, 2)
+    with pytest.raises(ValueError, match="one number of heads for each part"):
+        Column(parts=(4, 4), heads=4)
+    attention = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, kdim=4)})
+    with pytest.raises(ValueError, match=r"kdim=4.*cannot be split"):
+        ParallelPlan(tensor={"a": "attention"}).check(attention, 2)
+    with pytest.raises(ValueError, match=r"num_heads=2.*tensor_parallel_size=4"):
+        ParallelPlan(tensor={"a": "attention"}).check(nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}), 4)
+
+
+def test_torch_encoder_does_not_need_more_than_its_own_names() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2)
+    plan = plan_for(encoder, "encoder")
+    assert plan is not None
+    assert plan.tensor["encoder.layers.*.linear2"] == Row()
+    assert torch.is_tensor(encoder.layers[0].self_attn.in_proj_weight)

@@ -1,0 +1,97 @@
+"""What stands before and behind the repeated container, seen by running the forward without data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.pipeline.call_order import call_order, trace_calls
+from lightning_ptdp.pipeline.discover import find_parts
+
+
+class Model(nn.Module):
+    """The norm is registered before the layers and called behind them."""
+
+    example_input_array = torch.zeros(2, 3, dtype=torch.int64)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.spare = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def test_the_order_of_the_calls_is_seen() -> None:
+    model = Model()
+    assert call_order(model) == ["", "embedding", "layers.0", "layers.1", "layers.2", "norm"]
+    parts = find_parts(model)
+    assert (parts.before, parts.after) == (("embedding",), ("norm", "spare"))
+    assert not model._forward_pre_hooks
+    assert not model.layers[0]._forward_pre_hooks
+    named = find_parts(model, before=("norm",))
+    assert named.before == ("norm", "embedding"), "what the user says is not questioned here"
+
+
+def test_without_an_example_the_order_of_registration_is_taken() -> None:
+    model = Model()
+    model.example_input_array = None
+    assert call_order(model) is None
+    assert find_parts(model).before == ("embedding", "norm")
+
+
+def test_a_forward_that_looks_at_values_cannot_run_without_data() -> None:
+    class Looks(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids[ids > 1] if ids.any() else ids)
+
+    assert trace_calls(Looks(), torch.zeros(2, 3, dtype=torch.int64)) is None
+
+
+def test_what_is_called_on_both_sides_is_refused() -> None:
+    class Both(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.norm(self.embedding(ids))
+            for layer in self.layers:
+                x = layer(x)
+            return self.norm(x)
+
+    with pytest.raises(ValueError, match=r"'norm' is called more than once.*pipeline_parallel_size=1"):
+        find_parts(Both())
+
+
+def test_layers_that_are_not_called_one_after_the_other_are_refused() -> None:
+    class Twice(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            for layer in [*self.layers, *self.layers]:
+                x = layer(x)
+            return self.norm(x)
+
+    with pytest.raises(ValueError, match=r"'layers' looks like the repeated container.*blocks='model.layers'"):
+        find_parts(Twice())
+
+
+def test_an_example_of_another_part_of_the_model_says_nothing() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layers, self.last = Model(), nn.ModuleList(nn.Linear(40, 40) for _ in range(2)), nn.Linear(4, 4)
+
+    parts = find_parts(Around())
+    assert (parts.blocks, parts.before, parts.after) == ("layers", ("first",), ("last",))
+
+
+def test_hugging_face_models_bring_their_own_example() -> None:
+    pytest.importorskip("transformers")
+    from tests.huggingface.runs import make_model
+
+    parts = find_parts(nn.ModuleDict({"model": make_model("opt")}))
+    assert parts.before == ("model.model.decoder.embed_tokens", "model.model.decoder.embed_positions")
+    assert parts.after == ("model.lm_head", "model.model.decoder.final_layer_norm")

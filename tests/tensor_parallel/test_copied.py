@@ -1,0 +1,69 @@
+"""Heads of keys and values that several ranks hold: cut, counted once, their gradients summed over the copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.tensor_parallel import Column, assemble_full, slice_full
+from lightning_ptdp.tensor_parallel.sharding import shard_columns
+from tests.pool import Pool
+
+PARTS, HEADS = (16, 4, 4), (8, 2, 2)  # head size 2
+
+
+@pytest.mark.parametrize(("size", "copies"), [(1, (1, 1, 1)), (2, (1, 1, 1)), (4, (1, 2, 2)), (8, (1, 4, 4))])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_rank_has_its_queries_and_the_head_that_they_share(size: int, copies: tuple[int, ...], dim: int) -> None:
+    kind = Column(parts=PARTS, heads=HEADS, copy_heads=True)
+    assert kind.copies(size) == copies
+    full = torch.arange(24.0 * 3).view(24, 3)
+    full = full.t().contiguous() if dim else full
+    shardings = [shard_columns(full.shape, parts=PARTS, size=size, index=i, copies=copies, dim=dim) for i in range(size)]
+    local = [slice_full(full, sharding) for sharding in shardings]
+    for index, tensor in enumerate(local):
+        q, k, v = (tensor.t() if dim else tensor).split([16 // size, *(4 * c // size for c in copies[1:])])
+        rows = full.t() if dim else full
+        assert torch.equal(q, rows[: PARTS[0]].chunk(size)[index])
+        assert torch.equal(k, rows[16:20].chunk(size // copies[1])[index // copies[1]])
+        assert torch.equal(v, rows[20:].chunk(size // copies[2])[index // copies[2]])
+    torch.testing.assert_close(assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0)
+    counted = [part for tensor, sharding in zip(local, shardings, strict=True) for part in sharding.counted(tensor)]
+    assert torch.equal(torch.cat([part.flatten() for part in counted]).sort().values, full.flatten().sort().values)
+
+
+def check_gradients(rank: int) -> None:
+    layout = ParallelLayout(world_size=4, tensor_parallel_size=4)
+    mesh = ProcessMesh.create(layout=layout, rank=rank)
+    group = mesh.tensor_copies(2)
+    assert group.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+    assert mesh.tensor_copies(4) is mesh.group("tensor")
+    sharding = shard_columns((24,), parts=PARTS, size=4, index=rank, copies=(1, 2, 2))
+    copied = tuple((piece.local_slices, group) for piece in sharding.pieces if piece.copies > 1)
+    expected = torch.tensor([1.0 + rank] * 4 + [(rank // 2 * 2) * 2 + 3.0] * 4)
+    full_square = 4 * (1 + 4 + 9 + 16) + 4 * (9 + 49)
+    for make in (
+        lambda entries: GradientBuckets(entries, group=Group()),
+        lambda entries: LooseGradients(entries),
+    ):
+        weight, unused = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+        gradients = make([BucketEntry(weight, chunk=0, copied=copied), BucketEntry(unused, chunk=0, copied=copied)])
+        gradients.zero()
+        gradients.install()
+        gradients.arm(0)
+        (weight * (rank + 1)).sum().backward()
+        gradients.reduce(0)
+        gradients.finish(2.0)
+        gradients.install()
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, 2 * expected), (rank, weight.grad)
+        norm = global_norm(sharding.counted(weight.grad), group=mesh.group("model"), device=torch.device("cpu"))
+        torch.testing.assert_close(norm, torch.tensor(2 * full_square**0.5))
+
+
+def test_gradients_are_summed_over_the_copies_and_counted_once(pool: Pool) -> None:
+    pool.run(check_gradients, world_size=4)
