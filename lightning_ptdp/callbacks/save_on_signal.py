@@ -113,7 +113,7 @@ class SaveOnSignal(pl.Callback):
 
 def _requeue_signals(trainer: pl.Trainer) -> tuple[int, ...]:
     """The signal after which Lightning saves and asks SLURM to run the job again."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
+    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     if not getattr(environment, "auto_requeue", False) or not hasattr(environment, "requeue_signal"):
         return ()
     return (int(environment.requeue_signal or signal.SIGUSR1),)

@@ -34,7 +34,9 @@ class BackgroundSaver:
 
     def __init__(self, *, limit: timedelta) -> None:
         self._limit = limit
-        self._group = dist.new_group(backend="gloo", timeout=limit) if dist.is_available() and dist.is_initialized() else None
+        self._group: Any = None
+        if dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=limit)
         self._copies: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -56,10 +56,11 @@ def _train(
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     if signalled is None:
         trainer.fit(LitTiny(Run(layers=4)), loader, ckpt_path=resume)
+        assert signal.getsignal(signal.SIGTERM) == before
     else:
         with pytest.raises(SIGTERMException):
             trainer.fit(LitTiny(Run(layers=4)), loader)
-    assert signal.getsignal(signal.SIGTERM) == before
+        signal.signal(signal.SIGTERM, before)  # the process is used again
     return trainer.global_step, strategy.gather_state_dict() if signalled is None else {}
 
 
