@@ -18,7 +18,7 @@ from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
 
 Run = Callable[..., tuple[int, str, str]]
 
-VERBS = ["fit", "validate", "test", "prepare", "generate", "recipes", "timeline"]
+VERBS = ["fit", "validate", "test", "prepare", "generate", "convert", "ckpt", "recipes", "timeline"]
 
 
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:
