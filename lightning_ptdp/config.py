@@ -50,6 +50,7 @@ class PTDPConfig:
     plan: ParallelPlan | None = None
     meta_init: bool = True
     seed: int | None = None
+    keyed_dropout: bool = False
     bucket_mb: float = 25.0
     timeout_s: float = 1800.0
     start_method: StartMethod = "popen"

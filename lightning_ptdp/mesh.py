@@ -15,6 +15,18 @@ __all__ = ["Group", "ProcessMesh"]
 _AXES: tuple[Axis, ...] = ("tensor", "context", "data", "replica_sum", "pipeline", "model")
 
 
+class LostHandle:
+    """In the place of a process group that was pickled."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "this module was pickled, and its process groups with it; they exist only in the processes that made them. Make a new "
+            "module and load the checkpoint or state_dict"
+        )
+
+
 @dataclass(frozen=True)
 class Group:
     """A process group as its member sees it.
@@ -34,6 +46,10 @@ class Group:
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process group cannot be pickled; what is unpickled can be looked at, but not communicate."""
+        return Group, (self.handle if self.handle is None else LostHandle(), self.ranks, self.rank)
 
     def __deepcopy__(self, memo: Any) -> Group:
         """Itself: the copy of a module talks to the same ranks, over what this process has once."""

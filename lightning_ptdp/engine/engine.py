@@ -14,10 +14,11 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients
 from lightning_ptdp.engine.agreement import check_same_batch
-from lightning_ptdp.engine.batch import batch_size, map_tensors, microbatch_sizes, split_batch
+from lightning_ptdp.engine.batch import batch_size, iterate_tensors, map_tensors, microbatch_sizes, split_batch
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight
 from lightning_ptdp.engine.metric_groups import load_metric_states, scope_metrics
 from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
+from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.p2p import Transport
@@ -45,6 +46,7 @@ class Engine:
         weight_gradients: Where schedules that split the backward keep what their weight gradients need.
         watchdog: Notes what this rank does.
         context_parallel: Cuts batches along time, if anything does.
+        keyed_dropout: Drops the same in every layout, if anything does.
         seed: Seed of the run.
         device: This rank's device.
 
@@ -62,6 +64,7 @@ class Engine:
         weight_gradients: WeightGradients,
         watchdog: Watchdog,
         context_parallel: ContextParallel | None = None,
+        keyed_dropout: KeyedDropout | None = None,
         seed: int,
         device: torch.device,
     ) -> None:
@@ -89,7 +92,8 @@ class Engine:
             weight_gradients=weight_gradients,
             observer=self.observers,
         )
-        self._randomness = SplitRandomness(rank=mesh.group("tensor").rank, device=device)
+        self._keyed_dropout = keyed_dropout
+        self._randomness = keyed_dropout or SplitRandomness(rank=mesh.group("tensor").rank, device=device)
         self._take_randomness = self._give_randomness()
         self._memory = ReportMemory()
         self._buckets: GradientBuckets | LooseGradients | None = None
@@ -179,6 +183,11 @@ class Engine:
         self._take_randomness()
 
     def _give_randomness(self) -> Callable[[], None]:
+        if self._keyed_dropout is not None:
+            undo = contextlib.ExitStack()
+            undo.callback(give_randomness(self._module, self._keyed_dropout))
+            undo.callback(self._keyed_dropout.attach(self._module))
+            return undo.close
         layout, split = self._mesh.layout, self._parallel.split_blocks
         if layout.tensor_parallel_size == 1 or (layout.sequence_parallel and split is None):
             return lambda: None
@@ -207,7 +216,7 @@ class Engine:
         return self._straight_training_step(context, args)
 
     def _straight_training_step(self, context: Context, args: Sequence[Any]) -> Any:
-        with self._step_randomness(), context():
+        with self._step_randomness(), context(), self._same_dropout(args[0]):
             output = self._module.training_step(*args)
         group = self._mesh.group("replica_sum")
         if group.size > 1:
@@ -302,6 +311,7 @@ class Engine:
             device=self._device,
             context_parallel=self._context_parallel,
             randomness=self._randomness,
+            keyed_dropout=self._keyed_dropout,
             attending=[stage for stage, (start, stop) in enumerate(self._parallel.ranges or [(0, 1)]) if start < stop],
             **training,
         )
@@ -348,6 +358,12 @@ class Engine:
         self._randomness.begin()
         with seeded(derive_seed(*self._step_seed("training_step"), 0, 0), self._device):
             yield
+
+    def _same_dropout(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+        if self._keyed_dropout is None:
+            return contextlib.nullcontext()
+        step = self._step_seed("training_step")[1:3]
+        return self._keyed_dropout.forward(batch, tensors=iterate_tensors(batch), samples=batch_size(batch), step=step)
 
     def _compare_batch(self, batch: Any) -> None:
         """Once a fit: all ranks of a replica must read the same samples."""

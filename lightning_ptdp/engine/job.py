@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lightning_ptdp.context_parallel import ContextForward, ContextParallel
 from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients
-from lightning_ptdp.engine.batch import map_tensors, merge_outputs, signature
+from lightning_ptdp.engine.batch import iterate_tensors, map_tensors, merge_outputs, signature
 from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
 from lightning_ptdp.engine.report import LogRecorder, MetricState, StepReport, average_calls
+from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.random import derive_seed, seeded
 from lightning_ptdp.tensor_parallel import SplitRandomness, gather_full
@@ -60,6 +61,7 @@ class LightningJob:
         context: The precision plugin's context for one call of the step.
         seed: What random numbers depend on: (run, step, replica).
         randomness: Random numbers of tensor-parallel regions.
+        keyed_dropout: What drops the same in every layout, if anything does.
         device: Where the model is.
         buckets: Where gradients go; None when not training.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
@@ -78,7 +80,8 @@ class LightningJob:
         arguments: Sequence[Any],
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         seed: tuple[object, ...],
-        randomness: SplitRandomness,
+        randomness: SplitRandomness | KeyedDropout,
+        keyed_dropout: KeyedDropout | None = None,
         device: torch.device,
         buckets: GradientBuckets | LooseGradients | None = None,
         scale: float = 1.0,
@@ -94,7 +97,7 @@ class LightningJob:
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
         self._losses: list[Tensor] = []
         self._tokens: list[Any] = [None] * len(sizes)
-        self._randomness = randomness
+        self._randomness, self._keyed_dropout = randomness, keyed_dropout
         self._context_parallel, self._attending = context_parallel, attending
         self._slices: list[ContextForward | None] = [None] * len(sizes)
         self._shares: list[Tensor | float] = [1.0] * len(sizes)
@@ -115,15 +118,30 @@ class LightningJob:
         batch = self._microbatches[microbatch]
         self._randomness.begin()
         with seeded(seed, self._device), LogRecorder(self._module) as recorder, self._context():
-            if self._context_parallel is None:
+            if self._context_parallel is None and self._keyed_dropout is None:
                 output = step(batch, *self._arguments)
             else:
-                attends = stage in self._attending
-                with self._context_parallel.forward(self._module, batch, expects_attention=attends) as part:
-                    self._slices[microbatch] = part
-                    output = step(part.batch, *self._arguments)
+                with self._own_part(stage, microbatch) as part:
+                    output = step(part, *self._arguments)
         self._calls[microbatch] = recorder.calls
         return output
+
+    @contextlib.contextmanager
+    def _own_part(self, stage: int, microbatch: int) -> Iterator[Any]:
+        """What this rank sees of the microbatch, and what stands for torch's functions meanwhile."""
+        batch = self._microbatches[microbatch]
+        with contextlib.ExitStack() as stack:
+            if self._context_parallel is not None:
+                attends = stage in self._attending
+                part = stack.enter_context(self._context_parallel.forward(self._module, batch, expects_attention=attends))
+                self._slices[microbatch] = part
+            if self._keyed_dropout is not None and self.training:
+                stack.enter_context(
+                    self._keyed_dropout.forward(
+                        batch, tensors=iterate_tensors(batch), samples=self._sizes[microbatch], step=self._seed[1:3]
+                    )
+                )
+            yield batch if self._context_parallel is None else part.batch
 
     def finish(self, microbatch: int, output: Any) -> Tensor | None:
         """Keep the output; when training, the loss to differentiate: scaled, and weighted by samples or tokens."""

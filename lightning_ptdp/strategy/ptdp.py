@@ -22,6 +22,7 @@ from lightning_ptdp.checkpoint import OnDamage
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.engine import Engine
+from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize
@@ -30,7 +31,7 @@ from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.recompute import JoinedContexts, apply_recomputation
 from lightning_ptdp.strategy.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
 from lightning_ptdp.strategy.collectives import WorldCollectives
-from lightning_ptdp.strategy.context import make_context_parallel
+from lightning_ptdp.strategy.context import make_context_parallel, make_keyed_dropout
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.samplers import seed_random_sampler
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
@@ -75,6 +76,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             ``configure_parallel()``, else found automatically (pipeline) or an error (tensor parallelism).
         meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
         seed: Decides initial weights of such modules and dropout; default: torch's seed (``seed_everything``) on rank 0.
+        keyed_dropout: Drop the same elements in every layout, for comparing layouts; slower (``lightning_ptdp.keyed_dropout``).
         bucket_mb: Size of a gradient bucket in MiB.
         timeout_s: Limit in seconds of every wait for another rank.
         start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or "forkserver".
@@ -115,6 +117,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         plan: ParallelPlan | None = None,
         meta_init: bool = True,
         seed: int | None = None,
+        keyed_dropout: bool = False,
         bucket_mb: float = 25.0,
         timeout_s: float = 1800.0,
         start_method: str = "popen",
@@ -143,6 +146,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             plan=plan,
             meta_init=meta_init,
             seed=seed,
+            keyed_dropout=keyed_dropout,
             bucket_mb=bucket_mb,
             timeout_s=timeout_s,
             start_method=start_method,  # type: ignore[arg-type]
@@ -157,6 +161,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         self._engine: Engine | None = None
         self._weight_gradients = WeightGradients()
         self._context_parallel: ContextParallel | None = None
+        self._keyed_dropout: KeyedDropout | None = None
         self._watchdog: Watchdog | None = None
         self._stop_request: StopRequest | None = None
         self._seed = 0
@@ -290,6 +295,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             weight_gradients=self._weight_gradients,
             watchdog=self._watchdog,
             context_parallel=self._context_parallel,
+            keyed_dropout=self._keyed_dropout,
             seed=self._seed,
             device=self.root_device,
         )
@@ -315,10 +321,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         )
         if self.layout.model_parallel_size > 1:
             module.__dict__[CUT_MARK] = self.layout.describe()
-        context_fn: Any = self._weight_gradients.recomputation
         self._context_parallel = make_context_parallel(self.config, self.mesh)
-        if self._context_parallel is not None:
-            context_fn = JoinedContexts((context_fn, self._context_parallel.recomputation))
+        self._keyed_dropout = make_keyed_dropout(self.config, self.mesh, self._seed)
+        others = [part.recomputation for part in (self._context_parallel, self._keyed_dropout) if part is not None]
+        recomputation = self._weight_gradients.recomputation
         apply_recomputation(
             module,
             policy=self.config.recompute,
@@ -327,7 +333,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             ranges=self.parallel.ranges,
             selective=plan.selective,
             shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,
-            context_fn=context_fn,
+            context_fn=JoinedContexts((recomputation, *others)) if others else recomputation,
         )
 
     def setup_optimizers(self, trainer: Any) -> None:
