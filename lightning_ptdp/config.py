@@ -14,9 +14,11 @@ from lightning_ptdp.pipeline.schedules import check_schedule, schedule_microbatc
 from lightning_ptdp.recompute import RecomputePolicy, check_recompute_options
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["PTDPConfig", "StartMethod"]
+__all__ = ["GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+GradientDtype = Literal["float32", "parameter"]
+ReduceDtype = Literal["float32", "bfloat16", "float16"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
@@ -44,6 +46,13 @@ class PTDPConfig:
     meta_init: bool = True
     seed: int | None = None
     bucket_mb: float = 25.0
+    shard_optimizer: bool = False
+    master_weights: bool = True
+    gradient_dtype: GradientDtype = "float32"
+    reduce_dtype: ReduceDtype | None = None
+    data_parallel_replicas: int = 1
+    inter_node_reduce_dtype: ReduceDtype | None = None
+    overlap_parameter_gather: bool | None = None
     timeout_s: float = 1800.0
     start_method: StartMethod = "popen"
     process_group_backend: str | None = None

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients
+from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients, SteppedParameters, global_norm
 from lightning_ptdp.engine.agreement import check_same_batch
 from lightning_ptdp.engine.batch import batch_size, map_tensors, microbatch_sizes, split_batch
+from lightning_ptdp.engine.gradients import counted_gradients, make_gradients, make_stepped, needs_masters
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight
 from lightning_ptdp.engine.metric_groups import load_metric_states, scope_metrics
 from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
@@ -48,6 +49,7 @@ class Engine:
 
     Attributes:
         observers: Are told of every action, wait and reduction.
+        stepped: What the optimizer steps on; None if that is the parameters.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         )
         self._memory = ReportMemory()
         self._buckets: GradientBuckets | LooseGradients | None = None
+        self.stepped: SteppedParameters | None = None
         self._fresh, self._accumulates = True, False
         self._factor: float | Tensor = 1.0
         self._compared = False
@@ -100,41 +103,47 @@ class Engine:
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
-    def prepare_gradients(self) -> None:
-        """Make the gradient buckets, if gradients have to be summed or kept apart."""
-        if self._mesh.layout.world_size == 1 and not self.runs_backward_itself:
+    def prepare_gradients(self, optimizer: Any) -> None:
+        """Make the gradient buckets, if gradients have to be summed or kept apart, and give the optimizer what it steps on."""
+        alone = self._mesh.layout.world_size == 1 and not self.runs_backward_itself
+        if alone and not needs_masters(self._config, self._parallel):
             return
         for child in self._module.modules():
             if "weight_gradients" in vars(child):
                 child.weight_gradients = self._weight_gradients
-        tensor = self._mesh.group("tensor")
-        entries = [
-            BucketEntry(
-                parameter=parameter,
-                chunk=record.stages[0] if len(record.stages) == 1 else None,
-                sums=tensor if record.sharding.partial and tensor.size > 1 else None,
-                shared=record.shared,
-                copied=record.copied,
-            )
-            for parameter, record in sorted(self._parallel.records.items(), key=lambda item: item[1].order)
-            if parameter.requires_grad
-        ]
-        if self._mesh.group("replica_sum").size == 1 and not any(entry.sums for entry in entries):
-            self._buckets = LooseGradients(entries)
-            return
-        size = int(self._config.bucket_mb * 2**20)
-        self._buckets = GradientBuckets(
-            entries, group=self._mesh.group("replica_sum"), bucket_bytes=size, launched=self.observers.reducing
+        self._buckets = make_gradients(
+            config=self._config, mesh=self._mesh, parallel=self._parallel, launched=self.observers.reducing
         )
+        self.stepped = make_stepped(self._buckets, config=self._config, parallel=self._parallel)
+        if self.stepped is not None:
+            self.stepped.adopt(optimizer)
 
     def install_gradients(self) -> None:
         """Show the gradients that ``training_step`` computed to Lightning and the optimizer."""
         assert self._buckets is not None
         self._buckets.install()
+        if self.stepped is not None and not self._accumulates:
+            self.stepped.install()
 
     def gradients_used(self) -> None:
         """The optimizer has stepped: the next batch starts from zero."""
         self._fresh = True
+        if self.stepped is not None:
+            self.stepped.publish()
+
+    def parameters_needed(self) -> None:
+        """Somebody is about to read the parameters: wait until those of the last step are here."""
+        if self.stepped is not None:
+            self.stepped.wait()
+
+    def gradient_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient, each parameter counted once; collective."""
+        mine = counted_gradients(self.stepped, parallel=self._parallel)
+        group = self._mesh.group("model")
+        if self.stepped is not None and self.stepped.is_sharded:
+            group = self._mesh.world
+            mine = mine if self._mesh.replica_levels(self._config.data_parallel_replicas)[1].rank == 0 else []
+        return global_norm(mine, group=group, device=self._device)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -163,12 +172,15 @@ class Engine:
         yield
         self._buckets.reduce(0)
         self._buckets.finish()
+        if self.stepped is not None:
+            self.stepped.install()
 
     def close(self) -> None:
         """Detach from the module."""
         if self._buckets is not None:
+            self.parameters_needed()
             self._buckets.close()
-            self._buckets = None
+            self._buckets = self.stepped = None
         self._unscope()
 
     def _start_gradients(self) -> None:
@@ -188,6 +200,7 @@ class Engine:
             args: What Lightning passes to ``training_step``, the batch first.
         """
         self._compare_batch(args[0])
+        self.parameters_needed()
         if self.runs_backward_itself:
             return self._scheduled_training_step(context, args)
         return self._straight_training_step(context, args)
@@ -253,6 +266,7 @@ class Engine:
 
     def evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
         """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
+        self.parameters_needed()
         if self._mesh.group("pipeline").size == 1:
             with context():
                 return gather_full(getattr(self._module, hook)(*args))

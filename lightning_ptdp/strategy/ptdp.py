@@ -65,6 +65,16 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
         seed: Decides initial weights of such modules and dropout; default: torch's seed (``seed_everything``) on rank 0.
         bucket_mb: Size of a gradient bucket in MiB.
+        shard_optimizer: Each replica keeps the optimizer states of its part of the parameters only, updates that part, and gathers
+            the rest (ZeRO-1, arXiv 1910.02054). The optimizer must work element by element.
+        master_weights: Let the optimizer step on float32 copies of parameters in half precision ("bf16-true", "16-true").
+        gradient_dtype: In what the gradients of such parameters are accumulated: "float32" or the "parameter" dtype.
+        reduce_dtype: In what gradients are summed over the replicas: "float32", "bfloat16" or "float16". Default: as accumulated.
+        data_parallel_replicas: Number of nodes (or other islands of fast links) that the replicas stand in, in order; gradients are
+            then summed in two levels, and a sharded optimizer is sharded inside a node only.
+        inter_node_reduce_dtype: In what gradients cross between nodes. Default: as inside them.
+        overlap_parameter_gather: Let parameters arrive while the next step's forward runs. Default: if nobody but Lightning reads
+            them between the steps.
         timeout_s: Limit in seconds of every wait for another rank.
         start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or "forkserver".
         process_group_backend: "nccl" or "gloo"; default by device.
@@ -98,6 +108,13 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         meta_init: bool = True,
         seed: int | None = None,
         bucket_mb: float = 25.0,
+        shard_optimizer: bool = False,
+        master_weights: bool = True,
+        gradient_dtype: str = "float32",
+        reduce_dtype: str | None = None,
+        data_parallel_replicas: int = 1,
+        inter_node_reduce_dtype: str | None = None,
+        overlap_parameter_gather: bool | None = None,
         timeout_s: float = 1800.0,
         start_method: str = "popen",
         process_group_backend: str | None = None,
@@ -120,6 +137,13 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             meta_init=meta_init,
             seed=seed,
             bucket_mb=bucket_mb,
+            shard_optimizer=shard_optimizer,
+            master_weights=master_weights,
+            gradient_dtype=gradient_dtype,  # type: ignore[arg-type]
+            reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
+            data_parallel_replicas=data_parallel_replicas,
+            inter_node_reduce_dtype=inter_node_reduce_dtype,  # type: ignore[arg-type]
+            overlap_parameter_gather=overlap_parameter_gather,
             timeout_s=timeout_s,
             start_method=start_method,  # type: ignore[arg-type]
             process_group_backend=process_group_backend,
@@ -263,7 +287,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             device=self.root_device,
         )
         if fitting:
-            self._engine.prepare_gradients()
+            self._engine.prepare_gradients(self.optimizers[0])
         self.setup_precision_plugin()
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)

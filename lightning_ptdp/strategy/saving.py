@@ -22,6 +22,7 @@ from lightning_ptdp.checkpoint import (
     same_outcome,
     save_checkpoint,
 )
+from lightning_ptdp.engine import Engine
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
 
@@ -37,6 +38,7 @@ class ModelSpaceSaving(StrategyBase):
     """
 
     parallel: ParallelModel | None
+    _engine: Engine | None
     _loading: Path | None = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -153,6 +155,8 @@ class ModelSpaceSaving(StrategyBase):
         """Local parameters and persistent buffers under their global names."""
         assert self.parallel is not None
         found: dict[str, tuple[Tensor, Sharding]] = {}
+        if self._engine is not None:
+            self._engine.parameters_needed()
         for key, value in self.lightning_module.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 raise ValueError(

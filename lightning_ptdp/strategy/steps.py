@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp._lightning import StrategyBase
-from lightning_ptdp.data_parallel import global_norm
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
@@ -99,16 +98,9 @@ class ScheduledSteps(StrategyBase):
         self._precision_plugin = plugin
 
     def compute_gradient_norm(self) -> Tensor:
-        """2-norm of the whole model's gradient, each parameter counted once; collective over the replica's ranks."""
-        assert self.mesh is not None
-        assert self.parallel is not None
-        mine = [
-            part
-            for p, record in self.parallel.records.items()
-            if record.counted and p.grad is not None
-            for part in record.sharding.counted(p.grad)
-        ]
-        return global_norm(mine, group=self.mesh.group("model"), device=self.root_device)
+        """2-norm of the whole model's gradient, each parameter counted once; collective over the world."""
+        assert self._engine is not None
+        return self._engine.gradient_norm()
 
     def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
         self.gradient_norm = self.compute_gradient_norm()
