@@ -24,6 +24,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zb_v": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 4, "schedule": "zb_v"}),
     "1f1b": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "1f1b"}),
     "t2p2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}),
+    "d4 sharded": (4, {"shard_optimizer": True}),
+    "d2t2 sharded": (4, {"shard_optimizer": True, "tensor_parallel_size": 2, "num_microbatches": 2}),
+    "d2zb_v sharded": (
+        4,
+        {
+            "pipeline_parallel_size": 2,
+            "virtual_pipeline_size": 2,
+            "num_microbatches": 4,
+            "schedule": "zb_v",
+            "shard_optimizer": True,
+        },
+    ),
 }
 
 
@@ -69,7 +81,7 @@ def uninterrupted(pool: Pool) -> dict[str, torch.Tensor]:
     return pool.run(_train, world_size=1, args=("one", 2, None, None, False))[0]
 
 
-@pytest.mark.parametrize("name", ["p2v2", "zb_v", "t2p2"])
+@pytest.mark.parametrize("name", ["p2v2", "zb_v", "t2p2", "d2t2 sharded"])
 def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp_path: Path) -> None:
     world_size, path = LAYOUTS[name][0], str(tmp_path / "half.ckpt")
     whole = pool.run(_train, world_size=world_size, args=(name, 2, None, None, True))[0]
@@ -90,6 +102,9 @@ def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp
         ("zb_v", "1f1b"),
         ("p2v2", "zb_v"),
         ("zb_v", "one"),
+        ("d2zb_v sharded", "one"),
+        ("t2p2", "d4 sharded"),
+        ("d4 sharded", "d2t2 sharded"),
     ],
 )
 def test_any_layout_reads_what_any_other_wrote(

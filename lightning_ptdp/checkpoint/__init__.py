@@ -13,6 +13,7 @@ A folder appears under its name complete or not at all, and an error on one rank
 """
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
+from lightning_ptdp.checkpoint.boxes import Placed
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.load import load_tensors
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "FileEntry",
+    "Placed",
     "TensorEntry",
     "load_optimizer",
     "load_tensors",

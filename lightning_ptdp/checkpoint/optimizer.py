@@ -35,6 +35,7 @@ def optimizer_tensors(
     names: Names,
     shardings: Mapping[str, Placed],
     index: int = 0,
+    extra: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]] | None = None,
 ) -> dict[str, tuple[torch.Tensor, Placed]]:
     """This rank's optimizer state as :func:`save_checkpoint` takes it.
 
@@ -43,13 +44,15 @@ def optimizer_tensors(
         names: Global name of every local parameter of the optimizer.
         shardings: The parameters' records, by global name.
         index: Which of the module's optimizers this is.
+        extra: Further states of parameters, which the optimizer does not know of.
 
     Raises:
         CheckpointError: A parameter has no name, or a state has another shape or type; names optimizer, state and parameter.
     """
     found = {}
     for parameter, name in _named(optimizer, names).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        further = extra.get(parameter, {}) if extra is not None else {}
+        for key, value in {**optimizer.state.get(parameter, {}), **further}.items():
             if value is None:
                 continue
             sharding = shardings[name]
@@ -73,7 +76,10 @@ def optimizer_tensors(
 def optimizer_groups(optimizer: Optimizer, names: Names) -> list[dict[str, Any]]:
     """Hyperparameters of every parameter group, with the global names of its local parameters as ``"params"``."""
     _named(optimizer, names)
-    return [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+    groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+    for group in groups:
+        group.pop("param_names", None)  # the user's, which say the same and would differ between ranks
+    return groups
 
 
 def merge_groups(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:

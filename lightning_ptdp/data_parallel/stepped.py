@@ -110,11 +110,12 @@ class SteppedParameters:
             self._pending.pop(index).wait()
 
     def reload(self) -> None:
-        """Masters take the parameters' values, which somebody else has set."""
+        """Masters take the parameters' values where somebody else has set those: where they are not the rounded masters."""
         with torch.no_grad():
             for stepped in self.entries:
                 if stepped.target is not None:
-                    stepped.value.copy_(stepped.target)
+                    same = stepped.value.to(stepped.target.dtype) == stepped.target
+                    stepped.value.copy_(torch.where(same, stepped.value, stepped.target.float()))
 
     def _wholes(self) -> Iterator[Stepped]:
         for entry in self._gradients.entries:

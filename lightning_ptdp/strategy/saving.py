@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp._lightning import StrategyBase
 from lightning_ptdp.checkpoint import (
+    Placed,
     load_optimizer,
     load_tensors,
     merge_groups,
@@ -22,13 +23,16 @@ from lightning_ptdp.checkpoint import (
     same_outcome,
     save_checkpoint,
 )
+from lightning_ptdp.data_parallel import Stepped
 from lightning_ptdp.engine import Engine
+from lightning_ptdp.engine.gradients import sharding_of
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
 
 __all__ = ["ModelSpaceSaving"]
 
 _MODEL = "model/"
+_MASTER = "master"  # the name of a float32 copy among the optimizer's states
 
 
 class ModelSpaceSaving(StrategyBase):
@@ -51,7 +55,7 @@ class ModelSpaceSaving(StrategyBase):
             return super().optimizer_state(optimizer)
         inner = getattr(optimizer, "_optimizer", optimizer)
         with same_outcome("reading the optimizer's parameter groups"):
-            groups = optimizer_groups(inner, self.parallel.names)
+            groups = optimizer_groups(inner, self._optimizer_records()[0])
         ranks = [groups]
         if dist.is_initialized():
             ranks = [[] for _ in range(dist.get_world_size())]
@@ -72,9 +76,11 @@ class ModelSpaceSaving(StrategyBase):
             raise TypeError("storage_options is not supported: checkpoints are written by torch.distributed.checkpoint")
         state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         with same_outcome(f"saving the checkpoint {filepath}"):
-            tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
+            tensors: dict[str, tuple[Tensor, Placed]] = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
+            names, shardings = self._optimizer_records()
             for index, optimizer in enumerate(self.optimizers if "optimizer_states" in state else ()):
-                tensors |= optimizer_tensors(optimizer, names=self.parallel.names, shardings=self.parallel.shardings, index=index)
+                masters = {entry.value: {_MASTER: entry.value.detach()} for entry in self._stepped() if entry.target is not None}
+                tensors |= optimizer_tensors(optimizer, names=names, shardings=shardings, index=index, extra=masters)
         layout = self.layout
         metadata = {"layout": layout.describe(), "aliases": dict(self.parallel.aliases)}
         save_checkpoint(self.broadcast(str(filepath)), tensors=tensors, state=state, metadata=metadata)
@@ -98,6 +104,8 @@ class ModelSpaceSaving(StrategyBase):
             load_tensors(self._loading, tensors, strict=strict, prefix=_MODEL if strict else None)
         else:
             self._load_whole(checkpoint["state_dict"], strict=strict)
+        if self._engine is not None and self._engine.stepped is not None:
+            self._engine.stepped.reload()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill this rank's part of the optimizer, by parameter name.
@@ -111,15 +119,34 @@ class ModelSpaceSaving(StrategyBase):
         if self._loading is None:
             self._load_indexed_optimizer(checkpoint)
             return
+        names, shardings = self._optimizer_records()
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            load_optimizer(
-                self._loading,
-                optimizer,
-                names=self.parallel.names,
-                shardings=self.parallel.shardings,
-                groups=saved["groups"],
-                index=index,
-            )
+            load_optimizer(self._loading, optimizer, names=names, shardings=shardings, groups=saved["groups"], index=index)
+            self._take_masters(optimizer)
+
+    def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:
+        """Names of the optimizer's tensors, and by name how they sit in the full parameters."""
+        assert self.parallel is not None
+        names, shardings = dict(self.parallel.names), dict[str, Placed](self.parallel.shardings)
+        for stepped in self._stepped():
+            name = names[stepped.value] = self.parallel.records[stepped.parameter].name
+            shardings[name] = sharding_of(stepped, self.parallel)
+        return names, shardings
+
+    def _take_masters(self, optimizer: Any) -> None:
+        """Give masters that were loaded as states to what the optimizer steps on here, a parameter in float32 included."""
+        with torch.no_grad():
+            for value, state in list(optimizer.state.items()):
+                if _MASTER in state:
+                    value.copy_(state.pop(_MASTER))
+                    if not state:
+                        del optimizer.state[value]
+        if self._engine is not None and self._engine.stepped is not None:
+            self._engine.stepped.publish()
+
+    def _stepped(self) -> list[Stepped]:
+        stepped = self._engine.stepped if self._engine is not None else None
+        return stepped.entries if stepped is not None else []
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole, uncut model's state on the CPU of every rank; collective over the world, for models that fit."""
@@ -141,6 +168,8 @@ class ModelSpaceSaving(StrategyBase):
     def whole_state_dict(self, module: Any) -> Iterator[None]:
         """While in the context, ``module.state_dict()`` is the whole, uncut model's (collective; used to bring the trained weights
         back to the process that started the ranks)."""
+        if self._engine is not None:
+            self._engine.parameters_needed()
         if self.parallel is None or self.layout.model_parallel_size == 1:
             yield
             return
