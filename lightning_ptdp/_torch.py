@@ -10,6 +10,7 @@ import torch.distributed as dist
 __all__ = [
     "all_gather_single",
     "default_store",
+    "found_inf",
     "gradient_dtype",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
@@ -62,3 +63,12 @@ def set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """What ``set_gradient_dtype`` has set; the parameter's own by default."""
     return parameter.grad_dtype or parameter.dtype
+
+
+def found_inf(scaler: Any, optimizer: Any, device: torch.device) -> torch.Tensor:
+    """Where ``GradScaler.unscale_`` has noted whether a gradient overflowed; made if this rank has no gradient at all."""
+    found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    if not found:
+        found[device] = torch.zeros((), device=device)
+    (tensor,) = found.values()
+    return tensor

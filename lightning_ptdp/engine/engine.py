@@ -192,17 +192,18 @@ class Engine:
 
     # ---- training -----------------------------------------------------------------------------------------------------
 
-    def training_step(self, context: Context, args: Sequence[Any]) -> Any:
+    def training_step(self, context: Context, args: Sequence[Any], *, loss_scale: float = 1.0) -> Any:
         """One batch of one replica.
 
         Args:
             context: The precision plugin's context for one call of the user's step.
             args: What Lightning passes to ``training_step``, the batch first.
+            loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's gradients keep.
         """
         self._compare_batch(args[0])
         self.parameters_needed()
         if self.runs_backward_itself:
-            return self._scheduled_training_step(context, args)
+            return self._scheduled_training_step(context, args, loss_scale)
         return self._straight_training_step(context, args)
 
     def _straight_training_step(self, context: Context, args: Sequence[Any]) -> Any:
@@ -218,7 +219,7 @@ class Engine:
                 self._factor = tokens / total.clamp(min=1)
         return output
 
-    def _scheduled_training_step(self, context: Context, args: Sequence[Any]) -> Any:
+    def _scheduled_training_step(self, context: Context, args: Sequence[Any], loss_scale: float) -> Any:
         assert self._buckets is not None
         self._start_gradients()
         buckets, windows = self._buckets, self._module.trainer.accumulate_grad_batches
@@ -230,6 +231,7 @@ class Engine:
             args,
             buckets=buckets,
             scale=1 / (windows * self._mesh.group("replica_sum").size),
+            loss_scale=loss_scale,
             reduce_gradients=reduces,
         )
         self._runtime.run(self._schedule(job.count, training=True), job)

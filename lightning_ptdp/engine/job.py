@@ -60,6 +60,7 @@ class LightningJob:
         device: Where the model is.
         buckets: Where gradients go; None when not training.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
+        loss_scale: Factor on every loss; stays in the gradients.
         reduce_gradients: Whether this step completes an optimizer step.
     """
 
@@ -76,12 +77,13 @@ class LightningJob:
         device: torch.device,
         buckets: GradientBuckets | LooseGradients | None = None,
         scale: float = 1.0,
+        loss_scale: float = 1.0,
         reduce_gradients: bool = False,
     ) -> None:
         self.training = hook == "training_step"
         self._module, self._hook, self._microbatches, self._sizes = module, hook, microbatches, sizes
         self._arguments, self._context, self._seed, self._device = arguments, context, seed, device
-        self._buckets, self._scale, self._reduces = buckets, scale, reduce_gradients
+        self._buckets, self._scale, self._loss_scale, self._reduces = buckets, scale, loss_scale, reduce_gradients
         self._outputs: list[Any] = [None] * len(sizes)
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
         self._losses: list[Tensor] = []
@@ -117,10 +119,10 @@ class LightningJob:
         self._losses.append(loss.detach())
         self._outputs[microbatch] = _detached(output)
         if tokens is None:
-            return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale)
+            return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale * self._loss_scale)
         # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
         # A mean over no tokens may be 0/0, and its weight of zero must not turn that into nan gradients.
-        return torch.where(tokens > 0, loss, torch.zeros_like(loss)) * tokens
+        return torch.where(tokens > 0, loss, torch.zeros_like(loss)) * (tokens * self._loss_scale)
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
         """Start reductions as the buckets of this stage fill."""

@@ -69,10 +69,10 @@ def check_trainer(module: Any, trainer: Any, config: PTDPConfig, layout: Paralle
                 "LightningModule.backward is overridden, but under tensor or pipeline parallelism the schedule runs the backward. Use "
                 "torch.autograd hooks or on_after_backward instead"
             )
-    if str(trainer.precision).startswith("16-") and layout.model_parallel_size > 1:
+    if str(trainer.precision) == "16-true" and not config.master_weights:
         raise refuse(
-            f"precision={trainer.precision!r} needs a loss scale that all ranks of the model agree on, which this version does not do "
-            "yet; use precision='bf16-mixed' or '32-true', or tensor_parallel_size=1 and pipeline_parallel_size=1"
+            "precision='16-true' with master_weights=False: updates of float16 parameters are mostly rounded away, and their loss scale "
+            "cannot be divided out in float16; use master_weights=True, precision='16-mixed' or precision='bf16-true'"
         )
 
 

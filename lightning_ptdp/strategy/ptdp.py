@@ -29,6 +29,7 @@ from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.strategy.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.launch import make_launcher
+from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.samplers import seed_random_sampler
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
@@ -288,6 +289,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         )
         if fitting:
             self._engine.prepare_gradients(self.optimizers[0])
+            prepare_loss_scaling(self.precision_plugin, self.optimizers[0], device=self.root_device)
         self.setup_precision_plugin()
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)

@@ -16,6 +16,7 @@ from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.progress import Observers
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.strategy.precision import loss_scale
 
 __all__ = ["ScheduledSteps"]
 
@@ -33,7 +34,8 @@ class ScheduledSteps(StrategyBase):
         """Forward, and under a schedule backward too, of one batch."""
         assert self._engine is not None
         with self._during("step"):
-            return self._engine.training_step(self.precision_plugin.train_step_context, (*args, *kwargs.values()))
+            context, scale = self.precision_plugin.train_step_context, loss_scale(self.precision_plugin)
+            return self._engine.training_step(context, (*args, *kwargs.values()), loss_scale=scale)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
