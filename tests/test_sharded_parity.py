@@ -11,7 +11,7 @@ from tests.parity import Run, fit
 from tests.pool import Pool
 from tests.test_parity import Frozen, assert_same
 
-T, P, V, M, SP, S, Z, R = (
+T, P, V, M, SP, S, Z, R, G = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "virtual_pipeline_size",
@@ -20,9 +20,12 @@ T, P, V, M, SP, S, Z, R = (
     "schedule",
     "shard_optimizer",
     "data_parallel_replicas",
+    "overlap_parameter_gather",
 )
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2": (2, {Z: True}),
+    "d2 overlapped": (2, {Z: True, G: True}),
+    "d2p2v2 overlapped": (4, {Z: True, G: True, P: 2, V: 2, M: 2}),
     "d4": (4, {Z: True}),
     "d2m2": (2, {Z: True, M: 2}),
     "d2t2": (4, {Z: True, T: 2}),

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients, SteppedParameters, global_norm
 from lightning_ptdp.engine.agreement import check_same_batch
+from lightning_ptdp.engine.arrivals import Arrivals
 from lightning_ptdp.engine.batch import batch_size, map_tensors, microbatch_sizes, split_batch
 from lightning_ptdp.engine.gradients import counted_gradients, make_gradients, make_stepped, needs_masters
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight
@@ -91,6 +92,7 @@ class Engine:
         self._memory = ReportMemory()
         self._buckets: GradientBuckets | LooseGradients | None = None
         self.stepped: SteppedParameters | None = None
+        self._arrivals: Arrivals | None = None
         self._fresh, self._accumulates = True, False
         self._factor: float | Tensor = 1.0
         self._compared = False
@@ -103,7 +105,7 @@ class Engine:
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
-    def prepare_gradients(self, optimizer: Any) -> None:
+    def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:
         """Make the gradient buckets, if gradients have to be summed or kept apart, and give the optimizer what it steps on."""
         alone = self._mesh.layout.world_size == 1 and not self.runs_backward_itself
         if alone and not needs_masters(self._config, self._parallel):
@@ -117,6 +119,7 @@ class Engine:
         self.stepped = make_stepped(self._buckets, config=self._config, parallel=self._parallel)
         if self.stepped is not None:
             self.stepped.adopt(optimizer)
+            self._arrivals = Arrivals(self._module, self.stepped, overlaps=overlaps and self.stepped.is_sharded)
 
     def install_gradients(self) -> None:
         """Show the gradients that ``training_step`` computed to Lightning and the optimizer."""
@@ -128,8 +131,8 @@ class Engine:
     def gradients_used(self) -> None:
         """The optimizer has stepped: the next batch starts from zero."""
         self._fresh = True
-        if self.stepped is not None:
-            self.stepped.publish()
+        if self._arrivals is not None:
+            self._arrivals.ended()
 
     def parameters_needed(self) -> None:
         """Somebody is about to read the parameters: wait until those of the last step are here."""
@@ -178,9 +181,10 @@ class Engine:
     def close(self) -> None:
         """Detach from the module."""
         if self._buckets is not None:
-            self.parameters_needed()
+            if self._arrivals is not None:
+                self._arrivals.close()
             self._buckets.close()
-            self._buckets = self.stepped = None
+            self._buckets = self.stepped = self._arrivals = None
         self._unscope()
 
     def _start_gradients(self) -> None:
@@ -201,7 +205,8 @@ class Engine:
             loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's gradients keep.
         """
         self._compare_batch(args[0])
-        self.parameters_needed()
+        if self._arrivals is not None:
+            self._arrivals.begin()
         if self.runs_backward_itself:
             return self._scheduled_training_step(context, args, loss_scale)
         return self._straight_training_step(context, args)

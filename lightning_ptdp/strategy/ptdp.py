@@ -19,7 +19,9 @@ from torch import Tensor
 from lightning_ptdp._lightning import LightningNames, StrategyBase, lightning_names
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import check_elementwise
 from lightning_ptdp.engine import Engine
+from lightning_ptdp.engine.arrivals import readers_between_steps
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize
@@ -288,8 +290,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             device=self.root_device,
         )
         if fitting:
-            self._engine.prepare_gradients(self.optimizers[0])
-            prepare_loss_scaling(self.precision_plugin, self.optimizers[0], device=self.root_device)
+            self._prepare_optimization(trainer)
         self.setup_precision_plugin()
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)
@@ -341,6 +342,18 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
                 "configure_optimizers returned several optimizers; the ptdp strategy trains with one. Use parameter groups of one "
                 "optimizer"
             ) from error
+
+    def _prepare_optimization(self, trainer: Any) -> None:
+        """Gradients, what the optimizer steps on, and the loss scale."""
+        assert self._engine is not None
+        (optimizer,) = self.optimizers
+        if self.config.shard_optimizer and self.layout.data_parallel_size * self.layout.context_parallel_size > 1:
+            check_elementwise(optimizer, device=self.root_device)
+        overlaps = self.config.overlap_parameter_gather
+        if overlaps is None:
+            overlaps = not readers_between_steps(trainer, self._names)
+        self._engine.prepare_gradients(optimizer, overlaps=overlaps)
+        prepare_loss_scaling(self.precision_plugin, optimizer, device=self.root_device)
 
     def model_to_device(self) -> None:
         """Move this rank's part."""
