@@ -7,6 +7,7 @@ API is named here and nowhere else (tests/test_lightning_names.py watches them).
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 else:
     StrategyBase = object  # what mixins of a strategy derive from; the class of a namespace adds its own ParallelStrategy
 
-__all__ = ["LightningNames", "NAMESPACES", "StrategyBase", "lightning_names"]
+__all__ = ["LightningNames", "NAMESPACES", "StrategyBase", "announce_sigterm", "lightning_names", "replace_sigterm_notifier"]
 
 NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
@@ -80,3 +81,14 @@ def lightning_names(namespace: str) -> LightningNames:
         sync_tensor=take(f"{fabric}.utilities.distributed", "_sync_ddp_if_available"),
         optimizers_to_device=take(f"{fabric}.utilities.optimizer", "_optimizers_to_device"),
     )
+
+
+def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None]) -> None:
+    """Have ``trainer`` register ``notifier`` for SIGTERM, which it does after the strategy's ``setup``, instead of its own."""
+    assert hasattr(trainer._signal_connector, "_sigterm_notifier_fn")
+    trainer._signal_connector._sigterm_notifier_fn = notifier
+
+
+def announce_sigterm(trainer: Any) -> None:
+    """What Lightning's own notifier does in the end: the loops stop after the batch."""
+    trainer._signal_connector.received_sigterm = True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from lightning_ptdp.context_parallel import AttentionKind, check_attention_kind
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.pipeline import CustomSchedule, Schedule, build_schedule
 from lightning_ptdp.pipeline.schedules import check_schedule, schedule_microbatches, schedule_placement
@@ -33,6 +35,10 @@ class PTDPConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     virtual_pipeline_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel_attention: AttentionKind = "ring"
+    context_parallel_positions: bool = True
+    sequence_dims: Mapping[str, int | None] | None = None
     sequence_parallel: bool = False
     num_microbatches: int | None = None
     schedule: str | CustomSchedule = "auto"
@@ -59,7 +65,7 @@ class PTDPConfig:
 
     def __post_init__(self) -> None:
         # One replica of the smallest world that holds it: all checks that do not need the world's size.
-        sizes = (self.tensor_parallel_size, self.pipeline_parallel_size)
+        sizes = (self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size)
         # A size that is no positive integer is named by the layout itself, whatever the world.
         self.layout(math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 1)
         if self.num_microbatches is not None and self.num_microbatches < 1:
@@ -83,6 +89,7 @@ class PTDPConfig:
                 f"recompute='full' (not {self.recompute!r}), tensor_parallel_size > 1 (not {self.tensor_parallel_size}) and "
                 "sequence_parallel=False"
             )
+        check_attention_kind(self.context_parallel_attention)
         check_recompute_options(self.recompute, self.recompute_layers, num_stages=self.num_stages)
         check_schedule(
             self.schedule,
@@ -115,6 +122,7 @@ class PTDPConfig:
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             virtual_pipeline_size=self.virtual_pipeline_size,
+            context_parallel_size=self.context_parallel_size,
             sequence_parallel=self.sequence_parallel,
             placement=schedule_placement(self.schedule) if self.pipeline_parallel_size > 1 else "loop",
         )

@@ -35,6 +35,10 @@ class Group:
         """Number of members."""
         return len(self.ranks)
 
+    def __deepcopy__(self, memo: Any) -> Group:
+        """Itself: the copy of a module talks to the same ranks, over what this process has once."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMesh:
@@ -60,8 +64,11 @@ class ProcessMesh:
             ranks = layout.group_of(axis, rank)
             handle = None
             if len(ranks) > 1:
-                handle = made[ranks] if ranks in made else _new_group(ranks, timeout)
-                made[ranks] = handle
+                # The ring of context parallelism shares a communicator with nobody: it would wait behind large gradient buckets.
+                own = axis == "context"
+                handle = made[ranks] if ranks in made and not own else _new_group(ranks, timeout)
+                if not own:
+                    made[ranks] = handle
             groups[axis] = Group(handle, ranks, ranks.index(rank))
         channels = _channels(layout, rank, timeout)
         return cls(layout=layout, rank=rank, timeout=timeout, groups=groups, channels=channels)

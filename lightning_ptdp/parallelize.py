@@ -46,8 +46,8 @@ class ParameterRecord:
         sharding: Which part of the full tensor is here.
         stages: Local pipeline stages that use it.
         shared: Group of the ranks that hold it at other stages (tied weights, modules kept by every stage), if any.
-        counted: Whether this rank is the one that counts it in norms and totals (of pieces that several tensor-parallel ranks
-            hold: whichever of them ``sharding.counted`` tells).
+        counted: Whether this rank, or with context parallelism one of those with its place in other slices of time, counts it in norms
+            and totals (of pieces that several tensor-parallel ranks hold: whichever of them ``sharding.counted`` tells).
         copied: The parts that several tensor-parallel ranks hold.
     """
 
@@ -72,6 +72,8 @@ class ParallelModel:
         records: Record of every local parameter, by identity.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
         notes: Remarks for the user.
+        split_blocks: Dotted name of the container outside of which sequence parallelism leaves the sequence whole; None: there is
+            none.
     """
 
     module: nn.Module
@@ -81,6 +83,7 @@ class ParallelModel:
     records: Mapping[nn.Parameter, ParameterRecord] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    split_blocks: str | None = None
 
     @property
     def names(self) -> dict[nn.Parameter, str]:
@@ -146,7 +149,16 @@ def parallelize(
     heads = {name for name, kind in kinds.items() if isinstance(kind, Vocabulary)}
     split = [record for record in records.values() if heads.intersection(users[record.name])]
     notes = (*notes, *_padding_notes(split, layout.tensor_parallel_size))
-    return ParallelModel(module=module, parts=parts, ranges=ranges, cut=cut, records=records, aliases=aliases, notes=notes)
+    return ParallelModel(
+        module=module,
+        parts=parts,
+        ranges=ranges,
+        cut=cut,
+        records=records,
+        aliases=aliases,
+        notes=notes,
+        split_blocks=(plan.blocks or "") if layout.sequence_parallel and plan.sequence == "blocks" else None,
+    )
 
 
 def _padding_notes(records: Iterable[ParameterRecord], size: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -34,6 +34,7 @@ from lightning_ptdp.tensor_parallel.collectives import start_all_gather
 from lightning_ptdp.tensor_parallel.plan import matches, nearest_names
 
 __all__ = [
+    "JoinedContexts",
     "RecomputePolicy",
     "apply_recomputation",
     "check_recomputation",
@@ -45,6 +46,27 @@ RecomputePolicy = Literal["none", "full", "selective"]
 _POLICIES: tuple[str, ...] = get_args(RecomputePolicy)
 
 ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+@dataclass(frozen=True)
+class JoinedContexts:
+    """Several ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` as one; entered in their order."""
+
+    pairs: tuple[ContextPair, ...]
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, again = zip(*(pair() for pair in self.pairs), strict=True)
+        return _entered(forward), _entered(again)
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 Layers = int | Sequence[int] | None
 Ranges = Sequence[tuple[int, int]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,9 @@ class Run:
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // (self.layout.get("tensor_parallel_size", 1) * self.layout.get("pipeline_parallel_size", 1))
+        return self.world_size // math.prod(
+            self.layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline", "context")
+        )
 
 
 class PaddedTokens(Dataset):

@@ -20,6 +20,7 @@ from tests.conformance.toys import LitNet, loader
 from tests.pool import Pool
 
 P, V, T, M = "pipeline_parallel_size", "virtual_pipeline_size", "tensor_parallel_size", "num_microbatches"
+C, A = "context_parallel_size", "context_parallel_attention"
 
 
 @pytest.fixture
@@ -93,6 +94,8 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
     "recomputed layers": (2, {P: 2, "recompute": "full", "recompute_layers": 9}, LitNet, 8, ["recompute_layers=9", "4 or less"]),
     "batch": (2, {P: 2, M: 4}, LitNet, 2, ["num_microbatches=4", "batch of 2", "num_microbatches=2"]),
     "heads": (2, {T: 2}, lambda: gpt(num_heads=3), 8, ["num_heads=3", "tensor_parallel_size=2", "works with"]),
+    "context heads": (2, {C: 2, A: "all_to_all"}, lambda: gpt(num_heads=3), 8, ["3 heads", "context_parallel_size=2", "'ring'"]),
+    "context world": (3, {C: 2}, LitNet, 8, ["world_size=3", "context_parallel_size", "2 or 4"]),
     "features": (2, {T: 2, "plan": plan(net_6="column")}, LitNet, 8, ["net.6", "out_features=1", "tensor_parallel_size"]),
     "pattern": (2, {T: 2, "plan": plan(nut_0="column")}, LitNet, 8, ["nut.0", "matches no module", "net.0"]),
     "kind": (2, {T: 2, "plan": plan(net_1="column")}, LitNet, 8, ["net.1", "ReLU", "nn.Linear"]),
@@ -142,6 +145,8 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({P: 2, "microbatch_group_size": 2}, ["microbatch_group_size=2", "interleaved_1f1b"]),
         ({P: 2, "schedule": "none.csv"}, ["none.csv"]),
         ({P: 2, "schedule": CustomSchedule("mine", stuck)}, ["mine", "B0.0"]),
+        ({C: 0}, ["context_parallel_size=0", "positive"]),
+        ({A: "rings"}, ["context_parallel_attention='rings'", "'ring' or 'all_to_all'"]),
         ({"recompute": "ful"}, ["recompute='ful'", "'full'"]),
         ({"recompute_layers": 2}, ["recompute_layers=2", "recompute='none'"]),
         ({"distribute_saved_activations": True}, ["distribute_saved_activations", "recompute='full'"]),
@@ -241,6 +246,8 @@ AT_START = {
         odd_tokens,
         ["ValueError", "7", "tensor_parallel_size=2", "sequence_parallel"],
     ),
+    "context length": (small_gpt, {C: 2}, {}, odd_tokens, ["ValueError", "7 tokens", "context_parallel_size=2", "multiple of 4"]),
+    "no attention": (LitNet, {C: 2}, {}, loader, ["ContextParallelError", "position_ids", "context_parallel_positions=False"]),
 }
 
 

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "p2v2": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 4}),
     "zb_v": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 4, "schedule": "zb_v"}),
     "1f1b": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "1f1b"}),
+    "c2": (2, {"context_parallel_size": 2}),
     "t2p2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}),
     "d4 sharded": (4, {"shard_optimizer": True}),
     "d2t2 sharded": (4, {"shard_optimizer": True, "tensor_parallel_size": 2, "num_microbatches": 2}),
@@ -81,7 +82,7 @@ def uninterrupted(pool: Pool) -> dict[str, torch.Tensor]:
     return pool.run(_train, world_size=1, args=("one", 2, None, None, False))[0]
 
 
-@pytest.mark.parametrize("name", ["p2v2", "zb_v", "t2p2", "d2t2 sharded"])
+@pytest.mark.parametrize("name", ["p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded"])
 def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp_path: Path) -> None:
     world_size, path = LAYOUTS[name][0], str(tmp_path / "half.ckpt")
     whole = pool.run(_train, world_size=world_size, args=(name, 2, None, None, True))[0]
@@ -95,6 +96,8 @@ def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp
     ("before", "after"),
     [
         ("t2p2", "one"),
+        ("c2", "t2p2"),
+        ("p2v2", "c2"),
         ("one", "t2p2"),
         ("p2v2", "t2sp"),
         ("t2sp", "d2"),

@@ -11,7 +11,7 @@ from tests.parity import Run, fit
 from tests.pool import Pool
 from tests.test_parity import Frozen, assert_same
 
-T, P, V, M, SP, S, Z, R, G = (
+T, P, V, M, SP, S, Z, R, G, C = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "virtual_pipeline_size",
@@ -21,6 +21,7 @@ T, P, V, M, SP, S, Z, R, G = (
     "shard_optimizer",
     "data_parallel_replicas",
     "overlap_parameter_gather",
+    "context_parallel_size",
 )
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2": (2, {Z: True}),
@@ -36,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2p2 zb_h1": (4, {Z: True, P: 2, M: 3, S: "zb_h1"}),
     "d2p2v2 zb_v": (4, {Z: True, P: 2, V: 2, M: 4, S: "zb_v"}),
     "d2p2v2 dualpipe_v": (4, {Z: True, P: 2, V: 2, M: 3, S: "dualpipe_v"}),
+    "d2c2": (4, {Z: True, C: 2}),
     "d4 two levels": (4, {R: 2}),
     "d4 two levels in shards": (4, {R: 2, Z: True, M: 2}),
     "d4p2 two levels in shards": (8, {R: 2, Z: True, P: 2, M: 1}),

@@ -4,7 +4,8 @@ Run: python ci/benchmarks/pipeline.py [--quick] [--only NAME] [--rounds 5]
 
 1. Stages that only sleep: 20 ms forward and 40 ms backward a rank and microbatch, split over the v chunks; where the schedule splits
    the backward, 20 ms for each half. So step time over the schedule's ideal (its simulation with these costs and free messages)
-   is what the engine costs, and p = 8 fits on two cores. torch's ideal is that of the order in which torch computes.
+   is what the engine costs, and p = 8 fits on two cores. torch's ideal is that of the order in which torch computes. A second row
+   has a bare loop over our schedule that only sleeps and sends: what gloo, timers and the cores cost by themselves, the floor.
 2. What is kept for messages: receive buffers posted and not yet waited for, and sent tensors alive, in bytes, the most on any rank.
 3. A real stack of GPT blocks, a step without optimizer. p = 4 has more processes than a small machine has cores.
 
@@ -32,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from harness import Comparison, compare, report
 from ledger import Ledger
-from pipeline_engines import PEERS, Ours, Sizes, Torchs, ideal, torchs_schedule
+from pipeline_engines import PEERS, Bare, Ours, Sizes, Torchs, ideal, torchs_schedule
 from sleeping import SleepingBlock, Sleeps
 from torch import Tensor, nn
 
@@ -81,6 +82,7 @@ class Outcome:
     Attributes:
         ours: (start, end) of each step, on the clock that all processes share.
         peer: The same.
+        bare: The same of the bare loop, for stages that sleep.
         ours_bytes: The most for (receives, sent tensors).
         peer_bytes: The same.
         ideals: Of our schedule and of torch's order, in seconds, for stages that sleep.
@@ -88,6 +90,7 @@ class Outcome:
 
     ours: list[tuple[float, float]]
     peer: list[tuple[float, float]]
+    bare: list[tuple[float, float]]
     ours_bytes: tuple[int, int]
     peer_bytes: tuple[int, int]
     ideals: tuple[float, float] | None
@@ -159,19 +162,21 @@ def worker(rank: int, store: str, case: Case, rounds: int, outcomes: Any) -> Non
     check_gradients(ours, peer)
     gc.collect()
     gc.freeze()
-    ours_spans, peer_spans = [], []
+    engines: list[Any] = (
+        [peer, ours] if case.costs is None else [Bare(ours, case.costs, batch.chunk(case.sizes.m)[0]), peer, ours]
+    )
+    spans: list[list[tuple[float, float]]] = [[] for _ in engines]
     for turn in range(rounds):
-        if turn % 2:
-            peer_spans.append(measured(peer.step))
-        ours_spans.append(measured(ours.step))
-        if not turn % 2:
-            peer_spans.append(measured(peer.step))
+        for index in range(len(engines)):
+            chosen = (turn + index) % len(engines)
+            spans[chosen].append(measured(engines[chosen].step))
+    (*_, peer_spans, ours_spans), bare_spans = spans, spans[0] if case.costs is not None else []
     ours_bytes, (received, sent) = watched(ours.step), watched(peer.step)
     peer_bytes = max(received, peer.held_receive_bytes), sent
     ideals = None
     if case.costs is not None:
         ideals = ideal(ours.schedule, case.costs), ideal(torchs_schedule(peer.schedule, ours.schedule), case.costs)
-    outcomes.put(Outcome(ours_spans, peer_spans, ours_bytes, peer_bytes, ideals))
+    outcomes.put(Outcome(ours_spans, peer_spans, bare_spans, ours_bytes, peer_bytes, ideals))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -190,17 +195,26 @@ def step_times(spans: Sequence[list[tuple[float, float]]]) -> list[float]:
     return [max(end for _, end in step) - min(start for start, _ in step) for step in zip(*spans, strict=True)]
 
 
-def row_of_times(case: Case, rounds: int) -> Comparison:
-    """Step time, over the ideal where there is one."""
+def rows_of_times(case: Case, rounds: int) -> list[Comparison]:
+    """Step time beside torch's; over the ideal, and beside the bare loop's too, where stages sleep."""
     outcomes = run(case, rounds)
     ours, peer = step_times([outcome.ours for outcome in outcomes]), step_times([outcome.peer for outcome in outcomes])
-    peer_name, unit, ideals = f"torch {PEERS[case.sizes.schedule]}", "s", outcomes[0].ideals
-    if ideals is not None:
-        ours, peer = [value / ideals[0] for value in ours], [value / ideals[1] for value in peer]
-        also = "" if abs(ideals[0] - ideals[1]) < 1e-6 else f", torch's {ideals[1] * 1e3:.0f} ms"
-        peer_name, unit = f"{peer_name}; ideal {ideals[0] * 1e3:.0f} ms{also}", "x ideal"
-    row = compare(name=case.name, ours=ours, peer=peer, peer_name=peer_name, unit=unit)
-    print(f"{row.name}: {row.ours:.3f}, torch {row.peer:.3f} {unit}", flush=True)
+    peer_name, ideals = f"torch {PEERS[case.sizes.schedule]}", outcomes[0].ideals
+    if ideals is None:
+        return [told(compare(name=case.name, ours=ours, peer=peer, peer_name=peer_name, unit="s"))]
+    bare = [value / ideals[0] for value in step_times([outcome.bare for outcome in outcomes])]
+    ours, peer = [value / ideals[0] for value in ours], [value / ideals[1] for value in peer]
+    also = "" if abs(ideals[0] - ideals[1]) < 1e-6 else f", torch's {ideals[1] * 1e3:.0f} ms"
+    peer_name = f"{peer_name}; ideal {ideals[0] * 1e3:.0f} ms{also}"
+    return [
+        told(compare(name=case.name, ours=ours, peer=peer, peer_name=peer_name, unit="x ideal")),
+        told(compare(name=f"{case.name}, floor", ours=ours, peer=bare, peer_name="bare gloo loop", unit="x ideal")),
+    ]
+
+
+def told(row: Comparison) -> Comparison:
+    """Printed at once: all rows together take minutes."""
+    print(f"{row.name}: {row.ours:.3f}, {row.peer_name.partition(';')[0]} {row.peer:.3f} {row.unit}", flush=True)
     return row
 
 
@@ -224,7 +238,8 @@ def main() -> None:
     rounds = 2 if options.quick else options.rounds
     torch.set_num_threads(1)
     cases = [sleeping_case(sizes) for sizes in SLEEPING] + [sleeping_case(SLEEPING[1], LARGE)]
-    rows = [row_of_times(case, rounds) for case in [*cases, *map(gpt_case, REAL)] if options.only in case.name]
+    chosen = [case for case in [*cases, *map(gpt_case, REAL)] if options.only in case.name]
+    rows = [row for case in chosen for row in rows_of_times(case, rounds)]
     rows += [
         row for sizes in MESSAGES if options.only in f"receive buffers, sent tensors, {sizes}" for row in rows_of_bytes(sizes)
     ]

@@ -1,8 +1,9 @@
-"""The same stack of blocks under our pipeline runtime and under ``torch.distributed.pipelining``, without a Trainer."""
+"""The same stack of blocks under our pipeline runtime and under ``torch.distributed.pipelining``, without a Trainer; and their floor."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
 from lightning_ptdp.weight_gradients import WeightGradients
 
-__all__ = ["PEERS", "Ours", "Sizes", "Torchs", "ideal", "torchs_schedule"]
+__all__ = ["PEERS", "Bare", "Ours", "Sizes", "Torchs", "ideal", "torchs_schedule"]
 
 PEERS = {
     "1f1b": "Schedule1F1B",
@@ -127,7 +128,8 @@ class Ours:
             ranges=_ranges(len(blocks), sizes.p * sizes.v),
             stages=self.schedule.stages_of(rank),
         )
-        transport = Transport(mesh=ProcessMesh.create(layout=layout, rank=rank), device=batch.device)
+        self.mesh = ProcessMesh.create(layout=layout, rank=rank)
+        transport = Transport(mesh=self.mesh, device=batch.device)
         self.parameters = list(stack.parameters())
         self._job = Job(stack, batch.chunk(sizes.m))
         self._runtime = PipelineRuntime(
@@ -139,6 +141,45 @@ class Ours:
         for parameter in self.parameters:
             parameter.grad = None
         self._runtime.run(self.schedule, self._job)
+
+
+class Bare:
+    """The floor: the actions of our program as a bare loop that sleeps and sends tensors over gloo. No module, no autograd.
+
+    Args:
+        ours: Its schedule and communicators are used.
+        costs: How long to sleep, in seconds.
+        example: A hidden state.
+    """
+
+    def __init__(self, ours: Ours, costs: Costs, example: Tensor) -> None:
+        self._schedule, self._mesh, self._example = ours.schedule, ours.mesh, example
+        self._seconds = {
+            ActionKind.FORWARD: costs.forward,
+            ActionKind.BACKWARD: costs.backward,
+            ActionKind.WEIGHT: costs.weight,
+        }
+
+    def step(self) -> None:
+        """All sleeps and messages of a step."""
+        posted: dict[tuple[ActionKind, int, int | None], Any] = {}
+        sent = []
+        for action in self._schedule.programs[self._mesh.rank]:
+            if action.kind in self._seconds:
+                work = posted.pop((action.kind, action.stage, action.microbatch), None)
+                if work is not None:
+                    work.wait()
+                time.sleep(self._seconds[action.kind])
+            elif action.kind is not ActionKind.REDUCE:
+                channel = self._schedule.channel(action)
+                group, buffer = self._mesh.channels[channel], torch.empty_like(self._example)
+                if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
+                    sent.append((dist.isend(buffer, channel.destination, group=group), buffer))
+                else:
+                    use = ActionKind.FORWARD if action.kind is ActionKind.RECEIVE_FORWARD else ActionKind.BACKWARD
+                    posted[use, action.stage, action.microbatch] = dist.irecv(buffer, channel.source, group=group)
+        for work, _ in sent:
+            work.wait()
 
 
 class Torchs:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients, SteppedParameters, global_norm
 from lightning_ptdp.engine.agreement import check_same_batch
 from lightning_ptdp.engine.arrivals import Arrivals
@@ -27,7 +28,7 @@ from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.tensor_parallel import gather_full
+from lightning_ptdp.tensor_parallel import SplitRandomness, gather_full, give_randomness
 from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["Engine"]
@@ -45,6 +46,7 @@ class Engine:
         parallel: What was made of the module.
         weight_gradients: Where schedules that split the backward keep what their weight gradients need.
         watchdog: Notes what this rank does.
+        context_parallel: Cuts batches along time, if anything does.
         seed: Seed of the run.
         device: This rank's device.
 
@@ -62,13 +64,14 @@ class Engine:
         parallel: ParallelModel,
         weight_gradients: WeightGradients,
         watchdog: Watchdog,
+        context_parallel: ContextParallel | None = None,
         seed: int,
         device: torch.device,
     ) -> None:
         self._module, self._config, self._mesh, self._parallel = module, config, mesh, parallel
         self._seed, self._device = seed, device
         pipeline = mesh.group("pipeline")
-        self._weight_gradients = weight_gradients
+        self._weight_gradients, self._context_parallel = weight_gradients, context_parallel
         self.observers = Observers([watchdog])
         transport = None
         if pipeline.size > 1:
@@ -89,6 +92,8 @@ class Engine:
             weight_gradients=weight_gradients,
             observer=self.observers,
         )
+        self._randomness = SplitRandomness(rank=mesh.group("tensor").rank, device=device)
+        self._take_randomness = self._give_randomness()
         self._memory = ReportMemory()
         self._buckets: GradientBuckets | LooseGradients | None = None
         self.stepped: SteppedParameters | None = None
@@ -100,8 +105,9 @@ class Engine:
 
     @property
     def runs_backward_itself(self) -> bool:
-        """Whether ``training_step`` includes the backward, because there is more than one microbatch or stage."""
-        return self._config.pipeline_parallel_size > 1 or (self._config.num_microbatches or 1) > 1
+        """Whether ``training_step`` includes the backward, because there is more than one microbatch, stage, or slice of time."""
+        several = self._config.pipeline_parallel_size > 1 or (self._config.num_microbatches or 1) > 1
+        return several or self._context_parallel is not None
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
@@ -142,10 +148,11 @@ class Engine:
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient, each parameter counted once; collective."""
         mine = counted_gradients(self.stepped, parallel=self._parallel)
-        group = self._mesh.group("model")
+        group, holders = self._mesh.group("model"), self._mesh.group("context")
         if self.stepped is not None and self.stepped.is_sharded:
-            group = self._mesh.world
-            mine = mine if self._mesh.replica_levels(self._config.data_parallel_replicas)[1].rank == 0 else []
+            group, holders = self._mesh.world, self._mesh.replica_levels(self._config.data_parallel_replicas)[1]
+        # Of the ranks that hold the same gradients the first one counts them.
+        mine = mine if holders.rank == 0 else []
         return global_norm(mine, group=group, device=self._device)
 
     @contextlib.contextmanager
@@ -186,6 +193,14 @@ class Engine:
             self._buckets.close()
             self._buckets = self.stepped = self._arrivals = None
         self._unscope()
+        self._take_randomness()
+
+    def _give_randomness(self) -> Callable[[], None]:
+        layout, split = self._mesh.layout, self._parallel.split_blocks
+        if layout.tensor_parallel_size == 1 or (layout.sequence_parallel and split is None):
+            return lambda: None
+        blocks = None if split is None else self._module.get_submodule(split)
+        return give_randomness(self._module, self._randomness, blocks=blocks)
 
     def _start_gradients(self) -> None:
         assert self._buckets is not None
@@ -274,7 +289,7 @@ class Engine:
     def evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
         """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
         self.parameters_needed()
-        if self._mesh.group("pipeline").size == 1:
+        if self._mesh.group("pipeline").size == 1 and self._context_parallel is None:
             with context():
                 return gather_full(getattr(self._module, hook)(*args))
         job = self._job(hook, context, args)
@@ -307,6 +322,9 @@ class Engine:
             context=context,
             seed=self._step_seed(hook),
             device=self._device,
+            context_parallel=self._context_parallel,
+            randomness=self._randomness,
+            attending=[stage for stage, (start, stop) in enumerate(self._parallel.ranges or [(0, 1)]) if start < stop],
             **training,
         )
 
@@ -338,9 +356,10 @@ class Engine:
 
     def _step_seed(self, hook: str) -> tuple[object, ...]:
         coordinates, layout = self._mesh.coordinates, self._mesh.layout
-        tensor = coordinates.tensor if layout.sequence_parallel else 0
+        tensor = coordinates.tensor if layout.sequence_parallel and self._parallel.split_blocks is None else 0
         step = self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
-        return (self._seed, hook, step, coordinates.data, tensor)
+        # Each slice of the sequence has activations of its own, and needs random numbers of its own.
+        return (self._seed, hook, step, coordinates.data, tensor, *([coordinates.context] if self._context_parallel else []))
 
     @contextlib.contextmanager
     def _step_randomness(self) -> Iterator[None]:
@@ -348,6 +367,7 @@ class Engine:
         if self._mesh.layout.world_size == 1:
             yield
             return
+        self._randomness.begin()
         with seeded(derive_seed(*self._step_seed("training_step"), 0, 0), self._device):
             yield
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ptdp.context_parallel import ContextForward, ContextParallel
 from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients
 from lightning_ptdp.engine.batch import map_tensors, merge_outputs, signature
+from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
 from lightning_ptdp.engine.report import LogRecorder, MetricState, StepReport, average_calls
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.tensor_parallel import gather_full
+from lightning_ptdp.tensor_parallel import SplitRandomness, gather_full
 
 __all__ = ["LightningJob", "loss_and_weight", "sum_over_replicas"]
 
@@ -57,11 +59,14 @@ class LightningJob:
         arguments: What Lightning passes after the batch.
         context: The precision plugin's context for one call of the step.
         seed: What random numbers depend on: (run, step, replica).
+        randomness: Random numbers of tensor-parallel regions.
         device: Where the model is.
         buckets: Where gradients go; None when not training.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduce_gradients: Whether this step completes an optimizer step.
+        context_parallel: Cuts microbatches along time, if anything does.
+        attending: Stages with blocks, which call attention.
     """
 
     def __init__(
@@ -74,11 +79,14 @@ class LightningJob:
         arguments: Sequence[Any],
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         seed: tuple[object, ...],
+        randomness: SplitRandomness,
         device: torch.device,
         buckets: GradientBuckets | LooseGradients | None = None,
         scale: float = 1.0,
         loss_scale: float = 1.0,
         reduce_gradients: bool = False,
+        context_parallel: ContextParallel | None = None,
+        attending: Container[int] = (0,),
     ) -> None:
         self.training = hook == "training_step"
         self._module, self._hook, self._microbatches, self._sizes = module, hook, microbatches, sizes
@@ -88,6 +96,10 @@ class LightningJob:
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
         self._losses: list[Tensor] = []
         self._tokens: list[Any] = [None] * len(sizes)
+        self._randomness = randomness
+        self._context_parallel, self._attending = context_parallel, attending
+        self._slices: list[ContextForward | None] = [None] * len(sizes)
+        self._shares: list[Tensor | float] = [1.0] * len(sizes)
 
     @property
     def count(self) -> int:
@@ -102,8 +114,16 @@ class LightningJob:
         """The user's step on one microbatch, under random numbers that belong to this microbatch and stage."""
         seed = derive_seed(*self._seed, microbatch, stage)
         step = getattr(self._module, self._hook)
+        batch = self._microbatches[microbatch]
+        self._randomness.begin()
         with seeded(seed, self._device), LogRecorder(self._module) as recorder, self._context():
-            output = step(self._microbatches[microbatch], *self._arguments)
+            if self._context_parallel is None:
+                output = step(batch, *self._arguments)
+            else:
+                attends = stage in self._attending
+                with self._context_parallel.forward(self._module, batch, expects_attention=attends) as part:
+                    self._slices[microbatch] = part
+                    output = step(part.batch, *self._arguments)
         self._calls[microbatch] = recorder.calls
         return output
 
@@ -116,6 +136,11 @@ class LightningJob:
             return None
         loss, tokens = loss_and_weight(output)
         self._tokens[microbatch] = tokens
+        part = self._slices[microbatch]
+        if part is not None and tokens is None:
+            share = self._shares[microbatch] = part.share(loss.detach())
+            # Without a label in this slice the mean is 0/0, and weighs nothing.
+            loss = torch.where(share > 0, loss, torch.zeros_like(loss)) * share
         self._losses.append(loss.detach())
         self._outputs[microbatch] = _detached(output)
         if tokens is None:
@@ -143,14 +168,26 @@ class LightningJob:
         """What the last stage has to say, after all microbatches have run."""
         counted = all(tokens is not None for tokens in self._tokens)
         weights = [float(tokens) for tokens in self._tokens] if counted else [float(size) for size in self._sizes]
-        report = StepReport(calls=average_calls(self._calls, weights, metric_path=self._metric_path, counted=counted))
+        cut = self._context_parallel is not None
+        shares = weights if counted or not cut else [w * float(s) for w, s in zip(weights, self._shares, strict=True)]
+        report = StepReport(calls=average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut))
         report.metrics = [self._metric_state(call.metric) for call in report.calls if call.metric is not None]
         if self.training:
             losses = torch.stack([loss.float() for loss in self._losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
             report.weight, report.counted = sum(weights), counted
-        report.extras = self._extras(weights)
+        report.extras = self._extras(shares)
+        if self._context_parallel is not None:
+            self._merge_slices(report, sum(shares))
         return report
+
+    def _merge_slices(self, report: StepReport, weight: float) -> None:
+        """What the slices of the sequence say together; collective over the context group."""
+        part, cut = self._slices[0], self._context_parallel
+        assert part is not None
+        assert cut is not None
+        merge_reports(report, weight=weight, group=cut.group, device=self._device)
+        report.extras = whole_outputs(report.extras, length=part.length, weight=weight, group=cut.group, device=self._device)
 
     def _extras(self, weights: Sequence[float]) -> Any:
         outputs = self._outputs

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from lightning_ptdp.mesh import Group
 
-__all__ = ["LogCall", "LogRecorder", "MetricState", "ReportMemory", "StepReport", "average_calls", "share_report"]
+__all__ = [
+    "LogCall",
+    "LogRecorder",
+    "MetricState",
+    "ReportMemory",
+    "StepReport",
+    "average_calls",
+    "reduce_values",
+    "share_report",
+]
 
 _CAPACITY = 62  # values that fit into the fixed-size message; longer reports take a second one
 
@@ -120,11 +129,12 @@ def average_calls(
             merged.append(LogCall(name, None, options, metric_path(first)))
             continue
         values = [float(value) for _, value, _ in calls]
-        merged.append(LogCall(name, _reduce(values, shares, options.get("reduce_fx", "mean")), options))
+        merged.append(LogCall(name, reduce_values(values, shares, options.get("reduce_fx", "mean")), options))
     return merged
 
 
-def _reduce(values: Sequence[float], weights: Sequence[float], reduce_fx: Any) -> float:
+def reduce_values(values: Sequence[float], weights: Sequence[float], reduce_fx: Any) -> float:
+    """What logged values of parts of a step say about the whole: their weighted mean, or sum, least or largest."""
     how = getattr(reduce_fx, "__name__", reduce_fx)
     if how == "sum":
         return sum(values)

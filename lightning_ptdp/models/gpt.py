@@ -53,21 +53,32 @@ class GPT(nn.Module):
         else:
             self.head = NormalLinear(config.hidden_size, config.vocabulary_size, bias=False, std=config.init_std)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits (b, s, V) of the token that follows each token of ``input_ids`` (b, s)."""
-        length = input_ids.size(1)
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Logits (b, s, V) of the token that follows each token of ``input_ids`` (b, s).
+
+        ``position_ids`` (s), (1, s) or (b, s) int64 are the tokens' places in their sequence, where they are not 0 .. s-1.
+        """
+        self.check_sequence_length(input_ids.size(1))
+        x_bsh = self.wte(input_ids)
+        if self.wpe is not None:
+            places = torch.arange(input_ids.size(1), device=input_ids.device) if position_ids is None else position_ids
+            x_bsh = x_bsh + self.wpe(places)
+        x_bsh = self.dropout(x_bsh)
+        for block in self.blocks:
+            x_bsh = block(x_bsh, position_ids)
+        return self.head(self.norm(x_bsh))
+
+    def check_sequence_length(self, length: int) -> None:
+        """Check that a sequence of ``length`` tokens is not too long; asked of the whole sequence where forward sees a part of it.
+
+        Raises:
+            ValueError: It is longer than ``config.sequence_length``.
+        """
         if length > self.config.sequence_length:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than sequence_length={self.config.sequence_length}; "
                 "cut it, or build the model with a greater sequence_length"
             )
-        x_bsh = self.wte(input_ids)
-        if self.wpe is not None:
-            x_bsh = x_bsh + self.wpe(torch.arange(length, device=input_ids.device))
-        x_bsh = self.dropout(x_bsh)
-        for block in self.blocks:
-            x_bsh = block(x_bsh)
-        return self.head(self.norm(x_bsh))
 
     def tie_weights(self) -> None:
         """Point the head at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
@@ -86,8 +97,8 @@ class Block(nn.Module):
         self.mlp = GeluMLP(config) if config.mlp == "gelu" else SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_bsh: Tensor) -> Tensor:
-        x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh)))
+    def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), position_ids))
         return x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
 
 
@@ -104,20 +115,20 @@ class Attention(nn.Module):
         self.core = AttentionCore(config.dropout)
         self.projection = residual_projection(config, config.hidden_size)
 
-    def forward(self, x_bsh: Tensor) -> Tensor:
+    def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x_bsh)
         kv_width = qkv.size(-1) // (self.queries_per_kv + 2)
         parts = qkv.split((self.queries_per_kv * kv_width, kv_width, kv_width), dim=-1)
         q_bsnd, k_bsnd, v_bsnd = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.rotary is not None:
-            q_bsnd, k_bsnd = self.rotary(q_bsnd, k_bsnd)
+            q_bsnd, k_bsnd = self.rotary(q_bsnd, k_bsnd, position_ids)
         return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd).flatten(2))
 
 
 class AttentionCore(nn.Module):
     """softmax(q k^T / sqrt(d)) v under the causal mask; q (b, s, n, d), k and v (b, s, n_kv, d) -> (b, s, n, d).
 
-    A module of its own, without parameters, so that an attention spread over ranks can take its place.
+    A module of its own, without parameters, so that what it keeps can be recomputed alone.
     """
 
     def __init__(self, dropout: float) -> None:

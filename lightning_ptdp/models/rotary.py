@@ -21,18 +21,18 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_dim, self.base = head_dim, base
 
-    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys (b, s, heads, d), rotated; positions are 0 .. s-1."""
-        cos_sd, sin_sd = self.tables(q_bsnd.size(1), q_bsnd.device)
-        cos_s1d, sin_s1d = cos_sd[:, None].to(q_bsnd.dtype), sin_sd[:, None].to(q_bsnd.dtype)
-        return rotate(q_bsnd, cos_s1d, sin_s1d), rotate(k_bsnd, cos_s1d, sin_s1d)
+    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Queries and keys (b, s, heads, d), rotated by ``position_ids`` (s), (1, s) or (b, s); None: 0 .. s-1."""
+        if position_ids is None:
+            position_ids = torch.arange(q_bsnd.size(1), device=q_bsnd.device)
+        cos, sin = (table.unsqueeze(-2).to(q_bsnd.dtype) for table in self.tables(position_ids))
+        return rotate(q_bsnd, cos, sin), rotate(k_bsnd, cos, sin)
 
-    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (s, d/2), float32 whatever the model's dtype: bf16 cannot tell late positions apart."""
-        channels = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
-        positions = torch.arange(length, device=device, dtype=torch.float32)
-        angles_sd = positions[:, None] * self.base ** (-channels / self.head_dim)
-        return angles_sd.cos(), angles_sd.sin()
+    def tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (..., d/2), float32 whatever the model's dtype: bf16 cannot tell late positions apart."""
+        channels = torch.arange(0, self.head_dim, 2, device=position_ids.device, dtype=torch.float32)
+        angles = position_ids.to(torch.float32)[..., None] * self.base ** (-channels / self.head_dim)
+        return angles.cos(), angles.sin()
 
 
 def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from lightning_ptdp.pipeline.schedules import (
     schedule_microbatches,
     schedule_placement,
 )
-from lightning_ptdp.pipeline.simulate import Costs, Span, Timeline, simulate
+from lightning_ptdp.pipeline.simulate import Costs, MemoryCurve, Span, Timeline, simulate
 from lightning_ptdp.pipeline.verify import verify_schedule
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Channel",
     "Costs",
     "CustomSchedule",
+    "MemoryCurve",
     "Schedule",
     "ScheduleError",
     "Span",

@@ -46,7 +46,7 @@ class Receipt:
         what: The action that it is for.
         key: Under which the form is known, for a hidden state.
         form: What comes, once known; until then a header is awaited.
-        buffers: Posted; flat, one a tensor (or the header's).
+        buffers: Posted, one a tensor (or the header's).
         works: Handles of what was posted; None while an earlier header of the channel is awaited, since messages arrive in order.
     """
 
@@ -67,8 +67,7 @@ class Receipt:
         if self.form is None:
             self._post([torch.empty(1, dtype=torch.int64, device=transport.device)])
             return False
-        sizes = ((transport.sent_numel(form), form.dtype) for form in self.form.tensors)
-        self._post([torch.empty(size, dtype=dtype, device=transport.device) for size, dtype in sizes])
+        self._post([transport.buffer(form) for form in self.form.tensors])
         transport.count_receives(self.buffers)
         return True
 
@@ -222,8 +221,14 @@ class Transport:
         divides = form.dtype.is_floating_point and numel % size == 0 and numel >= size * self.scatter_minimum
         return numel // size if divides else numel
 
+    def buffer(self, form: TensorForm) -> Tensor:
+        """Where a tensor, or with ``scatter`` this rank's part of it (flat), can be received."""
+        return torch.empty(self.sent_numel(form) if self.scatter else form.shape, dtype=form.dtype, device=self.device)
+
     def assemble(self, buffer: Tensor, form: TensorForm) -> Tensor:
         """The whole tensor from what one rank received of it; collective over the tensor-parallel group if it was scattered."""
+        if not self.scatter:
+            return buffer
         numel = math.prod(form.shape)
         if buffer.numel() < numel:
             whole = torch.empty(numel, dtype=form.dtype, device=self.device)
@@ -232,14 +237,16 @@ class Transport:
         return buffer.view(form.shape)
 
     def _own_part(self, tensor: Tensor) -> Tensor:
-        """What this rank sends of ``tensor``: flat, contiguous, without a copy if that is possible."""
+        """What this rank sends of ``tensor``: contiguous, without a copy if that is possible, and flat if it is a part."""
+        if not self.scatter:
+            return tensor.detach().contiguous()
         size, flat = self.sent_numel(TensorForm.of(tensor)), tensor.detach().reshape(-1)
         return flat if size == flat.numel() else flat.narrow(0, self.mesh.group("tensor").rank * size, size)
 
     # ---- messages -----------------------------------------------------------------------------------------------------
 
     def irecv(self, buffer: Tensor, source: int, direction: Direction) -> Any:
-        """Post a receive on the channel (source, this rank, direction); any dtype, since bytes travel."""
+        """Post a receive on the channel (source, this rank, direction); any dtype."""
         return dist.irecv(_as_bytes(buffer), source, group=self.mesh.channels[source, self.mesh.rank, direction])
 
     def count_receives(self, buffers: Sequence[Tensor], sign: int = 1) -> None:
@@ -318,7 +325,14 @@ def receives_ahead(schedule: Schedule) -> int:
     return most
 
 
+_NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8})
+"""What every backend sends as it is, without a view to be made of it first."""
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
+    """To send or receive any dtype: the same memory as bytes, where the backend might not know the dtype."""
+    if tensor.dtype in _NATIVE:
+        return tensor
     return tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8)
 
 

@@ -127,7 +127,7 @@ class PipelineCut:
         there are any, all floating-point tensors count.
         """
         form = crossing.form
-        if stage in self._settled and self._settled[stage][0] == form:
+        if stage in self._settled and (self._settled[stage][0] is form or self._settled[stage][0] == form):
             return Crossing(crossing.tensors, self._settled[stage][1])
         key = (stage, form.output, form.extras, tuple(tensor.dtype for tensor in form.tensors))
         if key not in self._differentiable:

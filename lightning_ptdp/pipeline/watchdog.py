@@ -49,6 +49,9 @@ class Watchdog:
         store: A connection to a store for this object alone; None: nothing is published.
         reports: Write to stderr when this rank has been in one action for 90 % of the limit.
         interval_s: Time between publications; None: a second, more in worlds of over a thousand ranks, less for short limits.
+
+    Attributes:
+        closed: Whether ``close`` was called.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Watchdog:
         self._progress = LiveStatus()
         self._action: Action | None = None
         self._reported = 0.0
+        self.closed = False
         self._bulletin: Bulletin | None = None
         if world_size > 1 and store is not None:
             self._bulletin = Bulletin(
@@ -112,7 +116,7 @@ class Watchdog:
                 them are published, so that ranks which miss this one can say why.
         """
         progress = self._progress
-        outer = progress.during
+        outer, action = progress.during, self._action
         progress.during, progress.latest, progress.failure = what, what, ""
         progress.set("")
         self._action = None
@@ -127,8 +131,11 @@ class Watchdog:
                 raise
             place = progress.status().place()
             raise PeerError(f"{self._name} lost another rank ({place}): {error}\n{self.explain()}".rstrip()) from error
-        progress.during = outer
-        progress.set("")
+        progress.during, self._action = outer, action
+        if action is None:
+            progress.set("")
+        else:
+            progress.set("in", action)
 
     def began(self, schedule: Schedule) -> None:
         """Nothing to note: ``during`` says more."""
@@ -187,7 +194,11 @@ class Watchdog:
         return self._bulletin is not None and self._bulletin.publish(_PUBLISH_LIMIT_S)
 
     def close(self) -> None:
-        """End the thread; call it before the process group is destroyed. Does nothing the second time."""
+        """End the thread; call it before the process group is destroyed. Does nothing the second time.
+
+        Errors are still explained afterwards, but of the other ranks nothing is known.
+        """
+        self.closed = True
         if self._bulletin is not None:
             self._bulletin.close()
             self._bulletin = None

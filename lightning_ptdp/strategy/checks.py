@@ -10,11 +10,13 @@ from torch import nn
 
 from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.context_parallel import check_sequence
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parallelize import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.recompute import check_recomputation
+from lightning_ptdp.strategy.context import check_context_parallel
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
 __all__ = ["check_loader", "check_model", "check_sequence_length", "check_trainer", "plan_of"]
@@ -97,6 +99,7 @@ def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None
     plan.check(whole, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
     if layout.tensor_parallel_size > 1:
         plan.resolve(whole)
+    check_context_parallel(whole, config)
     blocks, ranges = plan.blocks, tuple[tuple[int, int], ...]()
     if layout.pipeline_parallel_size > 1:
         parts = find_parts(whole, blocks=plan.blocks, before=plan.before, after=plan.after)
@@ -126,12 +129,14 @@ def check_loader(loader: Any, config: PTDPConfig) -> None:
 
 
 def check_sequence_length(data: Any, config: PTDPConfig) -> None:
-    """Compare the data's ``sequence_length``, if it tells one, with what sequence parallelism splits.
+    """Compare the data's ``sequence_length``, if it tells one, with what sequence and context parallelism split.
 
     Raises:
-        ValueError: t does not divide it.
+        ValueError: It does not divide.
     """
     length, size = getattr(data, "sequence_length", None), config.tensor_parallel_size
+    if isinstance(length, int):
+        check_sequence(length, config.context_parallel_size, sequence_parallel_size=size if config.sequence_parallel else 1)
     if config.sequence_parallel and isinstance(length, int) and length % size:
         nearest = sorted({length // size * size, -(-length // size) * size} - {0})
         raise ValueError(

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from lightning_ptdp._lightning import lightning_names
+from lightning_ptdp.strategy.stopping import ending_children_on_sigterm
 
 __all__ = ["make_launcher"]
 
@@ -38,7 +39,8 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
 
         def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self._strategy.check_before_launch(trainer, args)
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            with ending_children_on_sigterm(self):
+                return super().launch(function, *args, trainer=trainer, **kwargs)
 
         __reduce__ = reduce
 

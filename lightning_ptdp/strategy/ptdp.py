@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_ptdp._lightning import LightningNames, StrategyBase, lightning_names
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import check_elementwise
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.engine.arrivals import readers_between_steps
@@ -27,14 +28,16 @@ from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize
 from lightning_ptdp.pipeline import CustomSchedule
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.recompute import apply_recomputation
+from lightning_ptdp.recompute import JoinedContexts, apply_recomputation
 from lightning_ptdp.strategy.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
 from lightning_ptdp.strategy.collectives import WorldCollectives
+from lightning_ptdp.strategy.context import make_context_parallel
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.samplers import seed_random_sampler
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
+from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.summarize import summarize
 from lightning_ptdp.summary import StrategySummary
 from lightning_ptdp.tensor_parallel import ParallelPlan
@@ -50,6 +53,13 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         tensor_parallel_size: t, ranks that share one layer's matrices.
         pipeline_parallel_size: p, ranks that share the layers.
         virtual_pipeline_size: v, model chunks a pipeline rank holds (interleaving).
+        context_parallel_size: c, ranks that share every sequence along time, through the whole network.
+        context_parallel_attention: "ring" (keys and values go round; arXiv 2310.01889) or "all_to_all" (heads are traded for the
+            sequence; arXiv 2309.14509).
+        context_parallel_positions: Refuse a model that cannot be handed its tokens' places in the whole sequence; False for one that
+            needs none.
+        sequence_dims: Under context parallelism, the dimension along time of tensors in the batch under these keys (None: none),
+            where it is not dimension 1.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence over the t ranks.
         num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline, else 1.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", or "auto" (1F1B, interleaved if v > 1); the
@@ -98,6 +108,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         virtual_pipeline_size: int = 1,
+        context_parallel_size: int = 1,
+        context_parallel_attention: str = "ring",
+        context_parallel_positions: bool = True,
+        sequence_dims: Mapping[str, int | None] | None = None,
         sequence_parallel: bool = False,
         num_microbatches: int | None = None,
         schedule: str | CustomSchedule = "auto",
@@ -127,6 +141,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             virtual_pipeline_size=virtual_pipeline_size,
+            context_parallel_size=context_parallel_size,
+            context_parallel_attention=context_parallel_attention,  # type: ignore[arg-type]
+            context_parallel_positions=context_parallel_positions,
+            sequence_dims=sequence_dims,
             sequence_parallel=sequence_parallel,
             num_microbatches=num_microbatches,
             schedule=schedule,
@@ -157,7 +175,9 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         self.gradient_norm: Tensor | None = None
         self._engine: Engine | None = None
         self._weight_gradients = WeightGradients()
+        self._context_parallel: ContextParallel | None = None
         self._watchdog: Watchdog | None = None
+        self._stop_request: StopRequest | None = None
         self._seed = 0
         super().__init__(**lightning)
 
@@ -233,7 +253,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
         if self.mesh is None:
             self.mesh = ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout)
-        if self._watchdog is None:
+        if self._watchdog is None or self._watchdog.closed:
             self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
         self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
 
@@ -266,6 +286,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     def setup(self, trainer: Any) -> None:
         """Cut, give values, shard; then optimizers and gradient buckets."""
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
+        if self.layout.world_size > 1:
+            self._stop_request = StopRequest(trainer)
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
         if not self._is_cut_here:
@@ -286,6 +308,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             parallel=self.parallel,
             weight_gradients=self._weight_gradients,
             watchdog=self._watchdog,
+            context_parallel=self._context_parallel,
             seed=self._seed,
             device=self.root_device,
         )
@@ -311,6 +334,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         )
         if self.layout.model_parallel_size > 1:
             module.__dict__[CUT_MARK] = self.layout.describe()
+        context_fn: Any = self._weight_gradients.recomputation
+        self._context_parallel = make_context_parallel(self.config, self.mesh)
+        if self._context_parallel is not None:
+            context_fn = JoinedContexts((context_fn, self._context_parallel.recomputation))
         apply_recomputation(
             module,
             policy=self.config.recompute,
@@ -319,7 +346,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             ranges=self.parallel.ranges,
             selective=plan.selective,
             shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,
-            context_fn=self._weight_gradients.recomputation,
+            context_fn=context_fn,
         )
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -376,14 +403,14 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         if self._engine is not None:
             self._engine.close()
         if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+            self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        return {**state, "mesh": None, "parallel": None, "_engine": None, "_watchdog": None}
+        of_a_run = ("mesh", "parallel", "_engine", "_watchdog", "_stop_request", "_context_parallel")
+        return {**state, **dict.fromkeys(of_a_run)}
 
 
 def strategy_class(namespace: str = "lightning.pytorch") -> Any:

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ptdp._lightning import StrategyBase
 from lightning_ptdp.checkpoint import (
     Placed,
     load_optimizer,
@@ -23,10 +21,12 @@ from lightning_ptdp.checkpoint import (
     same_outcome,
     save_checkpoint,
 )
+from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.data_parallel import Stepped
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.engine.gradients import sharding_of
 from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
 
 __all__ = ["ModelSpaceSaving"]
@@ -35,7 +35,7 @@ _MODEL = "model/"
 _MASTER = "master"  # the name of a float32 copy among the optimizer's states
 
 
-class ModelSpaceSaving(StrategyBase):
+class ModelSpaceSaving(WorldCollectives):
     """Mixin of the strategy: saves and loads shards under global names, so that any layout reads what any other wrote.
 
     Before ``setup`` there is nothing but an ordinary module, and Lightning's single file is written and read.
@@ -54,13 +54,10 @@ class ModelSpaceSaving(StrategyBase):
         if self.parallel is None:
             return super().optimizer_state(optimizer)
         inner = getattr(optimizer, "_optimizer", optimizer)
-        with same_outcome("reading the optimizer's parameter groups"):
-            groups = optimizer_groups(inner, self._optimizer_records()[0])
-        ranks = [groups]
-        if dist.is_initialized():
-            ranks = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(ranks, groups)
-        return {"groups": merge_groups(ranks)}
+        with self.waiting_in("saving the optimizer's parameter groups"):
+            with same_outcome("reading the optimizer's parameter groups"):
+                groups = optimizer_groups(inner, self._optimizer_records()[0])
+            return {"groups": merge_groups(gather(groups))}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint folder; entered by all ranks.
@@ -74,8 +71,14 @@ class ModelSpaceSaving(StrategyBase):
             return
         if storage_options is not None:
             raise TypeError("storage_options is not supported: checkpoints are written by torch.distributed.checkpoint")
+        doing = f"saving the checkpoint {filepath}"
+        with self.waiting_in(doing):
+            self._save(checkpoint, filepath, doing)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, doing: str) -> None:
+        assert self.parallel is not None
         state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-        with same_outcome(f"saving the checkpoint {filepath}"):
+        with same_outcome(doing):
             tensors: dict[str, tuple[Tensor, Placed]] = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
             names, shardings = self._optimizer_records()
             for index, optimizer in enumerate(self.optimizers if "optimizer_states" in state else ()):
@@ -101,7 +104,8 @@ class ModelSpaceSaving(StrategyBase):
             super().load_model_state_dict(checkpoint, strict=strict)
         elif self._loading is not None:
             tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
-            load_tensors(self._loading, tensors, strict=strict, prefix=_MODEL if strict else None)
+            with self.waiting_in(f"loading the model from {self._loading}"):
+                load_tensors(self._loading, tensors, strict=strict, prefix=_MODEL if strict else None)
         else:
             self._load_whole(checkpoint["state_dict"], strict=strict)
         if self._engine is not None and self._engine.stepped is not None:
@@ -121,8 +125,9 @@ class ModelSpaceSaving(StrategyBase):
             return
         names, shardings = self._optimizer_records()
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            load_optimizer(self._loading, optimizer, names=names, shardings=shardings, groups=saved["groups"], index=index)
-            self._take_masters(optimizer)
+            with self.waiting_in(f"loading optimizer {index} from {self._loading}"):
+                load_optimizer(self._loading, optimizer, names=names, shardings=shardings, groups=saved["groups"], index=index)
+                self._take_masters(optimizer)
 
     def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:
         """Names of the optimizer's tensors, and by name how they sit in the full parameters."""
@@ -151,10 +156,8 @@ class ModelSpaceSaving(StrategyBase):
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole, uncut model's state on the CPU of every rank; collective over the world, for models that fit."""
         local = {name: (tensor.cpu(), sharding) for name, (tensor, sharding) in self._model_tensors().items()}
-        ranks: list[Any] = [local]
-        if dist.is_initialized():
-            ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, local)
+        with self.waiting_in("gathering the whole model"):
+            ranks = gather(local)
         whole: dict[str, Tensor] = {}
         for part in ranks:
             for name, (tensor, sharding) in part.items():

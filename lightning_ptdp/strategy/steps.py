@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._lightning import StrategyBase
@@ -17,6 +18,7 @@ from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.progress import Observers
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.precision import loss_scale
+from lightning_ptdp.strategy.stopping import StopRequest
 
 __all__ = ["ScheduledSteps"]
 
@@ -29,11 +31,14 @@ class ScheduledSteps(StrategyBase):
     gradient_norm: Tensor | None
     _engine: Engine | None
     _watchdog: Watchdog | None
+    _stop_request: StopRequest | None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, and under a schedule backward too, of one batch."""
         assert self._engine is not None
         with self._during("step"):
+            if self._stop_request is not None:
+                self._stop_request.heed(dist.group.WORLD, self.root_device)
             context, scale = self.precision_plugin.train_step_context, loss_scale(self.precision_plugin)
             return self._engine.training_step(context, (*args, *kwargs.values()), loss_scale=scale)
 
@@ -76,6 +81,10 @@ class ScheduledSteps(StrategyBase):
     def _evaluate(self, hook: str, context: Any, args: tuple[Any, ...]) -> Any:
         assert self._engine is not None
         with self._during(hook):
+            if self._stop_request is not None:
+                # Replicas may have different numbers of batches: only the ranks of one agree.
+                assert self.mesh is not None
+                self._stop_request.heed(self.mesh.group("model").handle, self.root_device)
             return self._engine.evaluation_step(hook, context, args)
 
     def _during(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -102,7 +111,8 @@ class ScheduledSteps(StrategyBase):
     def compute_gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient, each parameter counted once; collective over the world."""
         assert self._engine is not None
-        return self._engine.gradient_norm()
+        with self._during("gradient norm of step"):
+            return self._engine.gradient_norm()
 
     def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
         self.gradient_norm = self.compute_gradient_norm()

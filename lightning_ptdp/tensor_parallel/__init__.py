@@ -13,6 +13,7 @@ from lightning_ptdp.tensor_parallel.numbers import PerCopy, PerRank, set_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
+from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
 from lightning_ptdp.tensor_parallel.region import is_in_region, split_sequence_in_blocks
 from lightning_ptdp.tensor_parallel.sharding import (
     Piece,
@@ -42,6 +43,7 @@ __all__ = [
     "Row",
     "RowParallelLinear",
     "SequenceShardedEmbedding",
+    "SplitRandomness",
     "Sharding",
     "Vocabulary",
     "VocabularyParallelEmbedding",
@@ -52,6 +54,7 @@ __all__ = [
     "assemble_full",
     "fits",
     "gather_full",
+    "give_randomness",
     "is_in_region",
     "iterate_pieces",
     "matches",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.linear import RowParallelLinear, column_linear
+from lightning_ptdp.tensor_parallel.randomness import SplitRandomness
 from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["ParallelMultiheadAttention", "why_not"]
@@ -52,6 +53,7 @@ class ParallelMultiheadAttention(nn.Module):
         self.dropout, self.batch_first = dropout, batch_first
         self.group, self.sequence_parallel = group, sequence_parallel
         self.weight_gradients: WeightGradients | None = None
+        self.randomness: SplitRandomness | None = None
         # nn.TransformerEncoderLayer asks for it before it hands all weights to a fused kernel, which would not know of the group.
         self._qkv_same_embed_dim = False
         self.in_proj_weight = in_proj_weight
@@ -89,6 +91,8 @@ class ParallelMultiheadAttention(nn.Module):
         return self.out_proj(y if self.batch_first else y.transpose(0, 1)), None
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        if self.randomness is not None and self.training:
+            self.randomness.enter()  # the output projection leaves
         weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.in_proj_weight.size(0) // 3
         if query is key and key is value:
             return list(self._column(query, weight, bias, self.weight_gradients).split(width, dim=-1))

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_ptdp.tensor_parallel.randomness import SplitRandomness
 from lightning_ptdp.weight_gradients import WeightGradients, autocast_dtype
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_linear", "row_linear"]
@@ -66,11 +67,14 @@ class ColumnParallelLinear(nn.Module):
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradients | None = None
+        self.randomness: SplitRandomness | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """This member's output features."""
+        if self.randomness is not None and self.training:
+            self.randomness.enter()
         if not self.enters:
             return F.linear(x, _matrix(self.weight, self.transposed), self.bias)
         return column_linear(
@@ -117,6 +121,7 @@ class RowParallelLinear(nn.Module):
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradients | None = None
+        self.randomness: SplitRandomness | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 
@@ -132,6 +137,8 @@ class RowParallelLinear(nn.Module):
                 f"{self.in_features // self.group.size} features a rank, not {x.size(-1)}: its input must come from column-parallel "
                 "layers, and what lies between must read the number of heads and the sequence length from those layers' output"
             )
+        if self.randomness is not None:
+            self.randomness.leave()
         return row_linear(
             x,
             self.weight,

@@ -6,6 +6,7 @@ It does not import lightning_ptdp unless a setting asks for it.
 import importlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 SETTINGS, FOLDER = json.loads(sys.argv[1]), Path(sys.argv[2])
+if SETTINGS.get("terminate_at_start") and os.environ.get("LOCAL_RANK") == "1":
+    os.kill(os.getppid(), signal.SIGTERM)
 if SETTINGS.get("import_package"):
     importlib.import_module("lightning_ptdp")
 L = importlib.import_module(SETTINGS.get("namespace", "lightning.pytorch"))
@@ -31,6 +34,8 @@ class LitScript(L.LightningModule):
     def training_step(self, batch, batch_idx):
         if self.global_step == 2 and self.global_rank == SETTINGS.get("fail_on_rank"):
             raise ZeroDivisionError("the user's own mistake")
+        if self.global_step == 2 and self.global_rank in SETTINGS.get("terminate_ranks", []):
+            os.kill(os.getpid(), signal.SIGTERM)
         loss = self.net(batch[0]).sub(batch[0].sum(-1, keepdim=True)).square().mean()
         self.log("train_loss", loss)
         return loss
@@ -65,7 +70,11 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, data)
+    try:
+        trainer.fit(module, data)
+    except SystemExit:  # Lightning's answer to SIGTERM
+        (FOLDER / f"ended-{trainer.global_rank}").write_text(str(trainer.global_step))
+        raise
     result = {
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,

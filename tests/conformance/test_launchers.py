@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -174,3 +175,18 @@ def test_sigterm_to_the_first_process_ends_all(tmp_path: Path) -> None:
         wait_until_running(tmp_path, process)
         process.send_signal(signal.SIGTERM)
         wait_until_gone(process)
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
+def test_sigterm_while_another_stage_waits_for_this_one(tmp_path: Path, ranks: list[int]) -> None:
+    settings = {"layout": P2, "max_steps": -1, "terminate_ranks": ranks}
+    with started(tmp_path, settings) as process:
+        output = wait_until_gone(process, LIMIT)
+    assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["4", "4"], output
+
+
+def test_sigterm_before_training_leaves_no_process_behind(tmp_path: Path) -> None:
+    with started(tmp_path, {"layout": P2, "terminate_at_start": True}) as process:
+        wait_until_gone(process, LIMIT)
+    assert process.returncode == -signal.SIGTERM
+    assert not list(tmp_path.glob("*-*"))

@@ -81,6 +81,38 @@ def _train(rank: int, parent: Connection, victim: int, how: int, where: str) -> 
         make_trainer(Place(world_size=2, layout=layout), default_root_dir=where).fit(_Loses(victim, how), loader())
 
 
+class _LosesBetweenSteps(LitNet):
+    """One rank dies in a hook, and the other one goes on into a collective outside the steps."""
+
+    def __init__(self, victim: int, hook: str) -> None:
+        super().__init__()
+        self.victim, self.hook = victim, hook
+
+    def _maybe_die(self, hook: str) -> None:
+        if hook == self.hook and self.trainer.global_rank == self.victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._maybe_die("norm")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._maybe_die("save")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._maybe_die("load")
+
+
+def _train_between(rank: int, parent: Connection, victim: int, hook: str, where: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": 4, "timeout_s": 8.0}
+    place, path, module = Place(world_size=2, layout=layout), Path(where, "one.ckpt"), _LosesBetweenSteps(victim, hook)
+    first = make_trainer(place, default_root_dir=where, max_steps=1, gradient_clip_val=1.0)
+    first.fit(module, loader())
+    first.save_checkpoint(path)
+    second = make_trainer(place, default_root_dir=where, max_steps=2)
+    second.fit(_LosesBetweenSteps(victim, hook), loader(), ckpt_path=path)
+
+
 def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: Any) -> None:
     """Tell the parent how ``part`` ended."""
     _join(rank, parent)
@@ -147,3 +179,17 @@ def test_training_that_loses_a_rank_ends_with_its_name(how: signal.Signals, tmp_
     assert re.search(r"rank 0: step 1, waits in B0\.\d for rank 1 since \d", said)
     # How far it came since it last told is not known: it does so once in a while.
     assert re.search(r"rank 1: last heard \d+.* ago: " if how == signal.SIGSTOP else r"rank 1: .* since .* \(told ", said)
+
+
+@pytest.mark.parametrize(
+    ("hook", "place"),
+    [
+        ("norm", "gradient norm of step 0"),
+        ("save", r"saving the checkpoint .*one\.ckpt"),
+        ("load", r"loading the model from .*one\.ckpt"),
+    ],
+)
+def test_collectives_outside_the_steps_name_the_lost_rank_too(hook: str, place: str, tmp_path: Path) -> None:
+    said = _said_by_survivor(_train_between, 1, hook, str(tmp_path))
+    assert re.match(rf"PeerError: rank 0 \(.*\) lost another rank \({place}\):", said), said
+    assert re.search(rf"rank 0: {place} since \d", said)

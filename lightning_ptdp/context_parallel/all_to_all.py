@@ -1,0 +1,159 @@
+"""Attention over whole sequences of some heads: all-to-all between heads and sequence (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+In front of the attention every rank trades its slice of all heads for the whole sequence of n/c heads, and trades back behind it.
+In between runs torch's own attention, with every kernel and mask that it has. Four exchanges a layer in each direction, each of a slice
+of which 1/c stays where it is; but no more ranks than heads, and masks are (s, s).
+
+Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the whole sequence, s/c here, d channels a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.context_parallel.errors import ContextParallelError
+from lightning_ptdp.context_parallel.sharding import chunk_order
+from lightning_ptdp.mesh import Group
+
+__all__ = ["all_to_all_attention", "check_heads"]
+
+
+def check_heads(heads: int, context_parallel_size: int) -> None:
+    """Check that every rank gets whole heads; ``heads`` are those of one tensor-parallel rank. Key/value heads need no check.
+
+    Raises:
+        ValueError: The heads do not divide.
+    """
+    if heads % context_parallel_size:
+        works = ", ".join(str(c) for c in range(1, heads + 1) if heads % c == 0)
+        raise ValueError(
+            f"context_parallel_attention='all_to_all' shares out {heads} heads (on each tensor-parallel rank) over "
+            f"context_parallel_size={context_parallel_size} ranks, which does not divide; use a context_parallel_size of {works}, or "
+            "context_parallel_attention='ring'"
+        )
+
+
+def all_to_all_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    causal: bool,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks; collective, forward and backward.
+
+    Arguments and result as of ``ring_attention``; c must divide n. Fewer key/value heads than ranks are copied before they are sent,
+    and their gradients summed. A mask with rows is gathered to (s, s).
+
+    Raises:
+        ContextParallelError: c does not divide n.
+    """
+    try:
+        check_heads(q.size(1), group.size)
+    except ValueError as error:
+        raise ContextParallelError(str(error)) from None
+    copies = math.lcm(k.size(1), group.size) // k.size(1)
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+    q, k, v = _ToHeads.apply(group, q, k, v)
+    if mask is not None:
+        mask = _whole_mask(mask[(None,) * (4 - mask.dim())], q, group, causal)
+    y = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=q.size(1) != k.size(1),
+    )
+    return _ToSequence.apply(group, y)[0]
+
+
+class _ToHeads(torch.autograd.Function):
+    """(b, n, s/c, d) -> (b, n/c, s, d), of several tensors under way together."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return _to_heads(tensors, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *_ToSequence.apply(ctx.group, *grads))
+
+
+class _ToSequence(torch.autograd.Function):
+    """(b, n/c, s, d) -> (b, n, s/c, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return _to_sequence(tensors, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *_ToHeads.apply(ctx.group, *grads))
+
+
+def _to_heads(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
+    order = chunk_order(group.size)
+    received = []
+    for x in tensors:
+        # (2c, b, n/c, s/2c, d): for each rank its heads of the two chunks that are here.
+        received.append(_start([half for heads in x.chunk(group.size, 1) for half in heads.chunk(2, 2)], group))
+    return tuple(torch.cat([chunks[place] for place in _inverse(order)], dim=2) for chunks in _wait(received))
+
+
+def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
+    order = chunk_order(group.size)
+    received = []
+    for x in tensors:
+        chunks = x.chunk(2 * group.size, 2)
+        received.append(_start([chunks[chunk] for chunk in order], group))
+    # (2c, b, n/c, s/2c, d): from each rank its heads of the two chunks that belong here.
+    return tuple(
+        chunks.unflatten(0, (group.size, 2)).permute(2, 0, 3, 1, 4, 5).flatten(1, 2).flatten(2, 3) for chunks in _wait(received)
+    )
+
+
+def _start(parts: list[Tensor], group: Group) -> tuple[Tensor, Any, Tensor]:
+    """Send each rank its two parts; ``parts`` in the order of the ranks."""
+    source = torch.stack(parts)
+    received = torch.empty_like(source)
+    return received, dist.all_to_all_single(received, source, group=group.handle, async_op=True), source
+
+
+def _wait(received: list[tuple[Tensor, Any, Tensor]]) -> list[Tensor]:
+    for _, work, _ in received:
+        work.wait()
+    return [result for result, _, _ in received]
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _whole_mask(mask: Tensor, q: Tensor, group: Group, causal: bool) -> Tensor:
+    """The mask of all queries, of this rank's heads, with the causal one in it: torch takes only one of the two."""
+    if mask.size(-2) > 1:
+        rows = mask.to(torch.uint8) if mask.dtype is torch.bool else mask
+        heads = rows if rows.size(1) > 1 else rows.expand(-1, group.size, -1, -1)
+        mask = _to_heads((heads,), group)[0].to(mask.dtype)
+    elif mask.size(1) > 1:
+        mask = mask.chunk(group.size, 1)[group.rank]
+    if causal:
+        future = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu_(1)
+        mask = mask.expand(-1, -1, q.size(2), -1).masked_fill(future, False if mask.dtype is torch.bool else -torch.inf)
+    return mask if mask.dtype is torch.bool else mask.to(q.dtype)

@@ -1,0 +1,206 @@
+"""Context parallelism of one rank, as the engine uses it: one object for the run, one context for each forward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.context_parallel.batch import (
+    SequenceDims,
+    count_targets,
+    first_tensor,
+    is_padded,
+    sequence_length,
+    shard_batch,
+)
+from lightning_ptdp.context_parallel.errors import ContextParallelError
+from lightning_ptdp.context_parallel.intercept import Interceptor
+from lightning_ptdp.context_parallel.sharding import check_sequence, positions
+from lightning_ptdp.context_parallel.supply import Supplier, Taker, find_takers
+from lightning_ptdp.context_parallel.volume import AttentionKind, check_attention_kind
+from lightning_ptdp.mesh import Group
+
+__all__ = ["ContextForward", "ContextParallel"]
+
+PADDING_KEYS = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextForward:
+    """One forward on a slice of the sequence.
+
+    Attributes:
+        batch: This rank's part of the batch: what the step is called with.
+        length: s, tokens of the whole sequence.
+    """
+
+    batch: Any
+    length: int
+    _interceptor: Interceptor
+    _supplier: Supplier
+
+    @property
+    def num_targets(self) -> Tensor | None:
+        """After the forward: labels of this rank that are not ignored, () int64; None if the batch has no "labels"."""
+        return count_targets(self.batch) if self._supplier.targets is None else self._supplier.targets
+
+    @property
+    def attention_calls(self) -> int:
+        """Attention calls that were replaced."""
+        return self._interceptor.calls
+
+    def share(self, loss: Tensor) -> Tensor:
+        """Weight of this rank's mean loss, so that the mean over the group is the mean over all labels; collective.
+
+        For a step that does not return ``num_tokens``, on the ranks that have the loss. Without labels in the batch all ranks weigh
+        the same: 1.
+        """
+        count, group = self.num_targets, self._interceptor.group
+        if count is None:
+            return loss.new_ones(())
+        total = count.clone()
+        dist.all_reduce(total, group=group.handle)
+        return group.size * count.to(loss.dtype) / total.clamp(min=1)
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """The loss times its ``share``; a rank without a single label has 0, whatever its mean (0/0) was. Collective."""
+        share = self.share(loss)
+        return torch.where(share > 0, loss, torch.zeros_like(loss)) * share
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        with self._supplier.attached(), self._interceptor.mode():
+            yield
+
+
+@dataclass(kw_only=True)
+class ContextParallel:
+    """Cuts batches along time and makes a model's attention work across the cut.
+
+    Args:
+        group: The context group; best one that carries nothing else.
+        attention: "ring" or "all_to_all".
+        sequence_dims: See ``batch.py``.
+        padding_keys: Tensors (b, s) of the batch that tell of padding.
+        needs_positions: Refuse a model that cannot be handed its tokens' places in the whole sequence. False for one that needs none.
+        sequence_parallel_size: t under sequence parallelism, else 1.
+    """
+
+    group: Group
+    attention: AttentionKind = "ring"
+    sequence_dims: SequenceDims = field(default_factory=dict)
+    padding_keys: tuple[str, ...] = PADDING_KEYS
+    needs_positions: bool = True
+    sequence_parallel_size: int = 1
+    _takers: tuple[nn.Module, list[Taker]] | None = field(default=None, repr=False)
+    _running: ContextForward | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_attention_kind(self.attention)
+
+    @contextlib.contextmanager
+    def forward(self, module: nn.Module, batch: Any, *, expects_attention: bool = True) -> Iterator[ContextForward]:
+        """Around one call of a step of ``module`` on (a microbatch of) a batch; collective, and no backward may run inside.
+
+        Args:
+            module: The LightningModule, or any module that holds the model.
+            batch: Whole along time, the same on all ranks of the group.
+            expects_attention: Raise if no attention call was replaced; False for a pipeline stage without attention.
+
+        Raises:
+            ValueError: The batch has no sequence, or one that cannot be cut.
+            ContextParallelError: The forward did something that a slice of the sequence cannot honour, called no attention that
+                could be replaced, or has no way to get the positions of its tokens.
+        """
+        running = self._begin(module, batch)
+        outer, self._running = self._running, running
+        try:
+            with running._active():
+                yield running
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            # A pipeline stage leaves its step by an exception of its own.
+            self._check(running, expects_attention)
+            raise
+        finally:
+            self._running = outer
+        self._check(running, expects_attention)
+
+    def recomputation(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """Contexts of a forward and of its recomputation: the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
+        if self._running is None:
+            return contextlib.nullcontext(), contextlib.nullcontext()
+        return contextlib.nullcontext(), self._again(self._running)
+
+    @contextlib.contextmanager
+    def _again(self, running: ContextForward) -> Iterator[None]:
+        outer, self._running = self._running, running
+        try:
+            with running._active():
+                yield
+        finally:
+            self._running = outer
+
+    def _begin(self, module: nn.Module, batch: Any) -> ContextForward:
+        length, size, rank = sequence_length(batch, self.sequence_dims), self.group.size, self.group.rank
+        check_sequence(length, size, sequence_parallel_size=self.sequence_parallel_size)
+        local = shard_batch(batch, length=length, rank=rank, size=size, sequence_dims=self.sequence_dims)
+        takers = self._find_takers(module)
+        given = isinstance(batch, Mapping) and batch.get("position_ids") is not None
+        if self.needs_positions and not given and not any(taker.takes_positions for taker in takers):
+            raise ContextParallelError(
+                f"no module in {type(module).__name__} takes position_ids: a model that counts positions itself would count from 0 on "
+                "every context rank. Give its forward a parameter position_ids, or put 'position_ids' (batch, sequence) into the batch "
+                "and use them, or, if the model needs no positions, say context_parallel_positions=False"
+            )
+        self._check_documents(batch, takers)
+        where = positions(length, rank, size, device=first_tensor(local).device)[None]
+        return ContextForward(
+            batch=local,
+            length=length,
+            _interceptor=Interceptor(
+                kind=self.attention,
+                group=self.group,
+                length=length,
+                padded=is_padded(batch, self.padding_keys),
+                differentiates=torch.is_grad_enabled(),
+            ),
+            _supplier=Supplier(takers=takers, positions=where, length=length, group=self.group),
+        )
+
+    def _check_documents(self, batch: Any, takers: list[Taker]) -> None:
+        if not isinstance(batch, Mapping) or not any(taker.reads_documents for taker in takers):
+            return
+        places = batch.get("position_ids")
+        if isinstance(places, Tensor) and batch.get("attention_mask") is None and bool((places.diff() != 1).any()):
+            raise ContextParallelError(
+                "the batch's position_ids begin anew within a sequence, from which the model would tell documents apart; in a slice of "
+                "the sequence it cannot. Put the mask into the batch as 'attention_mask' (batch, 1, sequence, sequence), or use "
+                "context_parallel_size=1"
+            )
+
+    def _find_takers(self, module: nn.Module) -> list[Taker]:
+        if self._takers is None or self._takers[0] is not module:
+            self._takers = (module, find_takers(module))
+        return self._takers[1]
+
+    def _check(self, running: ContextForward, expects_attention: bool) -> None:
+        if expects_attention and not running.attention_calls:
+            raise ContextParallelError(
+                "the step called no attention that context parallelism could replace, so every rank attended to its slice only. It "
+                "replaces torch.nn.functional.scaled_dot_product_attention: let the model use it (Hugging Face: "
+                "attn_implementation='sdpa'; not under torch.compile), or use context_parallel_size=1"
+            )
+        given = isinstance(running.batch, Mapping) and running.batch.get("position_ids") is not None
+        if self.needs_positions and not given and not running._supplier.used:
+            raise ContextParallelError(
+                "the step called none of the modules that take position_ids, so its positions were counted from 0 on every context rank; "
+                "call such a module itself and not its parts, or hand 'position_ids' in the batch"
+            )

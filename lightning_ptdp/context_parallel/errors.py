@@ -1,0 +1,9 @@
+"""The one exception of this room."""
+
+from __future__ import annotations
+
+__all__ = ["ContextParallelError"]
+
+
+class ContextParallelError(RuntimeError):
+    """The model's forward did something that a slice of the sequence cannot honour; the message says what and how to mend it."""

@@ -1,0 +1,191 @@
+"""Attention on one block of queries and keys, with what is needed to put blocks together: the log-sum-exp of each row.
+
+torch's fused kernels return it, and their backwards take it as an argument, but only under private names; those are used in this file
+alone (tests/context_parallel/test_kernels.py watches them). Whatever they do not cover (masks, dropout, float64, unusual head
+sizes, other devices) takes ``_plain``, which is correct everywhere.
+
+The trick of blockwise attention: if a backward is given the output and the log-sum-exp of the *whole* row, it computes exactly this
+block's share of the gradients (arXiv 2310.01889, section 3; arXiv 2205.14135, appendix B.2).
+
+Shapes: b samples, n heads, m key/value heads (m divides n), q queries, k keys, d channels a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Block", "attend", "attend_backward", "fused_kernel"]
+
+_TILE_ELEMENTS = 2**24
+"""Scores that ``_plain`` holds at a time: 64 MiB in float32, some copies of it while it computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """How a block attends.
+
+    Attributes:
+        scale: Factor on q k^T.
+        causal: Query i sees keys 0 .. i only; then q = k.
+        bias: Added to the scores, -inf where a query may not see a key; broadcasts to (b, n, q, k), float32 or float64.
+        dropout_p: Probability of dropping an attention weight.
+        seed: What the dropped weights depend on.
+    """
+
+    scale: float
+    causal: bool = False
+    bias: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int = 0
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Attention of q (b, n, q, d) to k and v (b, m, k, d).
+
+    Returns:
+        The output (b, n, q, d), 0 for a query that sees no key, in the dtype of ``q`` or in float32; and the log-sum-exp of its
+        scores (b, n, q), -inf for such a query, float32 (float64 for float64 inputs).
+    """
+    kernel = fused_kernel(q, k, v, block)
+    if kernel == "cpu":
+        heads = q.size(1) // k.size(1)
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return op(q, _repeat(k, heads), _repeat(v, heads), 0.0, block.causal, scale=block.scale)
+    if kernel == "cuda":
+        op = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse = op(q, k, v, 0.0, block.causal, False, scale=block.scale)[:2]
+        return out, lse
+    return _plain(q, k, v, block)
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of the gradients of q, k and v.
+
+    Args:
+        grad: Gradient of ``out`` (b, n, q, d).
+        q, k, v: Of ``attend``.
+        out: Output of the whole attention, over all blocks.
+        lse: Log-sum-exp of the whole rows, as ``out``.
+        block: Of ``attend``.
+    """
+    kernel = fused_kernel(q, k, v, block)
+    if kernel is None:
+        return _plain_backward(grad, q, k, v, out, lse, block)
+    lse, grad = lse.contiguous(), grad.contiguous()
+    if kernel == "cpu":
+        heads = q.size(1) // k.size(1)
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = op(grad, q, _repeat(k, heads), _repeat(v, heads), out, lse, 0.0, block.causal, scale=block.scale)
+        return grads[0], _sum_repeated(grads[1], heads), _sum_repeated(grads[2], heads)
+    # State of the random numbers of dropout, which there is none of.
+    rng, lengths = torch.empty(2, dtype=torch.uint64, device=q.device), (q.size(2), k.size(2))
+    op = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return op(grad, q, k, v, out, lse, None, None, *lengths, 0.0, block.causal, rng, rng, scale=block.scale)
+
+
+def fused_kernel(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str | None:
+    """Which fused kernel takes this block: "cpu", "cuda" or None."""
+    if block.bias is not None or block.dropout_p or q.size(-1) != v.size(-1):
+        return None
+    if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return "cpu"
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.size(-1) % 8 == 0:
+        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, block.causal, q.size(1) != k.size(1))
+        return "cuda" if torch.backends.cuda.can_use_flash_attention(parameters) else None
+    return None
+
+
+def _repeat(x: Tensor, heads: int) -> Tensor:
+    return x if heads == 1 else x.repeat_interleave(heads, dim=1)
+
+
+def _sum_repeated(grad: Tensor, heads: int) -> Tensor:
+    return grad if heads == 1 else grad.unflatten(1, (-1, heads)).sum(2)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    dtype = _compute_dtype(q)
+    out = torch.empty((*q.shape[:3], v.size(-1)), dtype=dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+    for rows, keys in _tiles(q, k, block):
+        scores = _scores(q, k, block, rows, keys)
+        lse[:, :, rows] = scores.logsumexp(-1)
+        weights = _weights(scores, lse[:, :, rows])
+        if block.dropout_p:
+            weights = weights * _kept(weights, block, rows)
+        out[:, :, rows] = _unfold(_fold(weights, k).matmul(v[:, :, keys].to(dtype)), q)
+    return out, lse
+
+
+def _plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = _compute_dtype(q)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
+    delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+    for rows, keys in _tiles(q, k, block):
+        weights = _weights(_scores(q, k, block, rows, keys), lse[:, :, rows])
+        grad_rows, q_rows = _fold(grad[:, :, rows].to(dtype), k), _fold(q[:, :, rows].to(dtype), k)
+        grad_weights = _unfold(grad_rows.matmul(v[:, :, keys].to(dtype).transpose(-1, -2)), q)
+        dropped = weights
+        if block.dropout_p:
+            kept = _kept(weights, block, rows)
+            grad_weights, dropped = grad_weights * kept, weights * kept
+        dv[:, :, keys] += _fold(dropped, k).transpose(-1, -2).matmul(grad_rows)
+        grad_scores = _fold(weights * (grad_weights - delta[:, :, rows]) * block.scale, k)
+        dq[:, :, rows] = _unfold(grad_scores.matmul(k[:, :, keys].to(dtype)), q)
+        dk[:, :, keys] += grad_scores.transpose(-1, -2).matmul(q_rows)
+    return dq, dk, dv
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+def _tiles(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]:
+    """Rows of queries that are computed together, and the keys that they can see."""
+    length = q.size(2)
+    step = max(1, _TILE_ELEMENTS // max(1, q.size(0) * q.size(1) * k.size(2)))
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        yield slice(start, stop), slice(0, stop if block.causal else k.size(2))
+
+
+def _scores(q: Tensor, k: Tensor, block: Block, rows: slice, keys: slice) -> Tensor:
+    """(b, n, rows, keys)."""
+    dtype = _compute_dtype(q)
+    folded = _fold(q[:, :, rows].to(dtype), k).matmul(k[:, :, keys].to(dtype).transpose(-1, -2))
+    scores = _unfold(folded, q).mul_(block.scale)
+    if block.bias is not None:
+        scores += (block.bias[..., rows, :] if block.bias.size(-2) > 1 else block.bias)[..., keys]
+    if block.causal:
+        ones = torch.ones(rows.stop - rows.start, keys.stop, dtype=torch.bool, device=q.device)
+        scores.masked_fill_(ones.triu_(rows.start + 1), -torch.inf)
+    return scores
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    # A query that sees nothing has only scores of -inf: its weights are exp(-inf - 0) = 0, not nan.
+    return (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+
+
+def _kept(weights: Tensor, block: Block, rows: slice) -> Tensor:
+    """Which weights are kept, scaled so that their expectation stays: 0 or 1 / (1 - p)."""
+    generator = torch.Generator(weights.device).manual_seed(block.seed + rows.start)
+    draws = torch.rand(weights.shape, generator=generator, device=weights.device)
+    return (draws >= block.dropout_p).to(weights.dtype).div_(1 - block.dropout_p)
+
+
+def _fold(x: Tensor, k: Tensor) -> Tensor:
+    """(b, n, q, .) -> (b, m, n/m * q, .): the queries that share a key head, one after another."""
+    return x.reshape(x.size(0), k.size(1), -1, x.size(-1))
+
+
+def _unfold(x: Tensor, q: Tensor) -> Tensor:
+    return x.reshape(x.size(0), q.size(1), -1, x.size(-1))

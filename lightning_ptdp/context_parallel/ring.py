@@ -1,0 +1,251 @@
+"""Ring attention: queries stay, keys and values go around (arXiv 2310.01889; zigzag as in arXiv 2407.21783, section 3.3.2).
+
+In c steps a rank sees the keys and values of every rank; while it computes with one block, the next one arrives from the rank
+before it. Outputs are put together by their log-sum-exp in float32. Under a causal mask every step after the first is half a block,
+the same work on every rank (rows are the query chunks of rank r, columns the key chunks of rank j)::
+
+            j = r            j < r            j > r
+            r   2c-1-r       j   2c-1-j       j   2c-1-j
+    r       \\                x   .            .   .
+    2c-1-r  x   \\            x   .            x   x
+
+The backward sends keys and values around once more, and behind them their gradients, which every rank adds to; the last hop takes
+these home. A layer holds O(s/c) a rank. Bytes and messages: ``volume.py``.
+
+Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the whole sequence, s/c here, d channels a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_ptdp.context_parallel.kernels import Block, attend, attend_backward
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.random import derive_seed
+
+__all__ = ["ring_attention"]
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    causal: bool,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks; collective, forward and backward.
+
+    Args:
+        q: Queries (b, n, s/c, d) in zigzag layout, any floating dtype.
+        k: Keys (b, m, s/c, d).
+        v: Values (b, m, s/c, e).
+        group: The context group; best one that carries nothing else.
+        causal: A token sees itself and what stands before it in the whole sequence.
+        mask: On top of that, which keys are seen: boolean (True: seen) or additive; broadcasts to (b, n, s/c, s), local in its queries
+            and whole in its keys, these in the order of the whole sequence. Gets no gradient.
+        scale: Factor on q k^T; None: 1 / sqrt(d).
+        dropout_p: Probability of dropping an attention weight. The draws start from one number of torch's CPU generator.
+
+    Returns:
+        (b, n, s/c, e), in the dtype of ``q``. Queries that see no key give 0.
+    """
+    seed = int(torch.randint(2**62, ())) if dropout_p else 0
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    return _Ring.apply(q, k, v, mask, _Options(group=group, causal=causal, scale=scale, dropout_p=dropout_p, seed=seed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What a rank computes in one step: these of its query rows with these of the visiting columns."""
+
+    rows: slice
+    columns: slice
+    causal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    group: Group
+    causal: bool
+    scale: float
+    dropout_p: float
+    seed: int
+
+    def source(self, step: int) -> int:
+        """Whose keys and values are here."""
+        return (self.group.rank - step) % self.group.size
+
+    def part(self, step: int, length: int) -> _Part:
+        everything, chunk = slice(0, length), length // 2
+        if not self.causal or step == 0:
+            return _Part(rows=everything, columns=everything, causal=self.causal)
+        if self.source(step) < self.group.rank:
+            return _Part(rows=everything, columns=slice(0, chunk))
+        return _Part(rows=slice(chunk, length), columns=everything)
+
+    def block(self, step: int, part: _Part, mask: Tensor | None, length: int) -> Block:
+        source = self.source(step)
+        bias = None if mask is None else _bias(mask, part, source, self.group.size, length)
+        seed = derive_seed(self.seed, self.group.rank, source) if self.dropout_p else 0
+        return Block(scale=self.scale, causal=part.causal, bias=bias, dropout_p=self.dropout_p, seed=seed)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
+        length = q.size(2)
+        travelling = _Travelling((k, v), options.group)
+        out = lse = torch.empty(0)
+        with torch.autocast(q.device.type, enabled=False):
+            for step in range(options.group.size):
+                visiting_k, visiting_v = travelling.here()
+                if step < options.group.size - 1:
+                    travelling.start()
+                part = options.part(step, length)
+                block = options.block(step, part, mask, length)
+                rows, columns = part.rows, part.columns
+                more, more_lse = attend(q[:, :, rows], visiting_k[:, :, columns], visiting_v[:, :, columns], block)
+                if step == 0:
+                    out, lse = _like(q, more, more_lse.dtype), more_lse.contiguous()
+                else:
+                    _merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
+                travelling.finish()
+        out = out.to(q.dtype)
+        # The empty tensor makes the number of saved tensors differ from plain attention's: a recomputation (activation checkpointing)
+        # that is not intercepted then fails in torch's own check instead of giving wrong gradients.
+        ctx.save_for_backward(q, k, v, out, lse, mask, q.new_empty(0))
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, mask, _ = ctx.saved_tensors
+        options, length = ctx.options, q.size(2)
+        travelling = _Travelling((k, v), options.group)
+        dq = own = gradients = None
+        with torch.autocast(q.device.type, enabled=False):
+            for step in range(options.group.size):
+                visiting_k, visiting_v = travelling.here()
+                if step < options.group.size - 1:
+                    travelling.start()
+                part = options.part(step, length)
+                block = options.block(step, part, mask, length)
+                rows, columns = part.rows, part.columns
+                dq_part, *dkv_part = attend_backward(
+                    grad[:, :, rows],
+                    q[:, :, rows],
+                    visiting_k[:, :, columns],
+                    visiting_v[:, :, columns],
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    block,
+                )
+                if step == 0:
+                    dq, own = dq_part.to(lse.dtype), [x.to(lse.dtype) for x in dkv_part]
+                else:
+                    assert dq is not None
+                    dq[:, :, rows] += dq_part
+                    gradients = _pass_on(gradients, dkv_part, columns, like=(k, v), dtype=lse.dtype, group=options.group)
+                travelling.finish()
+        assert dq is not None and own is not None
+        if gradients is not None:
+            gradients.finish()
+            for mine, home in zip(own, gradients.here(), strict=True):
+                mine += home
+        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None
+
+
+class _Travelling:
+    """Tensors on their way around the ring, as one message a hop: two buffers, one to compute with and send, one to receive into.
+
+    On CUDA the communication waits for what the current stream has done with the buffers, and ``finish`` makes the stream wait for it.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._group = group
+        self._buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._spare: Tensor | None = None
+        self._work: list[Any] = []
+
+    def here(self) -> list[Tensor]:
+        """The tensors that are here now; views."""
+        parts = self._buffer.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def start(self) -> None:
+        """Send what is here to the next rank and receive from the one before."""
+        if self._spare is None:
+            self._spare = torch.empty_like(self._buffer)
+        ranks, rank, group = self._group.ranks, self._group.rank, self._group.handle
+        # Issued as one: a send and a receive between the same two ranks (c = 2) must not wait for each other.
+        send = dist.P2POp(dist.isend, self._buffer, ranks[(rank + 1) % len(ranks)], group)
+        receive = dist.P2POp(dist.irecv, self._spare, ranks[rank - 1], group)
+        self._work = dist.batch_isend_irecv([send, receive])
+
+    def finish(self) -> None:
+        """If a hop is under way, wait for it; what has arrived is here."""
+        if not self._work:
+            return
+        for work in self._work:
+            work.wait()
+        self._work = []
+        assert self._spare is not None
+        self._buffer, self._spare = self._spare, self._buffer
+
+
+def _pass_on(
+    gradients: _Travelling | None,
+    parts: Sequence[Tensor],
+    columns: slice,
+    *,
+    like: Sequence[Tensor],
+    dtype: torch.dtype,
+    group: Group,
+) -> _Travelling:
+    """Add to the gradients of the visiting keys and values and start to send them behind these."""
+    if gradients is None:
+        gradients = _Travelling([torch.zeros(x.shape, dtype=dtype, device=x.device) for x in like], group)
+    else:
+        gradients.finish()
+    for total, part in zip(gradients.here(), parts, strict=True):
+        total[:, :, columns] += part
+    gradients.start()
+    return gradients
+
+
+def _like(q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` laid out like the queries, so that what the model does next (heads back to channels) stays a view."""
+    return torch.empty_like(q, dtype=dtype).copy_(x) if x.shape == q.shape else x.to(dtype)
+
+
+def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Add a block to the rows so far, in place; rows that saw nothing have a log-sum-exp of -inf."""
+    total = torch.logaddexp(lse, more_lse)
+    reference = total.masked_fill(total == -torch.inf, 0.0)
+    out.mul_((lse - reference).exp_()[..., None]).add_(more * (more_lse - reference).exp_()[..., None])
+    lse.copy_(total)
+
+
+def _bias(mask: Tensor, part: _Part, source: int, size: int, length: int) -> Tensor:
+    """The part's rows of the mask, and its columns: those of the chunks of rank ``source``; additive."""
+    chunk = length // 2
+    rows = mask[..., part.rows, :] if mask.size(-2) > 1 else mask
+    halves = [rows.narrow(-1, start * chunk, chunk) for start in (source, 2 * size - 1 - source)]
+    bias = torch.cat(halves, -1)[..., part.columns]
+    if bias.dtype is torch.bool:
+        return torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, -torch.inf)
+    return bias if bias.dtype is torch.float64 else bias.float()

@@ -1,0 +1,170 @@
+"""Hands a model what it would otherwise count or shift within its slice of the sequence, and get wrong.
+
+- *Positions.* A module whose forward takes ``position_ids`` and is not given any counts them from 0: it is given their places in the whole
+  sequence, (1, s/c) int64. Our GPT and Hugging Face's models take them.
+- *A mask of ones.* Hugging Face's models, if not given any, take a jump in the positions, as between a rank's two chunks, for the border
+  of two documents. A mask without padding keeps them from it.
+- *Shifted labels.* Hugging Face's causal language models compare each token with the label of the next one, which at the end of a chunk is
+  elsewhere. They are given ``shift_labels``, as their loss takes them.
+
+Done by forward hooks that stand for the time of one forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptdp.context_parallel.errors import ContextParallelError
+from lightning_ptdp.context_parallel.sharding import gather_sequence, shard_sequence
+from lightning_ptdp.mesh import Group
+
+__all__ = ["Supplier", "Taker", "find_takers"]
+
+_POSITIONS, _MASK = "position_ids", "attention_mask"
+_IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taker:
+    """A module that something can be handed to.
+
+    Attributes:
+        module: The module.
+        parameters: Names of its forward's parameters, in order.
+        reads_documents: It looks for documents in its positions.
+        shifts_labels: Its loss compares each token with the label of the next.
+    """
+
+    module: nn.Module
+    parameters: tuple[str, ...]
+    reads_documents: bool
+    shifts_labels: bool
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether its forward takes ``position_ids``."""
+        return _POSITIONS in self.parameters
+
+
+def find_takers(module: nn.Module) -> list[Taker]:
+    """The modules inside ``module`` that take positions, or labels that they shift."""
+    takers = []
+    for child in module.modules():
+        names = _parameters(child)
+        shifts = "labels" in names and _shifts_labels(child)
+        if _POSITIONS in names or shifts:
+            # How to know a Hugging Face model without importing the library.
+            documents = hasattr(type(child), "main_input_name") and _POSITIONS in names and _MASK in names
+            takers.append(Taker(module=child, parameters=names, reads_documents=documents, shifts_labels=shifts))
+    return takers
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(type(module).forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return ()  # compiled or scripted, so that Python cannot tell
+
+
+def _shifts_labels(module: nn.Module) -> bool:
+    """Whether the module's forward calls the loss of Hugging Face's that shifts. Some have that loss as a default and never call it."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    calls = code is not None and "loss_function" in code.co_names
+    return calls and getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+
+
+@dataclass(kw_only=True)
+class Supplier:
+    """What is handed out in one forward.
+
+    Attributes:
+        takers: Who gets it.
+        positions: (1, s/c) int64.
+        length: s, tokens of the whole sequence.
+        group: The context group.
+        used: How often positions were handed out, or were given already.
+        targets: Number of labels of the loss of a model that was handed shifted ones.
+    """
+
+    takers: Sequence[Taker]
+    positions: Tensor
+    length: int
+    group: Group
+    used: int = 0
+    targets: Tensor | None = None
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """While a forward runs."""
+        handles = [
+            taker.module.register_forward_pre_hook(partial(self._before, taker), prepend=True, with_kwargs=True)
+            for taker in self.takers
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, taker: Taker, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if taker.takes_positions:
+            self._check(module)
+            self.used += 1
+            args, kwargs = _set_default(taker, args, kwargs, _POSITIONS, self.positions)
+        if taker.reads_documents:
+            ones = self.positions.new_ones(self._samples(args, kwargs), self.positions.size(1))
+            args, kwargs = _set_default(taker, args, kwargs, _MASK, ones)
+        if taker.shifts_labels:
+            labels = _argument(taker, args, kwargs, "labels")
+            if labels is not None and kwargs.get("shift_labels") is None:
+                kwargs = {**kwargs, "shift_labels": self._shift(labels)}
+            if labels is not None:
+                self.targets = (kwargs["shift_labels"] != _IGNORED_LABEL).sum()
+        return args, kwargs
+
+    def _samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        return next(
+            x.size(0) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1 and x is not self.positions
+        )
+
+    def _shift(self, labels: Tensor) -> Tensor:
+        whole = gather_sequence(labels, 1, group=self.group)
+        return shard_sequence(F.pad(whole[:, 1:], (0, 1), value=_IGNORED_LABEL), 1, rank=self.group.rank, size=self.group.size)
+
+    def _check(self, module: nn.Module) -> None:
+        check = getattr(module, "check_sequence_length", None)
+        if callable(check):
+            check(self.length)
+        config = getattr(module, "config", None)
+        for name in ("sliding_window", "attention_chunk_size"):
+            window = getattr(config, name, None)
+            if isinstance(window, int) and window < self.length and getattr(config, "use_sliding_window", True):
+                raise ContextParallelError(
+                    f"{type(module).__name__} has {name}={window}, less than the sequence of {self.length} tokens: attention within a "
+                    f"window cannot be told from a slice. Set config.{name}=None, use sequences of at most {window} tokens, or "
+                    "context_parallel_size=1"
+                )
+
+
+def _argument(taker: Taker, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    place = taker.parameters.index(name)
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+def _set_default(
+    taker: Taker, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if _argument(taker, args, kwargs, name) is not None:
+        return args, kwargs
+    place = taker.parameters.index(name)
+    if place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}

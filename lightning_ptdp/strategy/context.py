@@ -1,0 +1,51 @@
+"""The strategy's part in context parallelism: making it, and refusing what can be seen to be impossible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.context_parallel import ContextParallel, ContextParallelError, check_heads
+from lightning_ptdp.mesh import ProcessMesh
+
+__all__ = ["check_context_parallel", "make_context_parallel"]
+
+_HEADS = ("num_heads", "num_attention_heads", "n_head")
+
+
+def make_context_parallel(config: PTDPConfig, mesh: ProcessMesh) -> ContextParallel | None:
+    """What cuts batches along time on this rank; None if nothing does."""
+    group = mesh.group("context")
+    if group.size == 1:
+        return None
+    return ContextParallel(
+        group=group,
+        attention=config.context_parallel_attention,
+        sequence_dims=config.sequence_dims or {},
+        needs_positions=config.context_parallel_positions,
+        sequence_parallel_size=config.tensor_parallel_size if config.sequence_parallel else 1,
+    )
+
+
+def check_context_parallel(model: nn.Module, config: PTDPConfig) -> None:
+    """Check what a whole, uncut model tells of its attention.
+
+    Raises:
+        ValueError: Its heads do not divide, for all-to-all attention.
+        ContextParallelError: Its attention cannot be intercepted.
+    """
+    if config.context_parallel_size == 1:
+        return
+    for module in model.modules():
+        described: Any = getattr(module, "config", None)
+        attention = getattr(described, "_attn_implementation", None)
+        if isinstance(attention, str) and attention != "sdpa":
+            raise ContextParallelError(
+                f"context_parallel_size={config.context_parallel_size} replaces calls of scaled_dot_product_attention, but "
+                f"{type(module).__name__} was built with attn_implementation={attention!r}; build it with attn_implementation='sdpa'"
+            )
+        heads = next((n for key in _HEADS if isinstance(n := getattr(described, key, None), int)), None)
+        if heads is not None and config.context_parallel_attention == "all_to_all":
+            check_heads(max(1, heads // config.tensor_parallel_size), config.context_parallel_size)

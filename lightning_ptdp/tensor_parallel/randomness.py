@@ -1,0 +1,103 @@
+"""Random numbers inside tensor-parallel regions.
+
+Where all members hold the same activation they must drop the same of it, and where each holds a part (heads, features, a slice of the
+sequence) they must not. So a step draws from one stream on all members, and from a stream of each member's own inside of a region::
+
+    no sequence parallelism     behind a column layer, up to the row layer
+    sequence parallelism        in the blocks, if the sequence is split there only; else everywhere, and no stream is shared
+
+A member's own stream begins with a number drawn from the shared one, so it is replayed with it when activations are recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ptdp.random import derive_seed
+
+__all__ = ["SplitRandomness", "give_randomness"]
+
+
+class SplitRandomness:
+    """Switches torch's generators between the group's stream and this member's own.
+
+    Args:
+        rank: Place in the tensor group.
+        device: Whose generator is switched besides the CPU's.
+    """
+
+    def __init__(self, *, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._shared: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def begin(self) -> None:
+        """A step begins, on the shared stream."""
+        self._shared = None
+
+    def enter(self) -> None:
+        """What follows is split; does nothing inside of a region."""
+        if self._shared is not None:
+            return
+        seed = derive_seed(int(torch.randint(2**62, ())), self._rank)
+        on_gpu = self._device.type == "cuda"
+        self._shared = torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if on_gpu else None
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
+
+    def leave(self) -> None:
+        """What follows is the same on all members again."""
+        if self._shared is None:
+            return
+        (state, device_state), self._shared = self._shared, None
+        torch.set_rng_state(state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state, self._device)
+
+
+def give_randomness(module: nn.Module, randomness: SplitRandomness, *, blocks: nn.Module | None = None) -> Callable[[], None]:
+    """Let a module draw from the member's own stream where it is split, in training.
+
+    Args:
+        module: Holds parallel layers.
+        randomness: Switches the streams.
+        blocks: The container of blocks in which, and only there, the sequence is split; None: no sequence parallelism.
+
+    Returns:
+        A function that undoes it.
+    """
+    if blocks is not None:
+        handles = []
+        for block in blocks.children():
+            handles.append(block.register_forward_pre_hook(partial(_enter, randomness)))
+            handles.append(block.register_forward_hook(partial(_leave, randomness), always_call=True))
+        return partial(_remove, handles)
+    layers: list[Any] = [child for child in module.modules() if "randomness" in vars(child)]
+    for layer in layers:
+        layer.randomness = randomness
+    return partial(_take_back, layers)
+
+
+def _enter(randomness: SplitRandomness, module: nn.Module, _args: Any) -> None:
+    if module.training:
+        randomness.enter()
+
+
+def _leave(randomness: SplitRandomness, *_: Any) -> None:
+    randomness.leave()
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _take_back(layers: Sequence[Any]) -> None:
+    for layer in layers:
+        layer.randomness = None

@@ -1,0 +1,111 @@
+"""Which tensors of a batch are cut, and where."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ptdp.context_parallel import count_targets, sequence_length, shard_batch
+from lightning_ptdp.context_parallel.batch import is_padded
+
+LENGTH = 8
+MINE = [0, 1, 6, 7]
+Pair = namedtuple("Pair", "input_ids weights")
+
+
+@dataclass
+class Sample:
+    input_ids: Tensor
+    scale: float
+
+
+def shard(batch: Any, **sequence_dims: int | None) -> Any:
+    """Rank 0's of two."""
+    return shard_batch(batch, length=LENGTH, rank=0, size=2, sequence_dims=sequence_dims)
+
+
+def test_the_rule() -> None:
+    torch.manual_seed(0)
+    batch = {
+        "input_ids": torch.randn(3, LENGTH),
+        "embeddings": torch.randn(3, LENGTH, 5),
+        "mask": torch.randn(3, 1, LENGTH, LENGTH),
+        "keys": torch.randn(3, 1, 1, LENGTH),
+        "image": torch.randn(3, 4, 9, 9),
+        "class": torch.randn(3),
+        "scalar": torch.tensor(1.0),
+        "name": "text",
+    }
+    local = shard(batch)
+    assert torch.equal(local["input_ids"], batch["input_ids"][:, MINE])
+    assert torch.equal(local["embeddings"], batch["embeddings"][:, MINE])
+    assert torch.equal(local["mask"], batch["mask"][:, :, MINE])
+    assert all(local[key] is batch[key] for key in ("keys", "image", "class", "scalar", "name"))
+
+
+def test_names_override_the_rule() -> None:
+    x = torch.arange(LENGTH * LENGTH).view(LENGTH, LENGTH)
+    local = shard({"rows": x, "whole": x, "nested": [{"rows": x}]}, rows=0, whole=None)
+    assert torch.equal(local["rows"], x[MINE])
+    assert local["whole"] is x
+    assert torch.equal(local["nested"][0]["rows"], x[MINE])
+    with pytest.raises(ValueError, match=r"sequence_dims=\{'rows': 2\}.*\(8, 8\)"):
+        shard({"rows": x}, rows=2)
+
+
+def test_containers_keep_their_type() -> None:
+    x = torch.arange(2 * LENGTH).view(2, LENGTH)
+    pair = shard(Pair(x, torch.ones(2)))
+    assert isinstance(pair, Pair)
+    assert torch.equal(pair.input_ids, x[:, MINE])
+    sample = shard(Sample(x, 2.0))
+    assert isinstance(sample, Sample)
+    assert (sample.input_ids.size(1), sample.scale) == (4, 2.0)
+    assert torch.equal(shard((x, [x]))[1][0], x[:, MINE])
+
+
+def test_one_rank_keeps_the_batch() -> None:
+    batch = {"input_ids": torch.zeros(1, 7)}
+    assert shard_batch(batch, length=7, rank=0, size=1) is batch
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dims", "expected"),
+    [
+        ({"image": (2, 3, 8, 8), "input_ids": (2, 16)}, {}, 16),
+        ({"class": (2,), "x": (2, 12, 4)}, {}, 12),
+        ({"x": (2, 3, 20)}, {"x": 2}, 20),
+        ({"class_weights": (2, 5), "x": (2, 12)}, {"class_weights": None}, 12),
+    ],
+)
+def test_the_sequence_of_a_batch(shapes: dict[str, tuple[int, ...]], dims: dict[str, int | None], expected: int) -> None:
+    assert sequence_length({name: torch.zeros(shape) for name, shape in shapes.items()}, dims) == expected
+
+
+def test_batches_without_one_sequence() -> None:
+    with pytest.raises(ValueError, match=r"only \{'class': \(2,\)\}.*sequence_dims"):
+        sequence_length({"class": torch.zeros(2)})
+    with pytest.raises(ValueError, match="different lengths"):
+        sequence_length({"a": torch.zeros(2, 4), "b": torch.zeros(2, 8)}, {"a": 1, "b": 1})
+
+
+def test_padding_is_what_differs() -> None:
+    ones = torch.ones(2, 4, dtype=torch.int64)
+    padded = ones.clone()
+    padded[1, 3:] = 0
+    assert not is_padded({"attention_mask": ones, "x": padded}, ("attention_mask",))
+    assert is_padded({"attention_mask": padded}, ("attention_mask",))
+    assert is_padded({"attention_mask": padded == 0}, ("attention_mask",))
+    assert not is_padded({}, ("attention_mask",))
+
+
+def test_counted_targets() -> None:
+    count = count_targets({"labels": torch.tensor([[1, -100, 3]])})
+    assert count is not None
+    assert count.item() == 2
+    assert count_targets({"input_ids": torch.ones(1, 3)}) is None

@@ -1,0 +1,173 @@
+"""Our GPT on slices of the sequence equals the GPT on one process: logits, loss, every gradient."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.context_parallel import AttentionKind, ContextParallel
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
+from lightning_ptdp.tensor_parallel import apply_plan
+from tests.context_parallel.toy import assert_close, context_group, own
+from tests.models.configs import GPT2, LLAMA
+from tests.pool import Pool
+from tests.tensor_parallel.toy import assert_gradients
+
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA}
+LENGTH = 24
+
+
+def make_batch(config: GPTConfig) -> dict[str, Tensor]:
+    """Labels ignored unevenly over the sequence: most of what is ignored is at its end."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(config.vocabulary_size, (2, LENGTH + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[0, 5:] = labels[1, -3:] = -100
+    return {"input_ids": ids[:, :-1].clone(), "labels": labels}
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def _train_step(rank: int, config: GPTConfig, kind: AttentionKind, dtype: torch.dtype) -> None:
+    group = context_group(rank)
+    torch.manual_seed(0)
+    model, reference = GPT(config).to(dtype), GPT(config).to(dtype)
+    reference.load_state_dict(model.state_dict())
+    batch = make_batch(config)
+    expected = reference(batch["input_ids"])
+    expected_loss = summed_loss(expected, batch["labels"]) / (batch["labels"] != -100).sum()
+    expected_loss.backward()
+
+    with ContextParallel(group=group, attention=kind).forward(model, batch) as running:
+        logits = model(running.batch["input_ids"])
+    tokens = running.num_targets
+    assert tokens is not None
+    dist.all_reduce(tokens, group=group.handle)
+    loss = summed_loss(logits, running.batch["labels"]) / tokens
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group.handle)
+
+    assert_close(logits.detach(), own(expected.detach(), 1, group))
+    assert_close(total, expected_loss.detach())
+    for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert whole.grad is not None
+        dist.all_reduce(parameter.grad, group=group.handle)
+        assert_close(parameter.grad, whole.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_one_process(pool: Pool, name: str, kind: AttentionKind, size: int, dtype: torch.dtype) -> None:
+    pool.run(_train_step, world_size=size, args=(CONFIGS[name], kind, dtype))
+
+
+def _mean_loss(rank: int) -> None:
+    """A step that returns nothing but its mean loss, on ranks of which one has no label at all."""
+    group = context_group(rank)
+    torch.manual_seed(0)
+    model, batch = GPT(LLAMA).double(), make_batch(LLAMA)
+    batch["labels"][:, 4:] = -100
+    whole = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+    expected = torch.autograd.grad(whole, list(model.parameters()))
+    with ContextParallel(group=group).forward(model, batch) as running:
+        loss = F.cross_entropy(model(running.batch["input_ids"]).flatten(0, 1), running.batch["labels"].flatten())
+    assert loss.isnan() == (rank > 0)
+    loss = running.weighted(loss) / group.size
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    dist.all_reduce(loss := loss.detach(), group=group.handle)
+    assert_close(loss, whole.detach())
+    for mine, grad in zip(found, expected, strict=True):
+        dist.all_reduce(mine, group=group.handle)
+        assert_close(mine, grad)
+
+
+def test_a_mean_loss_is_weighted_by_its_labels(pool: Pool) -> None:
+    pool.run(_mean_loss, world_size=2)
+
+
+def _with_tensor_parallel(rank: int, config: GPTConfig, sequence_parallel: bool) -> None:
+    layout = ParallelLayout(world_size=4, context_parallel_size=2, tensor_parallel_size=2, sequence_parallel=sequence_parallel)
+    mesh = ProcessMesh.create(layout=layout, rank=rank)
+    context, tensor = mesh.group("context"), mesh.group("tensor")
+    torch.manual_seed(0)
+    reference = GPT(config).double()
+    model, batch = deepcopy(reference), make_batch(config)
+    shardings = apply_plan(model, gpt_plan(config, prefix=""), group=tensor, sequence_parallel=sequence_parallel)
+    expected = summed_loss(reference(batch["input_ids"]), batch["labels"])
+    expected.backward()
+    parallel = ContextParallel(group=context, sequence_parallel_size=2 if sequence_parallel else 1)
+    with parallel.forward(model, batch) as running:
+        loss = summed_loss(model(running.batch["input_ids"]), running.batch["labels"])
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=context.handle)
+    assert_close(total, expected.detach())
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=context.handle)
+    assert_gradients(model, shardings, reference, tensor)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_with_tensor_parallel(pool: Pool, name: str, sequence_parallel: bool) -> None:
+    pool.run(_with_tensor_parallel, world_size=4, args=(CONFIGS[name], sequence_parallel))
+
+
+def _too_long(rank: int) -> None:
+    model = GPT(replace(LLAMA, sequence_length=16))
+    with (
+        pytest.raises(ValueError, match="24 tokens is longer than sequence_length=16"),
+        ContextParallel(group=context_group(rank)).forward(model, make_batch(LLAMA)) as running,
+    ):
+        model(running.batch["input_ids"])
+
+
+def test_the_limit_holds_for_the_whole_sequence(pool: Pool) -> None:
+    pool.run(_too_long, world_size=2)
+
+
+def _lightning_module(rank: int) -> tuple[float, int]:
+    torch.manual_seed(0)
+    module = LitGPT(LLAMA)
+    module.configure_model()
+    module.log = lambda *args, **kwargs: None  # type: ignore[assignment]
+    with ContextParallel(group=context_group(rank)).forward(module, make_batch(LLAMA)) as running:
+        output = module.training_step(running.batch, 0)
+    return output["loss"].item() * output["num_tokens"].item(), output["num_tokens"].item()
+
+
+def test_a_lightning_module_is_none_the_wiser(pool: Pool) -> None:
+    results = pool.run(_lightning_module, world_size=2)
+    torch.manual_seed(0)
+    module = LitGPT(LLAMA)
+    module.configure_model()
+    module.log = lambda *args, **kwargs: None  # type: ignore[assignment]
+    expected = module.training_step(make_batch(LLAMA), 0)
+    losses, tokens = zip(*results, strict=True)
+    assert tokens[0] != tokens[1]
+    assert sum(losses) / sum(tokens) == pytest.approx(expected["loss"].item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_positions_in_any_shape(name: str) -> None:
+    torch.manual_seed(0)
+    model, ids = GPT(CONFIGS[name]), make_batch(CONFIGS[name])["input_ids"]
+    expected = model(ids)
+    places = torch.arange(LENGTH)
+    for position_ids in (places, places[None], places.expand(2, -1)):
+        assert torch.equal(model(ids, position_ids), expected)
+    assert not torch.equal(model(ids, places.flip(0)), expected)

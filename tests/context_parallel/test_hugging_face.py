@@ -1,0 +1,111 @@
+"""Hugging Face models as they are, on slices of the sequence: positions, masks and shifted labels are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.context_parallel import ContextParallel, ContextParallelError
+from tests.context_parallel.toy import assert_close, context_group, own
+from tests.pool import Pool
+
+pytest.importorskip("transformers")
+
+LENGTH, VOCABULARY = 16, 53
+
+
+def make_model(name: str) -> nn.Module:
+    """A small model; imported here, where a worker needs it."""
+    import transformers
+
+    common: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": "sdpa"}
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=16, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False, **common
+        )
+        return transformers.GPT2LMHeadModel(config)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24} | common
+    if name == "bert":
+        config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes)
+        return transformers.BertForPreTraining(config)
+    window = {"sliding_window": 8} if name == "mistral" else {}
+    kind = transformers.MistralForCausalLM if name == "mistral" else transformers.LlamaForCausalLM
+    return kind(kind.config_class(num_key_value_heads=2, use_cache=False, **sizes, **window))
+
+
+def make_batch(lengths: Sequence[int] | None) -> dict[str, Tensor]:
+    """Three sequences, padded after so many tokens."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(VOCABULARY, (3, LENGTH), generator=generator)
+    if lengths is None:
+        return {"input_ids": ids, "labels": ids.clone()}
+    valid = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+    return {"input_ids": ids, "labels": ids.masked_fill(~valid, -100), "attention_mask": valid.long()}
+
+
+def _train_step(rank: int, name: str) -> None:
+    group = context_group(rank)
+    # The last: padding on rank 0 only, for which some models copy key/value heads and give a mask that others leave out.
+    for lengths in (None, (16, 11, 3), (16, 16, 14)):
+        torch.manual_seed(0)
+        model = make_model(name).double()
+        batch = make_batch(lengths)
+        if name == "bert":  # its head for sentences pools the first token, which one rank has
+            batch["next_sentence_label"] = torch.tensor([0, 1, 1])
+        expected = model(**batch)
+        loss = expected.loss
+        whole = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+        with ContextParallel(group=group, attention="ring" if lengths else "all_to_all").forward(model, batch) as running:
+            output = model(**running.batch)
+        assert running.attention_calls == 2
+        local, count = output.loss, running.num_targets
+        assert count is not None
+        local = running.weighted(local) / group.size
+        found = torch.autograd.grad(local, list(model.parameters()), allow_unused=True)
+        dist.all_reduce(local := local.detach(), group=group.handle)
+        assert_close(local, loss.detach())
+        for (label, _), mine, expected_grad in zip(model.named_parameters(), found, whole, strict=True):
+            assert (mine is None) == (expected_grad is None), label
+            if mine is not None:
+                dist.all_reduce(mine, group=group.handle)
+                # Hugging Face's loss is float32, whatever the model's dtype.
+                torch.testing.assert_close(mine, expected_grad, rtol=1e-6, atol=1e-8, msg=lambda t, n=label: f"{n}: {t}")
+        logits, whole_logits = _logits(output), own(_logits(expected), 1, group)
+        seen = own(batch.get("attention_mask", torch.ones_like(batch["input_ids"])), 1, group).bool()
+        assert_close(logits.detach()[seen], whole_logits.detach()[seen])
+
+
+def _logits(output: Any) -> Tensor:
+    return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_equals_one_process(pool: Pool, name: str) -> None:
+    pool.run(_train_step, world_size=2, args=(name,))
+
+
+def _refusals(rank: int) -> list[str]:
+    group, messages = context_group(rank), []
+    for name, change in (("mistral", {}), ("llama", {"attn_implementation": "eager"})):
+        model = make_model(name)
+        if change:
+            model.set_attn_implementation("eager")  # type: ignore[operator]
+        with (
+            pytest.raises(ContextParallelError) as error,
+            ContextParallel(group=group).forward(model, make_batch(None)) as f,
+        ):
+            model(**f.batch)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_is_refused(pool: Pool) -> None:
+    window, eager = pool.run(_refusals, world_size=2)[0]
+    assert "sliding_window=8" in window
+    assert "attn_implementation='sdpa'" in eager

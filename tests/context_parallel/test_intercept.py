@@ -1,0 +1,360 @@
+"""Any model that calls ``scaled_dot_product_attention``: what it computes on slices, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from lightning_ptdp.context_parallel import AttentionKind, ContextParallel, ContextParallelError
+from tests.context_parallel.models import VOCABULARY, Encoder, Toy, local_causal_mask
+from tests.context_parallel.toy import assert_close, context_group, own
+from tests.pool import Pool
+
+LENGTH = 16
+KINDS: list[AttentionKind] = ["ring", "all_to_all"]
+
+
+def make_batch(**more: Tensor) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"input_ids": torch.randint(VOCABULARY, (3, LENGTH), generator=generator), **more}
+
+
+def padding(*counts: int) -> Tensor:
+    """Mask of samples with so many tokens (True: a token)."""
+    return torch.arange(LENGTH) < torch.tensor(counts)[:, None]
+
+
+def spread(
+    rank: int, make: Callable[[], nn.Module], step: Callable[..., Tensor], batch: dict[str, Tensor], **options: Any
+) -> None:
+    """Output and gradients of ``step(model, batch)`` on slices are those on the whole."""
+    group = context_group(rank)
+    torch.manual_seed(0)
+    model, reference = make().double(), make().double()
+    reference.load_state_dict(model.state_dict())
+    context = ContextParallel(group=group, **options)
+    if isinstance(model, Toy) and isinstance(reference, Toy) and model.recompute == "ours":
+        model.recompute, reference.recompute = {"use_reentrant": False, "context_fn": context.recomputation}, None
+    expected = step(reference, batch)
+    valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    upstream = torch.randn(expected.shape, dtype=expected.dtype) * valid[..., None]
+    expected.backward(upstream)
+    with context.forward(model, batch) as running:
+        got = step(model, running.batch)
+    assert running.attention_calls == 2
+    got.backward(own(upstream, 1, group))
+    seen = own(valid, 1, group)
+    assert_close(got.detach()[seen], own(expected.detach(), 1, group)[seen])
+    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if whole.grad is not None:
+            assert parameter.grad is not None, name
+            torch.distributed.all_reduce(parameter.grad, group=group.handle)
+            torch.testing.assert_close(
+                parameter.grad, whole.grad, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def plain(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["input_ids"])
+
+
+def causal_by_mask(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    return model(batch["input_ids"], mask=local_causal_mask(batch["input_ids"].size(1), dtype=dtype))
+
+
+def keys_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["input_ids"], mask=batch["attention_mask"][:, None, None])
+
+
+def keys_hidden_from_each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As ``keys_hidden``, spelled out for every query."""
+    length = batch["input_ids"].size(1)
+    return model(batch["input_ids"], mask=batch["attention_mask"][:, None, None].expand(-1, 1, length, -1))
+
+
+def leaves_out_full_masks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As Hugging Face's models do: a slice without padding gives no mask at all."""
+    keys = batch["attention_mask"][:, None, None]
+    return model(batch["input_ids"], mask=None if keys.all() else keys)
+
+
+def causal_and_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    length = batch["input_ids"].size(1)
+    return model(batch["input_ids"], mask=batch["attention_mask"][:, None, None] & local_causal_mask(length))
+
+
+def given_mask(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["input_ids"], mask=batch["mask"])
+
+
+def encode(model: nn.Module, batch: dict[str, Tensor], causal: bool) -> Tensor:
+    masks: dict[str, Any] = {"src_key_padding_mask": ~batch["attention_mask"]} if "attention_mask" in batch else {}
+    if causal:
+        length = batch["input_ids"].size(1)
+        masks |= {"mask": nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64), "is_causal": True}
+        if "src_key_padding_mask" in masks:
+            masks["mask"] = masks["mask"] == -torch.inf
+    return model(batch["input_ids"], **masks)
+
+
+def models_on_slices(rank: int, kind: AttentionKind) -> None:
+    generator = torch.Generator().manual_seed(5)
+    random_mask = (torch.rand(3, 1, LENGTH, LENGTH, generator=generator) < 0.7) | torch.eye(LENGTH, dtype=torch.bool)
+    padded, one_rank_only = {"attention_mask": padding(16, 9, 3)}, {"attention_mask": padding(16, 16, 15)}
+    holes = torch.zeros(3, LENGTH, dtype=torch.bool).index_fill_(1, torch.tensor([LENGTH // 4, *range(LENGTH - 4, LENGTH)]), True)
+    cases: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
+        "bidirectional": (Toy, plain, {}),
+        "causal": (partial(Toy, is_causal=True), plain, {}),
+        "recomputed": (partial(Toy, is_causal=True, recompute="ours"), plain, {}),
+        "boolean causal mask": (Toy, partial(causal_by_mask, dtype=None), {}),
+        "additive causal mask": (Toy, partial(causal_by_mask, dtype=torch.float64), {}),
+        "padding": (Toy, keys_hidden, padded),
+        "padding for each query": (Toy, keys_hidden_from_each, padded),
+        "one token in a slice": (Toy, keys_hidden_from_each, {"attention_mask": holes}),
+        "padding, on one rank": (Toy, leaves_out_full_masks, one_rank_only),
+        "padding of whole slices": (Toy, causal_and_hidden, padded),
+        "padding and causal": (Toy, causal_and_hidden, one_rank_only),
+        "a mask without padding": (Toy, keys_hidden, {"attention_mask": padding(16, 16, 16)}),
+        "a mask of queries and keys": (Toy, given_mask, {"mask": random_mask}),
+        "encoder": (Encoder, partial(encode, causal=False), {}),
+        "causal encoder": (Encoder, partial(encode, causal=True), {}),
+        "padded encoder": (Encoder, partial(encode, causal=False), padded),
+        "padded causal encoder": (Encoder, partial(encode, causal=True), padded),
+    }
+    for name, (make, step, more) in cases.items():
+        try:
+            spread(rank, make, step, make_batch(**more), attention=kind)
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_on_slices(pool: Pool, kind: AttentionKind, size: int) -> None:
+    pool.run(models_on_slices, world_size=size, args=(kind,))
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------------------
+
+
+class Eager(Toy):
+    """Attends without ``scaled_dot_product_attention``."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = self.tokens(input_ids)
+        return self.head((x @ x.transpose(1, 2)).softmax(-1) @ x)
+
+
+class CountsItself(nn.Module):
+    """Leaves no way to tell it the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = Toy()
+        self.toy.forward = self.toy.forward  # type: ignore[method-assign]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.toy.blocks[0](self.toy.tokens(input_ids) + self.toy.places(torch.arange(input_ids.size(1))))
+
+
+class Counting(nn.Module):
+    """A model of which no part takes positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.block = nn.Embedding(VOCABULARY, 16), Toy().blocks[0]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.block(self.tokens(input_ids))
+
+
+class Mixed(Toy):
+    """Gives a mask of its own making."""
+
+    def __init__(self, mask: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.make = mask
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids, position_ids, self.make(input_ids.size(1)))
+
+
+class WithPrefix(Toy):
+    """Puts a token in front."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = self.tokens(input_ids)
+        return self.blocks[0](torch.cat((x[:, :1], x), 1))
+
+
+class Frozen(Toy):
+    """Attends under no_grad."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            return super().forward(input_ids, position_ids, mask)
+
+
+class Weights(nn.Module):
+    """Asks nn.MultiheadAttention for its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.attention = nn.Embedding(VOCABULARY, 16), nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.tokens(input_ids)
+        return self.attention(x, x, x)[0]
+
+
+def window(length: int) -> Tensor:
+    return local_causal_mask(length).triu(-2)
+
+
+def slopes(length: int) -> Tensor:
+    return torch.arange(length).float()[None] - torch.arange(length).float()[:, None]
+
+
+class Picks(Toy):
+    """Pools a token."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(is_causal=True)
+        self.place = place
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids, position_ids)[:, self.place]
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "eager": (Eager, "called no attention.*attn_implementation='sdpa'"),
+    "no positions": (Counting, "no module in Counting takes position_ids.*context_parallel_positions=False"),
+    "positions not asked": (CountsItself, "called none of the modules that take position_ids"),
+    "window": (partial(Mixed, window), r"mask of shape \(1, 1, 8, 8\).*each of 2 ranks holds 8 of 16 tokens"),
+    "bias": (partial(Mixed, slopes), "adds other numbers than 0 and -inf"),
+    "whole mask": (partial(Mixed, lambda length: local_causal_mask(2 * length)), r"mask of shape \(1, 1, 16, 16\)"),
+    "hidden padding": (partial(Mixed, lambda length: (torch.arange(length) < 3)[None]), "under 'attention_mask'"),
+    "trained bias": (partial(Mixed, lambda length: torch.zeros(1, length, requires_grad=True)), "gradients of an attention mask"),
+    "both": (lambda: Toy(is_causal=True, attn_mask=torch.ones(8, 8, dtype=torch.bool)), "not both"),
+    "middle token": (partial(Picks, 3), r"picks token 3 out of a hidden state.*only the first \(0\)"),
+    "prefix": (WithPrefix, "attention on 9 queries and 9 keys"),
+    "no_grad": (Frozen, "gradients disabled inside a forward.*recompute="),
+    "reentrant": (lambda: Toy(is_causal=True, recompute={"use_reentrant": True}), "use_reentrant=False"),
+    "weights": (Weights, r"need_weights=True \(call the attention with need_weights=False\)"),
+}
+
+
+def _refuse(rank: int, name: str) -> str:
+    make, _ = REFUSED[name]
+    torch.manual_seed(0)
+    model, context, batch = make(), ContextParallel(group=context_group(rank)), make_batch()
+    with pytest.raises(ContextParallelError) as error, context.forward(model, batch) as running:
+        model(running.batch["input_ids"])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_refused(pool: Pool, name: str) -> None:
+    for message in pool.run(_refuse, world_size=2, args=(name,)):
+        with pytest.raises(ContextParallelError, match=f"(?s){REFUSED[name][1]}"):
+            raise ContextParallelError(message)
+
+
+def _foreign_checkpoint(rank: int, kind: AttentionKind) -> None:
+    torch.manual_seed(0)
+    model = Toy(is_causal=True, recompute={"use_reentrant": False})
+    with ContextParallel(group=context_group(rank), attention=kind).forward(model, make_batch()) as running:
+        loss = model(running.batch["input_ids"]).sum()
+    with pytest.raises(CheckpointError):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recomputation_that_cannot_be_intercepted_is_not_silent(pool: Pool, kind: AttentionKind) -> None:
+    pool.run(_foreign_checkpoint, world_size=2, args=(kind,))
+
+
+# ---- the context ----------------------------------------------------------------------------------------------------------------
+
+
+class Leave(BaseException):
+    """How a pipeline stage leaves its step."""
+
+
+def _leaving(rank: int) -> None:
+    group = context_group(rank)
+    context, model, batch = ContextParallel(group=group), Toy(), make_batch()
+    with pytest.raises(Leave), context.forward(model, batch) as running:  # noqa: PT012
+        model(running.batch["input_ids"])
+        raise Leave
+    with pytest.raises(ContextParallelError, match="no attention"), context.forward(model, batch):
+        raise Leave
+    model.forward = lambda ids, position_ids: position_ids  # type: ignore[method-assign]
+    with context.forward(model, batch, expects_attention=False) as running:
+        places = model(running.batch["input_ids"])
+    assert places.tolist() == [[0, 1, 2, 3, 12, 13, 14, 15] if rank == 0 else [*range(4, 12)]]
+    with pytest.raises(RuntimeError, match="mine"), context.forward(model, batch):
+        raise RuntimeError("mine")
+    assert context.recomputation()[1].__class__.__name__ == "nullcontext"
+    assert not model._forward_pre_hooks
+    q = torch.randn(1, 2, 4, 8)
+    assert_close(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
+
+
+def test_ways_to_leave_a_forward(pool: Pool) -> None:
+    pool.run(_leaving, world_size=2)
+
+
+def _autocast(rank: int) -> None:
+    group = context_group(rank)
+    torch.manual_seed(0)
+    model, batch = Toy(is_causal=True), make_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(batch["input_ids"])
+        with ContextParallel(group=group).forward(model, batch) as running:
+            got = model(running.batch["input_ids"])
+    assert got.dtype == expected.dtype == torch.bfloat16
+    assert_close(got.float(), own(expected, 1, group).float(), torch.bfloat16)
+    got.float().sum().backward()
+    q = torch.randn(1, 2, LENGTH // 2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16), ContextParallel(group=group).forward(model, batch, expects_attention=False):
+        assert model(batch["input_ids"][:, : LENGTH // 2]).dtype == torch.bfloat16
+        assert F.scaled_dot_product_attention(q, q, q).dtype == torch.bfloat16
+
+
+def test_under_autocast(pool: Pool) -> None:
+    pool.run(_autocast, world_size=2)
+
+
+def test_an_unknown_kind() -> None:
+    with pytest.raises(ValueError, match="context_parallel_attention='rings'"):
+        ContextParallel(group=context_group(0), attention="rings")  # type: ignore[arg-type]
+
+
+def _pick(rank: int, place: int) -> None:
+    group = context_group(rank)
+    torch.manual_seed(0)
+    model, batch = Picks(place).double(), make_batch()
+    expected = model(batch["input_ids"])
+    whole = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+    with ContextParallel(group=group).forward(model, batch) as running:
+        found = model(running.batch["input_ids"])
+    assert_close(found.detach(), expected.detach())
+    # Every rank has the whole loss, of which each counts its part.
+    parts = torch.autograd.grad(found.square().sum() / group.size, list(model.parameters()))
+    for mine, gradient in zip(parts, whole, strict=True):
+        dist.all_reduce(mine, group=group.handle)
+        assert_close(mine, gradient)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_first_and_the_last_token_are_the_whole_sequence_s(place: int, pool: Pool) -> None:
+    pool.run(_pick, world_size=2, args=(place,))

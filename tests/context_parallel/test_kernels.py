@@ -1,0 +1,123 @@
+"""Attention on a block: every kernel equals the plain one, and blocks put together equal the whole. Watches torch's private names."""
+
+from __future__ import annotations
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.context_parallel import kernels
+from lightning_ptdp.context_parallel.kernels import Block, attend, attend_backward, fused_kernel
+from tests.context_parallel.toy import assert_close, qkv
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+SCALE = 1 / math.sqrt(8)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, straight from the definition."""
+    heads = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
+    scores = q @ k.transpose(-1, -2) * block.scale
+    if block.bias is not None:
+        scores = scores + block.bias
+    if block.causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ v, scores.logsumexp(-1)
+
+
+def make_block(name: str) -> Block:
+    bias = torch.randn(2, 1, 1, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    hidden = bias.masked_fill(torch.arange(12) > 4, -torch.inf)
+    blind = torch.zeros(2, 1, 12, 12, dtype=torch.float64)
+    blind[0, 0, 3] = -torch.inf
+    return {
+        "full": Block(scale=SCALE),
+        "causal": Block(scale=SCALE, causal=True),
+        "bias": Block(scale=0.3, bias=hidden),
+        "causal bias": Block(scale=SCALE, causal=True, bias=bias),
+        "blind row": Block(scale=SCALE, bias=blind),
+    }[name]
+
+
+@pytest.mark.parametrize("tile", [2**24, 100], ids=["one tile", "tiles"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("name", ["full", "causal", "bias", "causal bias", "blind row"])
+def test_the_plain_kernel(name: str, kv_heads: int, tile: int) -> None:
+    q, k, v, grad = qkv(heads=4, kv_heads=kv_heads, length=12, dtype=torch.float64)
+    block = make_block(name)
+    assert fused_kernel(q, k, v, block) is None
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = reference(*inputs, block)
+    with patch.object(kernels, "_TILE_ELEMENTS", tile):
+        out, lse = attend(q, k, v, block)
+        found = attend_backward(grad, q, k, v, out, lse, block)
+    assert_close(out, expected.detach())
+    assert_close(lse, expected_lse.detach())
+    for mine, whole in zip(found, torch.autograd.grad(expected, inputs, grad), strict=True):
+        assert_close(mine, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_fused_kernels_equal_the_plain_one(device: str, causal: bool, kv_heads: int, dtype: torch.dtype) -> None:
+    q, k, v, grad = (x.to(device) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype))
+    if not causal:
+        k, v = k[:, :, :6], v[:, :, :6]
+    block = Block(scale=SCALE, causal=causal)
+    if fused_kernel(q, k, v, block) is None:
+        assert device == "cuda", "the CPU kernel takes all of these"
+        pytest.skip(f"no fused kernel for {dtype} on {device}")
+    assert fused_kernel(q, k, v, block) == device
+    out, lse = attend(q, k, v, block)
+    found = (out, lse, *attend_backward(grad, q, k, v, out, lse, block))
+    exact = [x.double() for x in (q, k, v, grad)]
+    exact_out, exact_lse = attend(*exact[:3], block)
+    expected = (exact_out, exact_lse, *attend_backward(exact[3], *exact[:3], exact_out, exact_lse, block))
+    assert lse.dtype == torch.float32
+    for mine, whole in zip(found, expected, strict=True):
+        assert_close(mine.double(), whole, torch.float32 if dtype is torch.float32 else torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_backward_with_the_whole_rows_sum_gives_a_blocks_share(dtype: torch.dtype) -> None:
+    q, k, v, grad = qkv(heads=2, kv_heads=2, length=16, dtype=dtype)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*inputs)
+    dq, dk, dv = torch.autograd.grad(out, inputs, grad)
+    block = Block(scale=SCALE)
+    lse = attend(q, k, v, block)[1]
+    halves = [slice(0, 8), slice(8, 16)]
+    shares = [attend_backward(grad, q, k[:, :, half], v[:, :, half], out.detach(), lse, block) for half in halves]
+    assert_close(shares[0][0] + shares[1][0], dq)
+    for half, share in zip(halves, shares, strict=True):
+        assert_close(share[1], dk[:, :, half])
+        assert_close(share[2], dv[:, :, half])
+
+
+def test_dropout_keeps_the_same_weights_in_the_backward() -> None:
+    q, k, v, _ = qkv(heads=2, kv_heads=1, length=16, dtype=torch.float64)
+    block = Block(scale=0.0, dropout_p=0.5, seed=3)
+    out, lse = attend(q, k, v, block)
+    again, _ = attend(q, k, v, block)
+    other, _ = attend(q, k, v, Block(scale=0.0, dropout_p=0.5, seed=4))
+    assert torch.equal(out, again)
+    assert not torch.equal(out, other)
+    # With equal weights the output is linear in v: its gradient tells which weights were kept.
+    dv = attend_backward(torch.ones_like(out), q, k, v, out, lse, block)[2]
+    assert_close((dv * v).sum(), out.sum())
+
+
+def test_what_the_fused_kernels_are_not_given() -> None:
+    q, k, v, _ = qkv(heads=2, kv_heads=2, length=8, dtype=torch.float32)
+    assert fused_kernel(q, k, v, Block(scale=1.0)) == "cpu"
+    assert fused_kernel(q, k, v, Block(scale=1.0, bias=torch.zeros(8))) is None
+    assert fused_kernel(q, k, v, Block(scale=1.0, dropout_p=0.1)) is None
+    assert fused_kernel(q, k, v[..., :4], Block(scale=1.0)) is None

@@ -1,0 +1,77 @@
+"""What a model is handed that it could not know from its slice. One rank of two, without communication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.context_parallel import ContextParallel, ContextParallelError
+from lightning_ptdp.mesh import Group
+
+PLACES = [[2, 3, 4, 5]]
+BATCH = {"input_ids": torch.arange(16).view(2, 8)}
+
+
+class Reader(nn.Module):
+    """Tells what it was given."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> object:
+        return None if position_ids is None else position_ids.tolist(), attention_mask
+
+
+class LikeHuggingFace(Reader):
+    """Known by this attribute."""
+
+    main_input_name = "input_ids"
+
+
+def context(**options: bool) -> ContextParallel:
+    return ContextParallel(group=Group(handle=None, ranks=(0, 1), rank=1), **options)
+
+
+def test_positions_are_handed_to_whoever_has_none() -> None:
+    model = nn.Sequential(Reader())
+    with context().forward(model, BATCH, expects_attention=False) as running:
+        ids = running.batch["input_ids"]
+        assert model[0](ids) == (PLACES, None)
+        assert model[0](ids, None) == (PLACES, None)
+        assert model[0](ids, torch.zeros(1, 4)) == ([[0, 0, 0, 0]], None)
+        assert model[0](input_ids=ids, position_ids=None) == (PLACES, None)
+    assert model[0](ids) == (None, None)
+
+
+def test_positions_of_the_batch_are_cut() -> None:
+    batch = {**BATCH, "position_ids": torch.arange(8).flip(0).expand(2, -1)}
+    with context().forward(nn.Linear(1, 1), batch, expects_attention=False) as running:
+        assert running.batch["position_ids"].tolist() == [[5, 4, 3, 2]] * 2
+
+
+def test_a_model_that_needs_no_positions() -> None:
+    with context(needs_positions=False).forward(nn.Linear(1, 1), BATCH, expects_attention=False) as running:
+        assert running.batch["input_ids"].shape == (2, 4)
+
+
+def test_a_model_that_looks_for_documents_is_handed_a_mask() -> None:
+    model = LikeHuggingFace()
+    with context().forward(model, BATCH, expects_attention=False) as running:
+        places, mask = model(running.batch["input_ids"])
+        assert torch.equal(mask, torch.ones(2, 4))
+        assert model(running.batch["input_ids"], attention_mask=mask * 2)[1].unique().tolist() == [2]
+    assert places == PLACES
+
+
+def test_documents_told_by_positions_are_refused() -> None:
+    model, places = LikeHuggingFace(), torch.arange(8).expand(2, -1)
+    with context().forward(model, {**BATCH, "position_ids": places}, expects_attention=False) as running:
+        model(**running.batch)
+    with (
+        pytest.raises(ContextParallelError, match=r"begin anew.*'attention_mask'"),
+        context().forward(model, {**BATCH, "position_ids": places % 4}),
+    ):
+        pass
+
+
+def test_shapes_that_cannot_be_cut_are_refused_before_the_step() -> None:
+    with pytest.raises(ValueError, match="multiple of 4"), context().forward(Reader(), {"input_ids": torch.zeros(1, 6)}):
+        pytest.fail("the step ran")

@@ -1,0 +1,91 @@
+"""What is sent and what is kept, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ptdp.context_parallel import AttentionKind, attention_volume
+from tests.context_parallel.test_attention import ATTENTION
+from tests.context_parallel.toy import context_group, counted_messages, own, qkv
+from tests.pool import Pool
+
+
+def _count(rank: int, kind: str, causal: bool, dtype: torch.dtype, kv_heads: int) -> tuple[Counter[str], Counter[str]]:
+    group = context_group(rank)
+    q, k, v, grad = (own(x, 2, group) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    with counted_messages() as forward:
+        output = ATTENTION[kind](*inputs, group=group, causal=causal)
+    with counted_messages() as backward:
+        output.backward(grad)
+    return forward, backward
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_bytes_and_messages_are_the_formulas(pool: Pool, kind: AttentionKind, size: int, dtype: torch.dtype) -> None:
+    for causal, kv_heads in ((True, 4), (False, 2)):
+        expected = attention_volume(
+            kind,
+            context_parallel_size=size,
+            samples=2,
+            sequence_length=16,
+            num_heads=4,
+            num_kv_heads=kv_heads,
+            head_dim=8,
+            element_size=dtype.itemsize,
+        )
+        for forward, backward in pool.run(_count, world_size=size, args=(kind, causal, dtype, kv_heads)):
+            assert (forward["bytes"], forward["messages"]) == (expected.forward_bytes, expected.forward_messages)
+            assert (backward["bytes"], backward["messages"]) == (expected.backward_bytes, expected.backward_messages)
+
+
+def test_the_ring_sends_two_blocks_a_hop() -> None:
+    volume = attention_volume(
+        "ring",
+        context_parallel_size=4,
+        samples=1,
+        sequence_length=1024,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        element_size=4,
+    )
+    block = 2 * 256 * 64 * 4  # heads, tokens, channels, bytes
+    assert volume.forward_bytes == 2 * 3 * block
+    assert volume.backward_bytes == 2 * volume.forward_bytes
+
+
+def test_one_rank_sends_nothing() -> None:
+    volume = attention_volume(
+        "ring", context_parallel_size=1, samples=1, sequence_length=8, num_heads=1, num_kv_heads=1, head_dim=8, element_size=4
+    )
+    assert (volume.forward_bytes, volume.backward_messages) == (0, 0)
+
+
+def _saved_bytes(rank: int, length: int) -> int:
+    group = context_group(rank)
+    q, k, v, _ = (own(x, 2, group) for x in qkv(heads=4, kv_heads=2, length=length, dtype=torch.float32, channels=16))
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        ATTENTION["ring"](*(x.requires_grad_() for x in (q, k, v)), group=group, causal=True)
+    return sum(kept.values())
+
+
+def test_what_the_ring_keeps_for_the_backward_shrinks_with_the_ranks(pool: Pool) -> None:
+    samples, length, heads, kv_heads, channels = 2, 64, 4, 2, 16
+    whole = 4 * samples * length * (2 * heads * channels + 2 * kv_heads * channels + heads)  # q and out, k and v, log-sum-exp
+    for size in (2, 4):
+        assert pool.run(_saved_bytes, world_size=size, args=(length,)) == [whole // size] * size
+    # So at a fixed memory a rank, the sequence grows with the ranks.
+    assert pool.run(_saved_bytes, world_size=4, args=(2 * length,)) == pool.run(_saved_bytes, world_size=2, args=(length,)) * 2

@@ -1,0 +1,84 @@
+"""What the tests of this room share: a context group, comparisons, whole attention to compare with, counted messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.context_parallel import shard_sequence
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import Group, ProcessMesh
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def context_group(rank: int) -> Group:
+    """The context group of a worker: the whole world."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    layout = ParallelLayout(world_size=size, context_parallel_size=size)
+    return ProcessMesh.create(layout=layout, rank=rank).group("context")
+
+
+def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Equal within the summation order of the dtype."""
+    limit = TOLERANCE[dtype or expected.dtype]
+    torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
+
+
+def own(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This member's part."""
+    return shard_sequence(x, dim, rank=group.rank, size=group.size)
+
+
+def qkv(
+    *, heads: int, kv_heads: int, length: int, dtype: torch.dtype, samples: int = 2, channels: int = 8, seed: int = 0
+) -> list[Tensor]:
+    """Random q, k, v and a gradient of the output, the same on all ranks, laid out as models do: heads behind the sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = (heads, kv_heads, kv_heads, heads)
+    shapes = [(samples, length, count, channels) for count in counts]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2) for shape in shapes]
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """torch's own attention."""
+    if mask is not None and causal:
+        past = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril()
+        mask, causal = (mask & past if mask.dtype is torch.bool else mask.masked_fill(~past, -torch.inf)), False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.size(1) != k.size(1), **options)
+
+
+def gradients(output: Tensor, grad: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """Output and gradients of the inputs."""
+    return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+
+
+@contextmanager
+def counted_messages() -> Iterator[Counter[str]]:
+    """Counts what is sent: messages and bytes, of the ring's sends and of all-to-alls (the part that leaves this rank)."""
+    counts: Counter[str] = Counter()
+    batch_isend_irecv, all_to_all_single = dist.batch_isend_irecv, dist.all_to_all_single
+
+    def ring(operations: list[Any]) -> Any:
+        for operation in operations:
+            if operation.op is dist.isend:
+                counts["messages"] += 1
+                counts["bytes"] += operation.tensor.numel() * operation.tensor.element_size()
+        return batch_isend_irecv(operations)
+
+    def all_to_all(output: Tensor, source: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        counts["messages"] += 1
+        size = dist.get_world_size(group)
+        counts["bytes"] += source.numel() * source.element_size() // size * (size - 1)
+        return all_to_all_single(output, source, *args, group=group, **kwargs)
+
+    with patch.object(dist, "batch_isend_irecv", ring), patch.object(dist, "all_to_all_single", all_to_all):
+        yield counts

@@ -1,0 +1,126 @@
+"""Dropout agrees where ranks hold the same activation and differs where each holds a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.tensor_parallel import ParallelPlan
+from tests.huggingface.runs import Samples, make_model
+from tests.pool import Pool
+
+WIDTH = 32
+
+
+class Mlp(nn.Module):
+    """Dropout on what is split and on what is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.inside, self.down, self.outside = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.5),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.5),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outside(self.down(self.inside(self.up(x))))
+
+
+class LitBase(L.LightningModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class LitMlp(LitBase):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Mlp(), Mlp())
+
+    def configure_parallel(self) -> ParallelPlan:
+        return ParallelPlan(tensor={"blocks.*.up": "column", "blocks.*.down": "row"}, blocks="blocks")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.blocks(batch), batch.flip(-1))
+
+
+class LitBert(LitBase):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model("bert", hidden_dropout_prob=0.5)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+
+class Masks(L.Callback):
+    """What each dropout dropped, in the order of the calls, and the weights in the end."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Tensor]] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        for name, child in module.named_modules():
+            if isinstance(child, nn.Dropout):
+                child.register_forward_hook(lambda _, args, out, n=name: self.seen.setdefault(n, []).append(out == 0))
+
+
+def _fit(rank: int, bert: bool, layout: dict[str, Any], world_size: int) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    L.seed_everything(3, verbose=False)
+    masks = Masks()
+    module = LitBert() if bert else LitMlp()
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(**layout),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=2,
+        callbacks=[masks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = Samples("bert") if bert else torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    return masks.seen, trainer.strategy.gather_state_dict()
+
+
+def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_size": 2, "num_microbatches": 2}], ids=["t2", "t2p2"])
+def test_inside_a_region_and_outside(options: dict[str, Any], pool: Pool) -> None:
+    world_size = 4 if options else 2
+    ranks = [
+        seen
+        for seen, _ in pool.run(_fit, world_size=world_size, args=(False, {"tensor_parallel_size": 2, **options}, world_size))
+    ]
+    for first, second in zip(ranks[::2], ranks[1::2], strict=True):
+        assert first.keys() == second.keys()
+        for name in first:
+            assert _equal(first[name], second[name]) == ("outside" in name), name
+            assert not torch.equal(first[name][0], first[name][1]), f"{name} drops the same in every step"
+
+
+def test_recomputation_replays_it(pool: Pool) -> None:
+    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
+    _, kept = pool.run(_fit, world_size=4, args=(False, layout, 4))[0]
+    _, found = pool.run(_fit, world_size=4, args=(False, {**layout, "recompute": "full"}, 4))[0]
+    assert all(torch.equal(found[name], value) for name, value in kept.items())
+
+
+def test_outside_of_the_blocks_under_sequence_parallelism(pool: Pool) -> None:
+    """BERT's embeddings are whole on all ranks; its blocks see slices."""
+    layout = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    (first, _), (second, _) = pool.run(_fit, world_size=2, args=(True, layout, 2))
+    for name in first:
+        assert _equal(first[name], second[name]) == ("embeddings" in name), name
