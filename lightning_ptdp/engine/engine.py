@@ -16,6 +16,7 @@ from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients, Steppe
 from lightning_ptdp.engine.agreement import check_same_batch
 from lightning_ptdp.engine.arrivals import Arrivals
 from lightning_ptdp.engine.batch import batch_size, map_tensors, microbatch_sizes, split_batch
+from lightning_ptdp.engine.gradient_checks import GradientChecks
 from lightning_ptdp.engine.gradients import counted_gradients, make_gradients, make_stepped, needs_masters
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight
 from lightning_ptdp.engine.metric_groups import load_metric_states, scope_metrics
@@ -98,6 +99,8 @@ class Engine:
         self._buckets: GradientBuckets | LooseGradients | None = None
         self.stepped: SteppedParameters | None = None
         self._arrivals: Arrivals | None = None
+        self._checks: GradientChecks | None = None
+        self._losses: list[Tensor] = []
         self._fresh, self._accumulates = True, False
         self._factor: float | Tensor = 1.0
         self._compared = False
@@ -126,6 +129,10 @@ class Engine:
         if self.stepped is not None:
             self.stepped.adopt(optimizer)
             self._arrivals = Arrivals(self._module, self.stepped, overlaps=overlaps and self.stepped.is_sharded)
+        self._checks = GradientChecks(
+            config=self._config, mesh=self._mesh, parallel=self._parallel, gradients=self._buckets, stepped=self.stepped
+        )
+        self.observers.add(self._checks)
 
     def install_gradients(self) -> None:
         """Show the gradients that ``training_step`` computed to Lightning and the optimizer."""
@@ -139,6 +146,11 @@ class Engine:
         self._fresh = True
         if self._arrivals is not None:
             self._arrivals.ended()
+
+    def check_gradients(self, optimizer: Any, *, scaled: bool = False) -> None:
+        """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
+        if self._checks is not None and not self._accumulates:
+            self._checks.complete(optimizer, losses=self._losses, norm=None if scaled else self.gradient_norm)
 
     def parameters_needed(self) -> None:
         """Somebody is about to read the parameters: wait until those of the last step are here."""
@@ -192,6 +204,9 @@ class Engine:
                 self._arrivals.close()
             self._buckets.close()
             self._buckets = self.stepped = self._arrivals = None
+        if self._checks is not None:
+            self.observers.remove(self._checks)
+            self._checks = None
         self._unscope()
         self._take_randomness()
 
@@ -204,6 +219,8 @@ class Engine:
 
     def _start_gradients(self) -> None:
         assert self._buckets is not None
+        assert self._checks is not None
+        self._checks.check_trainable()
         if self._fresh:
             self._buckets.zero()
             self._fresh = False
@@ -229,6 +246,8 @@ class Engine:
     def _straight_training_step(self, context: Context, args: Sequence[Any]) -> Any:
         with self._step_randomness(), context():
             output = self._module.training_step(*args)
+        if self._config.check_finite is not None:
+            self._losses = [loss_and_weight(output)[0].detach()]
         group = self._mesh.group("replica_sum")
         if group.size > 1:
             _, tokens = loss_and_weight(output)
@@ -256,6 +275,7 @@ class Engine:
         )
         self._runtime.run(self._schedule(job.count, training=True), job)
         report = self._shared_report(job)
+        self._losses = job.losses
         scale = 1 / (report.weight * windows) if report.counted and report.weight else None
         if reduces:
             buckets.finish(scale)

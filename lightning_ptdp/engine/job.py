@@ -65,6 +65,9 @@ class LightningJob:
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduce_gradients: Whether this step completes an optimizer step.
+
+    Attributes:
+        losses: Of the microbatches that this rank has seen the end of.
         context_parallel: Cuts microbatches along time, if anything does.
         attending: Stages with blocks, which call attention.
     """
@@ -94,7 +97,7 @@ class LightningJob:
         self._buckets, self._scale, self._loss_scale, self._reduces = buckets, scale, loss_scale, reduce_gradients
         self._outputs: list[Any] = [None] * len(sizes)
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self._tokens: list[Any] = [None] * len(sizes)
         self._randomness = randomness
         self._context_parallel, self._attending = context_parallel, attending
@@ -141,7 +144,7 @@ class LightningJob:
             share = self._shares[microbatch] = part.share(loss.detach())
             # Without a label in this slice the mean is 0/0, and weighs nothing.
             loss = torch.where(share > 0, loss, torch.zeros_like(loss)) * share
-        self._losses.append(loss.detach())
+        self.losses.append(loss.detach())
         self._outputs[microbatch] = _detached(output)
         if tokens is None:
             return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale * self._loss_scale)
@@ -173,7 +176,7 @@ class LightningJob:
         report = StepReport(calls=average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut))
         report.metrics = [self._metric_state(call.metric) for call in report.calls if call.metric is not None]
         if self.training:
-            losses = torch.stack([loss.float() for loss in self._losses]).tolist()
+            losses = torch.stack([loss.float() for loss in self.losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
             report.weight, report.counted = sum(weights), counted
         report.extras = self._extras(shares)

@@ -88,6 +88,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         inter_node_reduce_dtype: In what gradients cross between nodes. Default: as inside them.
         overlap_parameter_gather: Let parameters arrive while the next step's forward runs. Default: if nobody but Lightning reads
             them between the steps.
+        check_finite: What to do with a step whose loss or gradient is NaN or infinite: "raise" NonFiniteError with the first parameter,
+            rank and microbatch, "skip" the update with a warning that says the same, or nothing. Under float16 the loss scale skips.
         timeout_s: Limit in seconds of every wait for another rank.
         start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or "forkserver".
         process_group_backend: "nccl" or "gloo"; default by device.
@@ -132,6 +134,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         data_parallel_replicas: int = 1,
         inter_node_reduce_dtype: str | None = None,
         overlap_parameter_gather: bool | None = None,
+        check_finite: str | None = None,
         timeout_s: float = 1800.0,
         start_method: str = "popen",
         process_group_backend: str | None = None,
@@ -165,6 +168,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             data_parallel_replicas=data_parallel_replicas,
             inter_node_reduce_dtype=inter_node_reduce_dtype,  # type: ignore[arg-type]
             overlap_parameter_gather=overlap_parameter_gather,
+            check_finite=check_finite,  # type: ignore[arg-type]
             timeout_s=timeout_s,
             start_method=start_method,  # type: ignore[arg-type]
             process_group_backend=process_group_backend,

@@ -48,9 +48,13 @@ class ScheduledSteps(StrategyBase):
         if self._engine.runs_backward_itself:
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
             self._engine.install_gradients()
-            return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        with self._during("step"), self._engine.reducing():
-            return super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
+            output = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        else:
+            with self._during("step"), self._engine.reducing():
+                output = super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
+        with self._during("checking the gradients of step"):
+            self._engine.check_gradients(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
+        return output
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step; the next batch starts from zero gradients."""
