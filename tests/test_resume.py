@@ -50,7 +50,9 @@ class WithDropout(LitTiny):
                 module.p = 0.2
 
 
-def _train(rank: int, name: str, epochs: int, save: str | None, resume: str | None, dropout: bool) -> dict[str, torch.Tensor]:
+def _train(
+    rank: int, name: str, epochs: int, save: str | None, resume: str | None, dropout: bool, precision: str = "32-true"
+) -> dict[str, torch.Tensor]:
     world_size, layout = LAYOUTS[name]
     L.seed_everything(3, verbose=False)
     callbacks = []
@@ -64,6 +66,7 @@ def _train(rank: int, name: str, epochs: int, save: str | None, resume: str | No
         max_epochs=epochs,
         callbacks=callbacks,
         gradient_clip_val=0.05,
+        precision=precision,
         logger=False,
         enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
@@ -119,6 +122,19 @@ def test_any_layout_reads_what_any_other_wrote(
     assert resumed.keys() == uninterrupted.keys()
     for key, value in uninterrupted.items():
         assert (resumed[key] - value).norm() / value.norm() < 1e-5, key
+
+
+def test_masters_go_on_bitwise_and_become_the_parameters_of_float32(pool: Pool, tmp_path: Path) -> None:
+    path, name = str(tmp_path / "half.ckpt"), "d2t2 sharded"
+    whole = pool.run(_train, world_size=4, args=(name, 2, None, None, True, "bf16-true"))[0]
+    rounded = pool.run(_train, world_size=4, args=(name, 1, path, None, True, "bf16-true"))[0]
+    resumed = pool.run(_train, world_size=4, args=(name, 2, None, path, True, "bf16-true"))[0]
+    for key, value in whole.items():
+        assert torch.equal(resumed[key], value), key
+    masters = pool.run(_train, world_size=1, args=("one", 1, None, path, False, "32-true"))[0]
+    assert any(not torch.equal(masters[key], value.float()) for key, value in rounded.items()), "these are rounded"
+    for key, value in rounded.items():
+        assert torch.equal(masters[key].bfloat16(), value), key
 
 
 def test_a_checkpoint_tells_its_layout_and_becomes_one_file(pool: Pool, tmp_path: Path) -> None:
