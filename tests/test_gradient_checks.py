@@ -40,14 +40,17 @@ class LitFreezes(LitNet):
             next(self.parameters()).requires_grad_(False)
 
 
-def _fit(rank: int, module: type[L.LightningModule], world_size: int, layout: dict[str, Any]) -> tuple[str, list[str], bool]:
+def _fit(
+    rank: int, module: type[L.LightningModule], world_size: int, layout: dict[str, Any], accumulate: int = 1
+) -> tuple[str, list[str], bool]:
     """(what was raised, what was warned of, whether all weights are finite)."""
     L.seed_everything(1, verbose=False)
     trainer = L.Trainer(
         strategy=PTDPStrategy(**layout),
         accelerator="cpu",
         devices=world_size,
-        max_steps=3,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -62,6 +65,19 @@ def _fit(rank: int, module: type[L.LightningModule], world_size: int, layout: di
             raised = f"{type(error).__name__}: {error}"
     finite = all(value.isfinite().all() for value in trainer.lightning_module.state_dict().values())
     return raised, [str(warning.message) for warning in caught], bool(finite)
+
+
+@pytest.mark.parametrize("layout", [{}, {P: 2, M: 2, "schedule": "zb_h1"}], ids=["one", "zb_h1"])
+def test_nobody_is_named_who_has_a_gradient(layout: dict[str, Any], pool: Pool) -> None:
+    size = layout.get(P, 1)
+    for _, texts, _ in pool.run(_fit, world_size=size, args=(LitNet, size, {**layout, "check_finite": "raise"}, 2)):
+        assert not [text for text in texts if "no loss depends" in text]
+
+
+def test_one_process_without_microbatches_is_checked_too(pool: Pool) -> None:
+    ((raised, _, finite),) = pool.run(_fit, world_size=1, args=(LitPoisoned, 1, {"check_finite": "raise"}))
+    assert "the loss of microbatch 0 on rank 0" in raised
+    assert finite
 
 
 PLACES = {"one": (1, {M: 2}), "d2": (2, {M: 2}), "d2 sharded": (2, {M: 2, Z: True}), "p2": (2, {P: 2, M: 2})}

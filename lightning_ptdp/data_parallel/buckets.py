@@ -192,11 +192,7 @@ class GradientBuckets:
 
     def unused(self) -> list[nn.Parameter]:
         """Parameters whose gradient no backward has added to, tied ones left out: another stage may have used those."""
-        return [
-            entry.parameter
-            for entry in self.entries
-            if id(entry.parameter) not in self._arrived and entry.shared is None and entry.parameter.requires_grad
-        ]
+        return [entry.parameter for entry in self.entries if id(entry.parameter) not in self._arrived and entry.shared is None]
 
     def _copied(self) -> Iterator[tuple[Tensor, Sequence[Copied]]]:
         for bucket in self.buckets():

@@ -114,11 +114,11 @@ class LooseGradients:
             set_gradient_dtype(entry.parameter, entry.parameter.dtype)
 
     def unused(self) -> list[nn.Parameter]:
-        """Parameters that had no gradient when they were parked, tied ones left out: another stage may have used those."""
+        """Parameters that never had a gradient, tied ones left out: another stage may have used those."""
         return [
             entry.parameter
             for index, entry in enumerate(self.entries)
-            if index not in self._arrived and entry.shared is None and entry.parameter.requires_grad
+            if index not in self._arrived and entry.parameter.grad is None and entry.shared is None
         ]
 
 

@@ -117,7 +117,7 @@ class Engine:
     def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:
         """Make the gradient buckets, if gradients have to be summed or kept apart, and give the optimizer what it steps on."""
         alone = self._mesh.layout.world_size == 1 and not self.runs_backward_itself
-        if alone and not needs_masters(self._config, self._parallel):
+        if alone and not needs_masters(self._config, self._parallel) and self._config.check_finite is None:
             return
         for child in self._module.modules():
             if "weight_gradients" in vars(child):

@@ -158,8 +158,8 @@ class LightningJob:
             self._buckets.arm(stage, awaited)
 
     def gradient_complete(self, parameter: Tensor) -> None:
-        """A bucket may be full."""
-        if self._reduces and self._buckets is not None:
+        """A bucket may be full, if its reductions have been armed."""
+        if self._buckets is not None:
             self._buckets.complete(parameter)
 
     def reduce(self, stage: int) -> None:
