@@ -62,3 +62,11 @@ def test_accumulation_clipping_ties_and_uneven_padding(name: str, pool: Pool, re
     run = Run(world_size=world_size, layout={**layout, "bucket_mb": 1e-2}, **settings)
     for found in pool.run(fit, world_size=world_size, args=(run,)):
         assert_same(found, expected)
+
+
+def test_heads_that_several_ranks_hold_alike(pool: Pool, reference: Any) -> None:
+    """Shards cut through the copied rows of keys and values; they are summed and counted once."""
+    settings = {"llama": True, "layers": 2, "steps": 4, "global_batch": 8}
+    run = Run(world_size=8, layout={Z: True, T: 4, "bucket_mb": 1e-2}, **settings)
+    for found in pool.run(fit, world_size=8, args=(run,)):
+        assert_same(found, reference(**settings))
