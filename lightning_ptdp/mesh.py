@@ -114,6 +114,32 @@ class ProcessMesh:
             self.groups[key] = Group(_new_group(ranks, self.timeout), ranks, mine.index(pipeline.rank))
         return self.groups[key] if inside else None
 
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        size = self.layout.world_size
+        return Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), self.rank)
+
+    def replica_levels(self, nodes: int) -> tuple[Group, Group]:
+        """The replicas (data x context) in two levels: this rank's group inside its node, and the ranks with its place in the others.
+
+        Neighbouring replicas share a node. Collective over the world at the first call: every rank must ask for the same numbers in
+        the same order. With one node the first group is all replicas.
+        """
+        replicas = self.group("replica_sum")
+        if nodes == 1:
+            return replicas, Group(None, (self.rank,), 0)
+        size = replicas.size // nodes
+        assert size * nodes == replicas.size, (nodes, replicas.ranks)
+        node, place = divmod(replicas.rank, size)
+        for key, ranks, rank in (
+            (f"replicas/{nodes}/inside", replicas.ranks[node * size : (node + 1) * size], place),
+            (f"replicas/{nodes}/between", replicas.ranks[place::size], node),
+        ):
+            if key not in self.groups:
+                self.groups[key] = Group(_new_group(ranks, self.timeout) if len(ranks) > 1 else None, ranks, rank)
+        return self.groups[f"replicas/{nodes}/inside"], self.groups[f"replicas/{nodes}/between"]
+
     def tensor_copies(self, copies: int) -> Group:
         """The ``copies`` neighbouring members of the tensor group, this rank among them, that hold the same heads.
 

@@ -65,7 +65,11 @@ class LightningJob:
         device: Where the model is.
         buckets: Where gradients go; None when not training.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
+        loss_scale: Factor on every loss; stays in the gradients.
         reduce_gradients: Whether this step completes an optimizer step.
+
+    Attributes:
+        losses: Of the microbatches that this rank has seen the end of.
         context_parallel: Cuts microbatches along time, if anything does.
         attending: Stages with blocks, which call attention.
     """
@@ -85,6 +89,7 @@ class LightningJob:
         device: torch.device,
         buckets: GradientBuckets | LooseGradients | None = None,
         scale: float = 1.0,
+        loss_scale: float = 1.0,
         reduce_gradients: bool = False,
         context_parallel: ContextParallel | None = None,
         attending: Container[int] = (0,),
@@ -92,10 +97,10 @@ class LightningJob:
         self.training = hook == "training_step"
         self._module, self._hook, self._microbatches, self._sizes = module, hook, microbatches, sizes
         self._arguments, self._context, self._seed, self._device = arguments, context, seed, device
-        self._buckets, self._scale, self._reduces = buckets, scale, reduce_gradients
+        self._buckets, self._scale, self._loss_scale, self._reduces = buckets, scale, loss_scale, reduce_gradients
         self._outputs: list[Any] = [None] * len(sizes)
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self._tokens: list[Any] = [None] * len(sizes)
         self._randomness, self._keyed_dropout = randomness, keyed_dropout
         self._context_parallel, self._attending = context_parallel, attending
@@ -157,13 +162,13 @@ class LightningJob:
             share = self._shares[microbatch] = part.share(loss.detach())
             # Without a label in this slice the mean is 0/0, and weighs nothing.
             loss = torch.where(share > 0, loss, torch.zeros_like(loss)) * share
-        self._losses.append(loss.detach())
+        self.losses.append(loss.detach())
         self._outputs[microbatch] = _detached(output)
         if tokens is None:
-            return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale)
+            return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale * self._loss_scale)
         # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
         # A mean over no tokens may be 0/0, and its weight of zero must not turn that into nan gradients.
-        return torch.where(tokens > 0, loss, torch.zeros_like(loss)) * tokens
+        return torch.where(tokens > 0, loss, torch.zeros_like(loss)) * (tokens * self._loss_scale)
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
         """Start reductions as the buckets of this stage fill."""
@@ -171,8 +176,8 @@ class LightningJob:
             self._buckets.arm(stage, awaited)
 
     def gradient_complete(self, parameter: Tensor) -> None:
-        """A bucket may be full."""
-        if self._reduces and self._buckets is not None:
+        """A bucket may be full, if its reductions have been armed."""
+        if self._buckets is not None:
             self._buckets.complete(parameter)
 
     def reduce(self, stage: int) -> None:
@@ -189,7 +194,7 @@ class LightningJob:
         report = StepReport(calls=average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut))
         report.metrics = [self._metric_state(call.metric) for call in report.calls if call.metric is not None]
         if self.training:
-            losses = torch.stack([loss.float() for loss in self._losses]).tolist()
+            losses = torch.stack([loss.float() for loss in self.losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
             report.weight, report.counted = sum(weights), counted
         report.extras = self._extras(shares)
