@@ -1,0 +1,192 @@
+"""The code blocks of a Markdown page: found, and run in order as a reader would, in one process.
+
+A comment in front of a block, invisible to readers, says what is different when the test runs it::
+
+    <!-- test: not run: REASON -->         it cannot run here; bash still checks its syntax
+    <!-- test: raises ValueError -->       it must end with this error
+    <!-- test: exit 2 -->                  the last command of the block must end with this code
+    <!-- test: Trainer(devices=2) -->      calls of this name get these arguments too
+    <!-- test: with --trainer.max_steps 2 -->  ptdp gets these arguments too
+
+Blocks of one page share a folder and, if they are Python, their names, to which ``Trainer`` and ``PTDPStrategy`` belong from the start.
+A block with a title (``title="train.py"``) is first written
+to that file. ``ptdp fit`` of a recipe is made tiny (``tiny_options``), and ``RUN`` in a path stands for the run that is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["NOT_RUN", "Block", "find_blocks", "run_blocks"]
+
+NOT_RUN = "not run: "
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?P<rest>[^`]*)$")
+_ORDER = re.compile(r"^ *<!-- test: (?P<order>.+?) -->$")
+_LANGUAGES = ("python", "bash", "yaml")
+_USES_A_RECIPE = ("fit", "validate", "test", "prepare")
+
+
+class BlockFailure(AssertionError):
+    """A block of a page did not do what it says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block: where it is, what it says, and how the test runs it."""
+
+    place: str
+    language: str
+    title: str | None
+    code: str
+    orders: tuple[str, ...]
+
+    @property
+    def not_run(self) -> str | None:
+        """Why it is not run; None if it is."""
+        return next((order.removeprefix(NOT_RUN) for order in self.orders if order.startswith(NOT_RUN)), None)
+
+    def value(self, word: str) -> str | None:
+        """What follows ``word`` in an order."""
+        return next((order.removeprefix(f"{word} ") for order in self.orders if order.startswith(f"{word} ")), None)
+
+
+def find_blocks(page: Path, name: str) -> list[Block]:
+    """The Python, shell and YAML blocks of a page, in order."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    blocks: list[Block] = []
+    orders: list[str] = []
+    number = 0
+    while number < len(lines):
+        fence, order = _FENCE.match(lines[number]), _ORDER.match(lines[number])
+        if order:
+            orders.append(order["order"])
+        elif fence:
+            end = next(n for n in range(number + 1, len(lines)) if lines[n].strip() == "```")
+            code = "\n".join(line.removeprefix(fence["indent"]) for line in lines[number + 1 : end]) + "\n"
+            title = re.search(r'title="([^"]+)"', fence["rest"])
+            assert fence["language"], f"{name}:{number + 1}: a block needs a language ('text' for output)"
+            assert fence["language"] not in ("py", "sh", "shell", "console"), f"{name}:{number + 1}: write python or bash"
+            if fence["language"] in _LANGUAGES:
+                place = f"{name}:{number + 1}"
+                blocks.append(
+                    Block(place=place, language=fence["language"], title=title and title[1], code=code, orders=tuple(orders))
+                )
+            orders, number = [], end
+        elif lines[number].strip():
+            assert not orders, f"{name}:{number + 1}: an order of the test stands directly in front of its block"
+        number += 1
+    return blocks
+
+
+def run_blocks(rank: int, blocks: list[Block], folder: str, corpus: str) -> None:
+    """Run the blocks of a page in ``folder``; for ``Pool.run``."""
+    before = os.getcwd()
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("from lightning.pytorch import Trainer\nfrom lightning_ptdp import PTDPStrategy", names)
+    try:
+        for block in blocks:
+            if block.title is not None:
+                Path(block.title).write_text(block.code, encoding="utf-8")
+            if block.not_run is not None:
+                _check_syntax(block)
+                continue
+            said = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(said):
+                    _run(block, names, Path(folder), corpus)
+            except Exception as error:
+                raise BlockFailure(f"{block.place}: {type(error).__name__}: {error}\n{said.getvalue()[-2000:]}") from error
+    finally:
+        os.chdir(before)
+
+
+def _run(block: Block, names: dict[str, Any], folder: Path, corpus: str) -> None:
+    if block.language == "python":
+        _run_python(block, names)
+    elif block.language == "bash":
+        _run_shell(block, folder, corpus)
+    else:
+        yaml.safe_load(block.code)
+
+
+def _run_python(block: Block, names: dict[str, Any]) -> None:
+    code = block.code
+    for name, arguments in (m.groups() for order in block.orders if (m := re.fullmatch(r"(\w+)\((.+)\)", order))):
+        code, count = re.subn(rf"\b{name}\((?=(\))?)", lambda m, a=arguments: f"{m[0]}{a}{'' if m[1] else ', '}", code)
+        assert count, f"there is no call of {name}"
+    wanted = block.value("raises")
+    try:
+        exec(compile(code, block.place, "exec"), names)
+    except Exception as error:
+        if wanted is None or wanted not in {kind.__name__ for kind in type(error).__mro__}:
+            raise
+    else:
+        assert wanted is None, f"did not raise {wanted}"
+
+
+def _run_shell(block: Block, folder: Path, corpus: str) -> None:
+    commands = [words for line in block.code.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
+    added = shlex.split(block.value("with") or "")
+    wanted = int(block.value("exit") or 0)
+    for number, words in enumerate(commands):
+        words = [_of_this_run(word) for word in words]
+        code = _run_ptdp(words[1:] + added, folder, corpus) if words[0] == "ptdp" else subprocess.run(words, check=False).returncode
+        expected = wanted if number == len(commands) - 1 else 0
+        assert code == expected, f"{shlex.join(words)} ended with {code}"
+
+
+def _run_ptdp(arguments: list[str], folder: Path, corpus: str) -> int:
+    from lightning_ptdp.cli import main
+
+    return main(arguments + tiny_options(arguments, folder, corpus))
+
+
+def tiny_options(arguments: list[str], folder: Path, corpus: str) -> list[str]:
+    """What makes a recipe's run one of a second: a tiny model on a tiny text."""
+    if arguments[0] not in _USES_A_RECIPE or "--config" not in arguments or "--help" in arguments:
+        return []
+    recipe = arguments[arguments.index("--config") + 1]
+    if Path(recipe).is_file():
+        return []
+    sizes = {"vocabulary_size": 320, "sequence_length": 32}
+    options: dict[str, Any] = {f"model.config.{name}": value for name, value in (sizes | {"hidden_size": 32}).items()}
+    options |= {f"data.{name}": value for name, value in sizes.items()}
+    options |= {
+        "data.source": corpus,
+        "data.data_dir": str(folder / f"data-{recipe.partition('/')[0]}"),
+        "data.micro_batch_size": 2,
+        "data.validation_samples": 8,
+        "model.optimizer.warmup_steps": 0,
+        "trainer.max_steps": 2,
+        "trainer.val_check_interval": 2,
+        "trainer.enable_progress_bar": "false",
+    }
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def _of_this_run(word: str) -> str:
+    """A path with the id of the run in the place of RUN."""
+    if "/RUN/" not in word:
+        return word
+    found = sorted(Path().glob(word.replace("/RUN/", "/*/")), key=lambda path: path.stat().st_mtime)
+    assert found, f"there is no {word}"
+    return str(found[-1])
+
+
+def _check_syntax(block: Block) -> None:
+    if block.language == "python":
+        compile(block.code, block.place, "exec")
+    elif block.language == "bash":
+        done = subprocess.run(["bash", "-n"], input=block.code, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, f"{block.place}: {done.stderr}"

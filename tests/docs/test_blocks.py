@@ -1,0 +1,38 @@
+"""Every Python, shell and YAML block of the README and of docs/ runs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import find_blocks, run_blocks
+from tests.pool import Pool
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+WORDS = ["the", "a", "stage", "rank", "layer", "sends", "waits", "holds", "its", "gradient", "forward", "backward", "then", "of"]
+# A block that cannot run in a test needs a reason in front of it; a new one is a decision, made here.
+MOST_NOT_RUN = 12
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text on which a tokenizer and a model of a second can be trained."""
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    for number in range(40):
+        (folder / f"{number}.txt").write_text("\n".join(" ".join(draw.choices(WORDS, k=12)) + "." for _ in range(20)))
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name, path in PAGES.items() if find_blocks(path, name)])
+def test_the_blocks_of_a_page_run(name: str, pool: Pool, corpus: Path, tmp_path: Path) -> None:
+    pool.run(run_blocks, world_size=1, args=(find_blocks(PAGES[name], name), str(tmp_path), str(corpus)), limit=120)
+
+
+def test_few_blocks_are_not_run_and_each_says_why() -> None:
+    not_run = [block for name, path in PAGES.items() for block in find_blocks(path, name) if block.not_run is not None]
+    assert all(len(block.not_run or "") > 10 for block in not_run)
+    assert len(not_run) <= MOST_NOT_RUN, "\n".join(f"{block.place}: {block.not_run}" for block in not_run)
