@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from lightning_ptdp import ParallelLayout
 
@@ -27,7 +28,7 @@ def draw_ranks(path: Path) -> None:
     for y, replica in ((1.7, 0), (0.5, 1)):
         axes.annotate("", (5.0, y), (4.2, y), arrowprops={"arrowstyle": "<->", "color": "#666666"})
         axes.text(-0.4, y, f"replica {replica}", ha="right", va="center", color="#666666")
-    axes.text(4.6, 1.1, "pipeline", ha="center", color="#666666")
+    axes.text(4.6, 1.1, "pipeline", ha="center", va="center", rotation=90, color="#666666", bbox={"color": "white", "pad": 1})
     axes.set(xlim=(-1.8, 9.6), ylim=(-0.35, 2.9))
     axes.axis("off")
     figure.savefig(path, bbox_inches="tight", facecolor="white")
@@ -42,8 +43,6 @@ def _draw_rank(axes: Any, layout: ParallelLayout, rank: int) -> None:
 
 
 def _box(x: float, y: float, width: float, height: float, **style: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
     return Rectangle((x, y), width, height, **style)
 
 

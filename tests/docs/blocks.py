@@ -88,10 +88,22 @@ def find_blocks(page: Path, name: str) -> list[Block]:
     return blocks
 
 
-def run_blocks(rank: int, blocks: list[Block], folder: str, corpus: str) -> None:
-    """Run the blocks of a page in ``folder``; for ``Pool.run``."""
+def run_blocks(rank: int, blocks: list[Block], folder: str, shared: str) -> None:
+    """Run the blocks of a page in ``folder``; for ``Pool.run``.
+
+    Args:
+        rank: Of the worker.
+        blocks: In the order of the page.
+        folder: Of this page, empty.
+        shared: Of all pages: the text in ``text``, and what is made once, prepared data and the MLflow store.
+    """
+    import litdata  # noqa: F401 - so that the processes which a block forks need not import it each
+    import mlflow  # noqa: F401 - likewise
+
     before = os.getcwd()
     os.chdir(folder)
+    Path(shared, "runs").mkdir(exist_ok=True)
+    Path("runs").symlink_to(Path(shared, "runs"), target_is_directory=True)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("from lightning.pytorch import Trainer\nfrom lightning_ptdp import PTDPStrategy", names)
     try:
@@ -101,21 +113,21 @@ def run_blocks(rank: int, blocks: list[Block], folder: str, corpus: str) -> None
             if block.not_run is not None:
                 _check_syntax(block)
                 continue
-            said = io.StringIO()
+            said, began = io.StringIO(), sum(os.times()[:4])
             try:
                 with contextlib.redirect_stdout(said):
-                    _run(block, names, Path(folder), corpus)
+                    _run(block, names, Path(shared)); open("/tmp/v/docs_times.log","a").write(f"{block.place} {sum(os.times()[:4])-began:.1f}\n")
             except Exception as error:
                 raise BlockFailure(f"{block.place}: {type(error).__name__}: {error}\n{said.getvalue()[-2000:]}") from error
     finally:
         os.chdir(before)
 
 
-def _run(block: Block, names: dict[str, Any], folder: Path, corpus: str) -> None:
+def _run(block: Block, names: dict[str, Any], shared: Path) -> None:
     if block.language == "python":
         _run_python(block, names)
     elif block.language == "bash":
-        _run_shell(block, folder, corpus)
+        _run_shell(block, shared)
     else:
         yaml.safe_load(block.code)
 
@@ -135,24 +147,24 @@ def _run_python(block: Block, names: dict[str, Any]) -> None:
         assert wanted is None, f"did not raise {wanted}"
 
 
-def _run_shell(block: Block, folder: Path, corpus: str) -> None:
+def _run_shell(block: Block, shared: Path) -> None:
     commands = [words for line in block.code.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
     added = shlex.split(block.value("with") or "")
     wanted = int(block.value("exit") or 0)
     for number, words in enumerate(commands):
         words = [_of_this_run(word) for word in words]
-        code = _run_ptdp(words[1:] + added, folder, corpus) if words[0] == "ptdp" else subprocess.run(words, check=False).returncode
+        code = _run_ptdp(words[1:] + added, shared) if words[0] == "ptdp" else subprocess.run(words, check=False).returncode
         expected = wanted if number == len(commands) - 1 else 0
         assert code == expected, f"{shlex.join(words)} ended with {code}"
 
 
-def _run_ptdp(arguments: list[str], folder: Path, corpus: str) -> int:
+def _run_ptdp(arguments: list[str], shared: Path) -> int:
     from lightning_ptdp.cli import main
 
-    return main(arguments + tiny_options(arguments, folder, corpus))
+    return main(arguments + tiny_options(arguments, shared))
 
 
-def tiny_options(arguments: list[str], folder: Path, corpus: str) -> list[str]:
+def tiny_options(arguments: list[str], shared: Path) -> list[str]:
     """What makes a recipe's run one of a second: a tiny model on a tiny text."""
     if arguments[0] not in _USES_A_RECIPE or "--config" not in arguments or "--help" in arguments:
         return []
@@ -163,8 +175,8 @@ def tiny_options(arguments: list[str], folder: Path, corpus: str) -> list[str]:
     options: dict[str, Any] = {f"model.config.{name}": value for name, value in (sizes | {"hidden_size": 32}).items()}
     options |= {f"data.{name}": value for name, value in sizes.items()}
     options |= {
-        "data.source": corpus,
-        "data.data_dir": str(folder / f"data-{recipe.partition('/')[0]}"),
+        "data.source": str(shared / "text"),
+        "data.data_dir": str(shared / f"data-{recipe.partition('/')[0]}"),
         "data.micro_batch_size": 2,
         "data.validation_samples": 8,
         "model.optimizer.warmup_steps": 0,

@@ -18,18 +18,20 @@ MOST_NOT_RUN = 12
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text on which a tokenizer and a model of a second can be trained."""
-    folder = tmp_path_factory.mktemp("text")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what all pages use, with a text on which a tokenizer and a model of a second can be trained."""
+    shared = tmp_path_factory.mktemp("shared")
+    folder = shared / "text"
+    folder.mkdir()
     draw = random.Random(0)
     for number in range(40):
         (folder / f"{number}.txt").write_text("\n".join(" ".join(draw.choices(WORDS, k=12)) + "." for _ in range(20)))
-    return folder
+    return shared
 
 
 @pytest.mark.parametrize("name", [name for name, path in PAGES.items() if find_blocks(path, name)])
-def test_the_blocks_of_a_page_run(name: str, pool: Pool, corpus: Path, tmp_path: Path) -> None:
-    pool.run(run_blocks, world_size=1, args=(find_blocks(PAGES[name], name), str(tmp_path), str(corpus)), limit=120)
+def test_the_blocks_of_a_page_run(name: str, pool: Pool, shared: Path, tmp_path: Path) -> None:
+    pool.run(run_blocks, world_size=1, args=(find_blocks(PAGES[name], name), str(tmp_path), str(shared)), limit=120)
 
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:

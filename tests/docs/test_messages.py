@@ -1,0 +1,59 @@
+"""The messages that the page on troubleshooting explains are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+PLACEHOLDER = "\0"
+_ROW = re.compile(r"^\| `(?P<message>.+?)` \|", re.MULTILINE)
+
+
+def messages() -> list[str]:
+    """First cells of the page's tables."""
+    return _ROW.findall(PAGE.read_text(encoding="utf-8"))
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Every string of a module, with placeholders for what is filled in, and sums of strings as one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp):
+            text = whole(node)
+            if text:
+                yield text
+
+
+def whole(node: ast.AST) -> str | None:
+    """The text of a string expression; None if it is none."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(whole(value) or PLACEHOLDER for value in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return (whole(left) or PLACEHOLDER) + (whole(right) or PLACEHOLDER)
+    return None
+
+
+@pytest.fixture(scope="module")
+def known() -> list[str]:
+    files = (ROOT / "lightning_ptdp").rglob("*.py")
+    return [text for file in sorted(files) for text in strings(ast.parse(file.read_text(encoding="utf-8")))]
+
+
+def test_the_page_has_messages() -> None:
+    assert len(messages()) > 60
+    assert len(set(messages())) == len(messages())
+
+
+@pytest.mark.parametrize("message", messages())
+def test_a_message_is_one_of_the_code(message: str, known: list[str]) -> None:
+    pieces = [re.escape(piece) for piece in message.split("…")]
+    pattern = re.compile(".*?".join(pieces), re.DOTALL)
+    assert any(pattern.search(text) for text in known), f"no string of the package says {message!r}"
