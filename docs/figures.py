@@ -24,7 +24,9 @@ def draw_ranks(path: Path) -> None:
     for node in range(2):
         x = node * 5.0
         axes.add_patch(_box(x - 0.15, -0.2, 4.5, 2.65, fill=False, edgecolor="#999999", linestyle="--"))
-        axes.text(x + 2.1, 2.55, f"node {node}: pipeline rank {node}, stages {layout.stages_of(node)}", ha="center", color="#666666")
+        axes.text(
+            x + 2.1, 2.55, f"node {node}: pipeline rank {node}, stages {layout.stages_of(node)}", ha="center", color="#666666"
+        )
     for y, replica in ((1.7, 0), (0.5, 1)):
         axes.annotate("", (5.0, y), (4.2, y), arrowprops={"arrowstyle": "<->", "color": "#666666"})
         axes.text(-0.4, y, f"replica {replica}", ha="right", va="center", color="#666666")
