@@ -33,6 +33,7 @@ def layer_parameters(model: GPTConfig, t: int) -> int:
     return layer_matrices(model, t) + biases + 2 * _norm(model)
 
 
+@functools.lru_cache(maxsize=64)
 def stage_parameters(model: GPTConfig, layout: ParallelLayout) -> tuple[int, ...]:
     """Parameters of each stage on one tensor-parallel rank, in the order of stages, the vocabulary padded.
 
@@ -47,6 +48,7 @@ def stage_parameters(model: GPTConfig, layout: ParallelLayout) -> tuple[int, ...
     return tuple(stages)
 
 
+@functools.lru_cache(maxsize=64)
 def layers_by_stage(model: GPTConfig, num_stages: int) -> tuple[int, ...]:
     """How many layers each stage has: the split that the strategy makes on its own, by multiply-adds and an eighth for a look-up."""
     matrices, table = layer_matrices(model, 1), model.vocabulary_size * model.hidden_size

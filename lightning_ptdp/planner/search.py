@@ -15,7 +15,7 @@ from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step
 
 __all__ = ["Candidate", "Plan", "search"]
 
-_SIMULATED = 1200
+_SIMULATED = 800
 """Up to so many p v m a schedule is simulated in some 20 ms."""
 _GIB = 2**30
 
@@ -48,7 +48,7 @@ class Plan:
     examined: int
 
 
-def search(job: Job, space: Space | None = None, *, count: int = 10) -> Plan:
+def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: bool = True) -> Plan:
     """The fastest layouts that fit in memory.
 
     All choices of the space are estimated by closed forms; where the parameters alone do not fit, their microbatches and schedules are not
@@ -59,6 +59,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10) -> Plan:
         job: Model, devices, batch.
         space: What may be tried.
         count: How many of the best to return.
+        simulate: Time the best by the simulator.
 
     Raises:
         ValueError: ``count`` is not positive.
@@ -96,8 +97,9 @@ def search(job: Job, space: Space | None = None, *, count: int = 10) -> Plan:
             reason = f"needs {_gib(nearest[0])} of {_gib(job.device.usable_bytes)} at least ({nearest[1].describe()})"
             rejected.append(Misfit(what=_name(sizes), reason=reason))
     best = heapq.nsmallest(count, found, key=_order)
-    timed = sorted((_simulated(job, candidate) for candidate in best), key=_order)
-    return Plan(job=job, best=tuple(timed), rejected=tuple(rejected), examined=examined)
+    if simulate:
+        best = sorted((_simulated(job, candidate) for candidate in best), key=_order)
+    return Plan(job=job, best=tuple(best), rejected=tuple(rejected), examined=examined)
 
 
 def _does_not_fit_at_all(job: Job, space: Space, sizes: Degrees) -> Misfit | None:
