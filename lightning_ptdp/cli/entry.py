@@ -26,6 +26,7 @@ _VERBS = {
     "prepare": (_RUN, "tokenizer and token chunks of a recipe's data, without training"),
     "generate": ("lightning_ptdp.cli.generate", "write text with a trained checkpoint"),
     "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one"),
+    "plan": ("lightning_ptdp.cli.plan", "the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8"),
     "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
 }
 

@@ -105,7 +105,9 @@ def degrees(job: Job, space: Space) -> Iterator[Degrees | Misfit]:
             continue
         for c in _context_sizes(job, space):
             if job.world_size % (t * c) or job.sequence_length % (2 * c):
-                yield Misfit(what=f"t{t} c{c}", reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the sequence")
+                yield Misfit(
+                    what=f"t{t} c{c}", reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the sequence"
+                )
                 continue
             yield from _pipeline_sizes(job, space, t, c)
 
@@ -116,7 +118,9 @@ def pipelines(job: Job, space: Space, sizes: Degrees) -> Iterator[Pipeline | Mis
     split = sizes.t > 1 and job.sequence_length % (sizes.t * sizes.c) == 0
     if space.sequence_parallel is not None:
         if space.sequence_parallel and sizes.t > 1 and not split:
-            yield Misfit(what=f"t{sizes.t}", reason=f"sequence parallelism: {sizes.t} does not divide {job.sequence_length} tokens")
+            yield Misfit(
+                what=f"t{sizes.t}", reason=f"sequence parallelism: {sizes.t} does not divide {job.sequence_length} tokens"
+            )
             return
         split = space.sequence_parallel and sizes.t > 1
     for schedule, v in _schedules(job, space, sizes.p):
@@ -134,7 +138,8 @@ def pipelines(job: Job, space: Space, sizes: Degrees) -> Iterator[Pipeline | Mis
             least = least_microbatches(schedule, sizes.p)
             if sizes.p > 1 and m < least:
                 yield Misfit(
-                    what=f"p{sizes.p} {schedule}", reason=f"{m} microbatches are too few for it to be better than 1F1B: it wants {least}"
+                    what=f"p{sizes.p} {schedule}",
+                    reason=f"{m} microbatches are too few for it to be better than 1F1B: it wants {least}",
                 )
                 continue
             yield Pipeline(layout=layout, schedule=schedule, micro_batch_size=b, num_microbatches=m)

@@ -16,7 +16,7 @@ from lightning_ptdp.cli.errors import UserError, explain, nearest, worker_failur
 
 Run = Callable[..., tuple[int, str, str]]
 
-VERBS = ["fit", "validate", "test", "prepare", "generate", "recipes", "timeline"]
+VERBS = ["fit", "validate", "test", "prepare", "generate", "recipes", "plan", "timeline"]
 
 
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:

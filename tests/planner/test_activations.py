@@ -103,5 +103,3 @@ def test_only_the_computing_precision_of_autocast_is_kept_twice() -> None:
     }
     assert {key for key, value in cast.items() if value} == {("bf16-mixed", 1)}
     assert cast["bf16-mixed", 1] == 12 * 64 * 64 * 2
-
-
