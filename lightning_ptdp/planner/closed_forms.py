@@ -74,7 +74,7 @@ CLOSED_FORMS: Mapping[str, ClosedForm] = MappingProxyType(
             splits_backward=True,
             held=lambda p, v, m, rank: min(2 * m, 2 * p),
             bubble=lambda p, v, forward, backward, weight: (p - 1) * max(forward, backward - weight) / 2,
-            waits=lambda p, v, m: 5 * (p - 1),
+            waits=lambda p, v, m: 6 * (p - 1),
             source="arXiv 2401.10241, section 6",
         ),
     }

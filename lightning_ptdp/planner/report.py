@@ -44,8 +44,6 @@ def strategy_arguments(candidate: Candidate) -> str:
 
 def explain_rejected(plan: Plan) -> str:
     """Why sizes were not taken, one line each; the same reason for several sizes is said once."""
-    if not plan.rejected:
-        return "nothing was rejected"
     reasons: dict[str, list[str]] = {}
     for misfit in plan.rejected:
         reasons.setdefault(misfit.reason, []).append(misfit.what)
@@ -53,8 +51,9 @@ def explain_rejected(plan: Plan) -> str:
     for reason, names in reasons.items():
         names = list(dict.fromkeys(names))
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        rows.append((shown, reason))
-    return "rejected:\n" + "\n".join(f"  {what}: {reason}" for what, reason in rows)
+        rows.append(f"  {shown}: {reason}")
+    slower = [f"  {misfit.what}: {misfit.reason}" for misfit in plan.slower]
+    return "\n".join(["rejected:", *(rows or ["  nothing"]), "slower:", *(slower or ["  nothing"])])
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
@@ -73,6 +72,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "examined": plan.examined,
         "best": [_candidate(candidate) for candidate in plan.best],
         "rejected": [{"what": misfit.what, "reason": misfit.reason} for misfit in plan.rejected],
+        "slower": [{"what": misfit.what, "reason": misfit.reason} for misfit in plan.slower],
     }
 
 

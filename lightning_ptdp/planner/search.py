@@ -39,12 +39,14 @@ class Plan:
         job: What was planned.
         best: The fastest candidates, best first.
         rejected: What cannot be used, and why; of microbatches and schedules that do not fit in memory, the one that needs least.
+        slower: Degrees that fit and are not among the best: how much longer their fastest takes, and on what.
         examined: How many choices were estimated.
     """
 
     job: Job
     best: tuple[Candidate, ...]
     rejected: tuple[Misfit, ...]
+    slower: tuple[Misfit, ...]
     examined: int
 
 
@@ -97,9 +99,10 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
             reason = f"needs {_gib(nearest[0])} of {_gib(job.device.usable_bytes)} at least ({nearest[1].describe()})"
             rejected.append(Misfit(what=_name(sizes), reason=reason))
     best = heapq.nsmallest(count, found, key=_order)
+    slower = tuple(_slower(best, found))
     if simulate:
         best = sorted((_simulated(job, candidate) for candidate in best), key=_order)
-    return Plan(job=job, best=tuple(best), rejected=tuple(rejected), examined=examined)
+    return Plan(job=job, best=tuple(best), rejected=tuple(rejected), slower=slower, examined=examined)
 
 
 def _does_not_fit_at_all(job: Job, space: Space, sizes: Degrees) -> Misfit | None:
@@ -152,6 +155,28 @@ def _choices(space: Space, pipeline: Pipeline, *, last: bool = False) -> Iterato
 
 def _unique(values: Iterator[bool]) -> Sequence[bool]:
     return list(dict.fromkeys(values))
+
+
+def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[Misfit]:
+    """The fastest of each (t, p, c) that is not among the best."""
+    shown = {_sizes(candidate) for candidate in best}
+    for sizes, candidate in {_sizes(one): one for one in sorted(found, key=_order, reverse=True)}.items():
+        if sizes not in shown:
+            first, time = best[0].time, candidate.time
+            more = {name: seconds - first.parts[name] for name, seconds in time.parts.items()}
+            part = max(more, key=lambda name: more[name])
+            reason = f"{time.total / first.total:.2f} times as long as the best: {part} takes {time.parts[part] / time.total:.0%} of it"
+            yield Misfit(what=_name(sizes), reason=f"{reason} ({candidate.choice.describe()})")
+
+
+def _sizes(candidate: Candidate) -> Degrees:
+    layout = candidate.choice.layout
+    return Degrees(
+        t=layout.tensor_parallel_size,
+        c=layout.context_parallel_size,
+        p=layout.pipeline_parallel_size,
+        d=layout.data_parallel_size,
+    )
 
 
 def _simulated(job: Job, candidate: Candidate) -> Candidate:

@@ -16,6 +16,7 @@ __all__ = ["Degrees", "Misfit", "Pipeline", "Space", "degrees", "pipelines"]
 
 _CONTEXT_FROM = 8192
 _MOST_CHUNKS = 8
+_TOO_FEW = "too few microbatches for it to be better than 1F1B: it wants p of them, zb_v 2 p"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +136,8 @@ def pipelines(job: Job, space: Space, sizes: Degrees) -> Iterator[Pipeline | Mis
         )
         for b in _micro_batches(space, of_replica):
             m = of_replica // b
-            least = least_microbatches(schedule, sizes.p)
-            if sizes.p > 1 and m < least:
-                yield Misfit(
-                    what=f"p{sizes.p} {schedule}",
-                    reason=f"{m} microbatches are too few for it to be better than 1F1B: it wants {least}",
-                )
+            if sizes.p > 1 and m < least_microbatches(schedule, sizes.p):
+                yield Misfit(what=f"p{sizes.p} {schedule} m{m}", reason=_TOO_FEW)
                 continue
             yield Pipeline(layout=layout, schedule=schedule, micro_batch_size=b, num_microbatches=m)
 
