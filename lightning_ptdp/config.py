@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, get_args
 
+from lightning_ptdp.checkpoint.latest import OnDamage
 from lightning_ptdp.context_parallel import AttentionKind, check_attention_kind
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.pipeline import CustomSchedule, Schedule, build_schedule
@@ -16,10 +17,20 @@ from lightning_ptdp.pipeline.schedules import check_schedule, schedule_microbatc
 from lightning_ptdp.recompute import RecomputePolicy, check_recompute_options
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["PTDPConfig", "StartMethod"]
+__all__ = ["FiniteAction", "GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+GradientDtype = Literal["float32", "parameter"]
+FiniteAction = Literal["raise", "skip"]
+ReduceDtype = Literal["float32", "bfloat16", "float16"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_REDUCE_DTYPES = (None, "float32", "bfloat16", "float16")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "gradient_dtype": ("float32", "parameter"),
+    "reduce_dtype": _REDUCE_DTYPES,
+    "inter_node_reduce_dtype": _REDUCE_DTYPES,
+    "check_finite": (None, "raise", "skip"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +60,21 @@ class PTDPConfig:
     plan: ParallelPlan | None = None
     meta_init: bool = True
     seed: int | None = None
+    keyed_dropout: bool = False
     bucket_mb: float = 25.0
+    shard_optimizer: bool = False
+    master_weights: bool = True
+    gradient_dtype: GradientDtype = "float32"
+    reduce_dtype: ReduceDtype | None = None
+    data_parallel_replicas: int = 1
+    inter_node_reduce_dtype: ReduceDtype | None = None
+    overlap_parameter_gather: bool | None = None
+    check_finite: FiniteAction | None = None
     timeout_s: float = 1800.0
     start_method: StartMethod = "popen"
     process_group_backend: str | None = None
+    on_damage: OnDamage = "previous"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         # One replica of the smallest world that holds it: all checks that do not need the world's size.
@@ -64,9 +86,22 @@ class PTDPConfig:
         if self.start_method not in _START_METHODS:
             near = difflib.get_close_matches(self.start_method, _START_METHODS, n=1) or ["popen"]
             raise ValueError(f"start_method={self.start_method!r} must be one of {_START_METHODS}; did you mean {near[0]!r}?")
+        if self.on_damage not in get_args(OnDamage):
+            raise ValueError(f"on_damage={self.on_damage!r} must be one of {get_args(OnDamage)}")
         for field in ("bucket_mb", "timeout_s"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be greater than 0")
+        for field, allowed in _CHOICES.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}={getattr(self, field)!r} must be one of {allowed}")
+        nodes = self.data_parallel_replicas
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise ValueError(f"data_parallel_replicas={nodes!r} must be a positive integer")
+        if self.inter_node_reduce_dtype is not None and nodes == 1:
+            raise ValueError(
+                f"inter_node_reduce_dtype={self.inter_node_reduce_dtype!r} is for sums between nodes, but data_parallel_replicas=1: set "
+                "it to the number of nodes, or use reduce_dtype"
+            )
         if self.partition is not None and len(self.partition) != self.num_stages:
             raise ValueError(
                 f"partition={list(self.partition)} has {len(self.partition)} entries, but pipeline_parallel_size * "

@@ -49,10 +49,10 @@ _SPACE = {
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Run ``ptdp plan``; 0 if a layout fits, else 2.
+    """Run ``ptdp plan``.
 
     Raises:
-        UserError: The configuration holds no model that can be planned.
+        UserError: The configuration holds no model that can be planned, or no layout fits.
         ValueError: A size, device, precision or schedule makes no sense.
     """
     options = _parser(f"ptdp {verb}").parse_args(arguments)
@@ -61,14 +61,21 @@ def run(verb: str, arguments: list[str]) -> int:
     from lightning_ptdp.planner import search
     from lightning_ptdp.planner.report import as_data, explain_rejected, table
 
-    plan = search(_job(options, config), _space(options), count=options.top)
+    job = _job(options, config)
+    plan = search(job, _space(options), count=options.top)
     if options.json:
         print(json.dumps(as_data(plan), indent=2))
-    else:
+        return 0 if plan.best else 2
+    if plan.best:
         print(table(plan))
-        if options.explain:
-            print(f"\n{explain_rejected(plan)}")
-    return 0 if plan.best else 2
+    if options.explain:
+        print(f"\n{explain_rejected(plan)}")
+    if not plan.best:
+        raise UserError(
+            f"no layout fits on {job.world_size} x {job.device.name} with {job.device.usable_bytes / 2**30:.3g} GiB each; --explain says "
+            "what each needs: use more --world, a --batch with more divisors, or fewer restrictions"
+        )
+    return 0
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

@@ -15,14 +15,14 @@ _GIB = 2**30
 
 
 def table(plan: Plan) -> str:
-    """The job in a line, the best layouts in a table, and the best one's memory, time and options."""
-    lines = [_job(plan.job), ""]
-    if not plan.best:
-        return "\n".join([*lines, "no layout fits; --explain says why"])
+    """The job in a line, the best layouts in a table, and the best one's memory, time and options; there must be one."""
+    assert plan.best
     head = ("", "layout", "b", "m", "schedule", "recompute", "ZeRO", "step s", "TFLOP/s", "MFU", "bubble", "memory GiB")
     rows = [head, *(_row(index, candidate) for index, candidate in enumerate(plan.best, 1))]
     best = plan.best[0]
-    lines += [
+    lines = [
+        _job(plan.job),
+        "",
         _columns(rows),
         "",
         f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}), GiB of {_gib(plan.job.device.usable_bytes)}:",

@@ -77,7 +77,7 @@ def test_table_1_fits(row: Row) -> None:
     job = job_of(row)
     assert num_parameters(job.model) == pytest.approx(row.parameters * 1e9, rel=0.03)
     memory = fullest_rank(job, choice_of(row))
-    assert 30 * 2**30 < memory.total < job.device.usable_bytes
+    assert 25 * 2**30 < memory.total < job.device.usable_bytes
 
 
 def test_the_fullest_rank_is_the_fullest() -> None:

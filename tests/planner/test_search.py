@@ -41,7 +41,7 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
     space = dataclasses.replace(PAPER, tensor_parallel_sizes=(4, 8, 16, 32), pipeline_parallel_sizes=(2, 4, 8, 16))
     plan = search(job_of(row), space, count=1000, simulate=False)
     fastest = {t: next(c for c in plan.best if c.choice.layout.tensor_parallel_size == t).time.total for t in (8, 16, 32)}
-    assert 1.5 * fastest[8] < fastest[16] < fastest[32]
+    assert 1.15 * fastest[8] < fastest[16] < fastest[32]
     assert degrees(plan)[0][0] <= 8
 
 
@@ -82,14 +82,14 @@ def test_long_sequences_are_cut() -> None:
 
 def test_reasons() -> None:
     model = GPTConfig.gpt2(num_layers=6, hidden_size=6144, num_heads=12, vocabulary_size=512, sequence_length=1024)
-    job = Job(model=model, world_size=96, global_batch_size=36, device=dataclasses.replace(find_device("a100"), memory_bytes=2e10))
+    job = Job(model=model, world_size=96, global_batch_size=36, device=find_device("a100"))
     plan = search(job, count=3)
     reasons = "\n".join(f"{misfit.what}: {misfit.reason}" for misfit in plan.rejected)
     assert "t8: num_heads=12 is not divisible by it" in reasons
     assert "t4 c1 p8: 6 layers cannot fill 8 stages" in reasons
     assert "t1 c1 p1: the global batch of 36 is not divisible by d = 96 replicas" in reasons
     assert "p4 zb_v m3: too few microbatches" in reasons
-    assert "t2 p4 d12: " in "\n".join(f"{misfit.what}: {misfit.reason}" for misfit in (*plan.slower, *plan.rejected)) or plan.best
+    assert plan.slower
     assert all("times as long as the best" in misfit.reason for misfit in plan.slower)
 
 
