@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ _SIZES = {
     "vocabulary": ("vocabulary_size", "V, token ids"),
     "sequence": ("sequence_length", "s, tokens of a sequence"),
 }
+_SHARED = (*(field for field, _ in _SIZES.values()), "dropout")
 # option: Space's field
 _SPACE = {
     "tp": "tensor_parallel_sizes",
@@ -167,6 +169,8 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
             raise UserError(f"there is no model: give --recipe or --config, or also {', '.join(missing)}")
         return GPTConfig.llama(**given) if options.llama else GPTConfig.gpt2(**given)
     sizes = _inner(config, "model").get("config")
+    if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
+        return GPTConfig.gpt2(**{**_sizes_of_bert(sizes or {}), **given})
     known = [field.name for field in dataclasses.fields(GPTConfig)]
     if not isinstance(sizes, Mapping):
         raise UserError(
@@ -176,6 +180,16 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
         if name not in known:
             raise UserError(f"{options.config}: model.config.{name} is not one of a GPT's sizes{nearest(name, known)}")
     return GPTConfig(**{**sizes, **given})
+
+
+def _sizes_of_bert(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """A BERT keeps and computes what a GPT of its sizes does, but for the attention's mask and the small parts around its head."""
+    from lightning_ptdp.models.bert_config import BertConfig
+
+    print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
+    bert = BertConfig(**sizes)
+    shared = {field.name for field in dataclasses.fields(BertConfig)} & set(_SHARED)
+    return {name: getattr(bert, name) for name in shared}
 
 
 def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:

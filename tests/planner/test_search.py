@@ -53,7 +53,9 @@ def test_a_model_that_fits_on_one_device_is_data_parallel() -> None:
     assert (best.recompute, best.shard_optimizer, best.schedule) == ("none", False, "1f1b")
     tight = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_bytes=2.2e9, reserved_bytes=0.0))
     squeezed = search(tight).best[0]
-    assert squeezed.choice.layout.model_parallel_size > 1 or squeezed.choice.shard_optimizer or squeezed.choice.recompute != "none"
+    assert (
+        squeezed.choice.layout.model_parallel_size > 1 or squeezed.choice.shard_optimizer or squeezed.choice.recompute != "none"
+    )
 
 
 def test_everything_found_fits_and_is_in_order() -> None:
@@ -88,7 +90,7 @@ def test_reasons() -> None:
     assert "t8: num_heads=12 is not divisible by it" in reasons
     assert "t4 c1 p8: 6 layers cannot fill 8 stages" in reasons
     assert "t1 c1 p1: the global batch of 36 is not divisible by d = 96 replicas" in reasons
-    assert "p4 zb_v m3: too few microbatches" in reasons
+    assert "p4 zb_h1 m3: too few microbatches" in reasons
     assert plan.slower
     assert all("times as long as the best" in misfit.reason for misfit in plan.slower)
 

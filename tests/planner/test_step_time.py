@@ -98,9 +98,9 @@ def test_ring_collectives() -> None:
 def test_devices() -> None:
     assert find_device("A100") is DEVICES["a100-80gb"]
     assert find_device("h200").usable_bytes == 135 * 2**30
-    with pytest.raises(ValueError, match=r"device='h1000' is unknown: did you mean 'h200'|did you mean 'h100-80gb'"):
+    with pytest.raises(ValueError, match=r"device='h1000' is unknown: did you mean 'h"):
         find_device("h1000")
-    with pytest.raises(ValueError, match="gemm_efficiency=1.2 is a share"):
+    with pytest.raises(ValueError, match=r"gemm_efficiency=1\.2 is a share"):
         dataclasses.replace(find_device("cpu"), gemm_efficiency=1.2)
     with pytest.raises(ValueError, match="flops_16=0 must be greater"):
         dataclasses.replace(find_device("cpu"), flops_16=0)
