@@ -73,14 +73,16 @@ def layer_activations(job: Job, choice: Choice, *, fused_rms_norm: bool = True) 
 def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
     """What the last stage holds for its norm, head and loss of one microbatch: (kept for the backward, on top of it while that starts).
 
-    With a split vocabulary the loss keeps the logits as they are; otherwise torch keeps its log-softmax in fp32. The gradient is made
-    in fp32 and then cast (arXiv 2205.05198, section 4.3, counts 4 s b V / t).
+    The loss keeps its logits, or their log-softmax, in their own precision; autocast has it computed, and kept, in fp32. With a split
+    vocabulary the gradient is made in fp32 and then cast. (arXiv 2205.05198, section 4.3, counts 4 s b V / t.)
     """
     t, width = choice.layout.tensor_parallel_size, job.precision.compute
     tokens = choice.tokens(job)
     logits = tokens * -(-job.model.vocabulary_size // t)
     norm = tokens * job.model.hidden_size * (job.precision.residual + width) / (t if choice.layout.sequence_parallel else 1)
-    return logits * (width if t > 1 else 4) + norm, logits * (4 + (width if width != 4 else 0))
+    kept = 4 if job.precision.casts and t == 1 else width
+    made = 4 if t > 1 else kept
+    return logits * kept + norm, logits * (made + (width if made != width else 0))
 
 
 def _everything(job: Job, choice: Choice, fused_rms_norm: bool) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
-from lightning_ptdp.planner import layer_activations
+from lightning_ptdp.planner import layer_activations, logits_bytes
 from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.tensor_parallel import apply_plan
 from tests.planner.jobs import choice, small_job
@@ -65,6 +65,40 @@ def test_formulas_are_within_5_percent_of_what_is_kept(pool: Pool, t: int, seque
             )
             layer = layer_activations(small_job(MODELS[name], precision=precision), how, fused_rms_norm=False)
             assert layer.held == pytest.approx(kept, rel=0.05), (name, precision, policy, layer.held / kept)
+
+
+HEAD = GPTConfig.gpt2(**{**SIZES, "vocabulary_size": 509})
+
+
+def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
+    """Bytes that the final norm, the head and the loss keep, by precision."""
+    found = {}
+    for precision in PRECISIONS:
+        model = GPT(HEAD)
+        apply_plan(model, gpt_plan(HEAD, prefix=""), group=tensor_group(rank), sequence_parallel=sequence_parallel)
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        model.to(dtype)
+        length = SIZES["sequence_length"]
+        x = torch.randn(BATCH, length // (t if sequence_parallel else 1), SIZES["hidden_size"], dtype=dtype, requires_grad=True)
+        labels = torch.randint(HEAD.vocabulary_size, (BATCH * length,))
+
+        def loss(model: GPT = model, x: torch.Tensor = x, labels: torch.Tensor = labels) -> torch.Tensor:
+            logits = model.head(model.norm(x + 0)).flatten(0, 1)
+            return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext():
+            found[precision] = kept_bytes(loss, model.parameters())
+    return found
+
+
+@pytest.mark.parametrize(("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"])
+def test_what_the_head_and_the_loss_keep(pool: Pool, t: int, sequence_parallel: bool) -> None:
+    how = choice(world_size=t, b=BATCH, tensor_parallel_size=t, sequence_parallel=sequence_parallel)
+    for results in pool.run(measured_head, world_size=t, args=(t, sequence_parallel)):
+        for precision, kept in results.items():
+            cast = HEAD.vocabulary_size * HEAD.hidden_size * 2 if (precision, t) == ("bf16-mixed", 1) else 0
+            expected = logits_bytes(small_job(HEAD, precision=precision), how)[0] + cast
+            assert expected == pytest.approx(kept, rel=0.05), (precision, expected / kept)
 
 
 @pytest.mark.parametrize(
