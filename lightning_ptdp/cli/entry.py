@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from lightning_ptdp.cli.errors import Terminated, UserError, explain, nearest, terminate_on_sigterm, worker_failure
-from lightning_ptdp.cli.recipes import resolve_configs
+from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.version import __version__
 
 __all__ = ["main"]
