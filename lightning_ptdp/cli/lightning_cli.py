@@ -89,7 +89,12 @@ class PTDPCLI(LightningCLI):
 
 
 class _ParsedOnly(PTDPCLI):
-    """A configuration whose classes are not built, so that it may be one for another machine."""
+    """A configuration whose classes are not built, so that it may be one for another machine; ``text`` is all of it as YAML."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        self.text = parser.dump(self.config, skip_none=False)
+        self.config.seed_everything = False  # nothing random follows
 
     def before_instantiate_classes(self) -> None:
         """Nothing is."""
@@ -104,8 +109,7 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
     Raises:
         UserError: A key, a class or a value is wrong.
     """
-    cli = _ParsedOnly("fit", arguments)
-    values: dict[str, Any] = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))
+    values: dict[str, Any] = yaml.safe_load(_ParsedOnly("fit", arguments).text)
     return values
 
 
