@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, get_args
 
+from lightning_ptdp.checkpoint.latest import OnDamage
 from lightning_ptdp.context_parallel import AttentionKind, check_attention_kind
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.pipeline import CustomSchedule, Schedule, build_schedule
@@ -53,6 +54,8 @@ class PTDPConfig:
     timeout_s: float = 1800.0
     start_method: StartMethod = "popen"
     process_group_backend: str | None = None
+    on_damage: OnDamage = "previous"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         # One replica of the smallest world that holds it: all checks that do not need the world's size.
@@ -64,6 +67,8 @@ class PTDPConfig:
         if self.start_method not in _START_METHODS:
             near = difflib.get_close_matches(self.start_method, _START_METHODS, n=1) or ["popen"]
             raise ValueError(f"start_method={self.start_method!r} must be one of {_START_METHODS}; did you mean {near[0]!r}?")
+        if self.on_damage not in get_args(OnDamage):
+            raise ValueError(f"on_damage={self.on_damage!r} must be one of {get_args(OnDamage)}")
         for field in ("bucket_mb", "timeout_s"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be greater than 0")

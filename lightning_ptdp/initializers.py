@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,10 +30,11 @@ class Initializers:
     def __init__(self, model: nn.Module) -> None:
         self._shadow = without_tensors(model)
 
-    def __call__(self, name: str) -> nn.Module | None:
+    def __call__(self, name: str, *, others: Collection[str] = ()) -> nn.Module | None:
         """A copy of the module ``name`` whose own tensors have their initial values, at full size, on the CPU.
 
-        Random numbers come from torch's generator. None if nothing is known that would initialize the module.
+        Random numbers come from torch's generator. None if nothing is known that would initialize the module. ``others`` are its tied
+        parameters that another module initializes (a decoder's weight that is the embedding's, beside a bias of its own).
 
         Raises:
             ValueError: The initializers left a tensor as it was.
@@ -57,7 +58,7 @@ class Initializers:
                     initialize = owner._init_weights
                     for above in reversed(chain[chain.index(owner) :]):
                         initialize(above)
-                _check_set(module, name)
+                _check_set(module, name, others)
                 made = copy.copy(module)
                 made.__dict__["_parameters"], made.__dict__["_buffers"] = dict(module._parameters), dict(module._buffers)
             finally:
@@ -105,9 +106,9 @@ def _mark(dtype: torch.dtype) -> Any:
     return False if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _check_set(module: nn.Module, name: str) -> None:
+def _check_set(module: nn.Module, name: str, others: Collection[str]) -> None:
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is None or tensor.dtype is torch.bool or tensor.numel() == 0:
+        if key in others or tensor is None or tensor.dtype is torch.bool or tensor.numel() == 0:
             continue
         mark = _mark(tensor.dtype)
         if bool((tensor.isnan() if mark != mark else tensor == mark).any()):

@@ -38,12 +38,13 @@ class Materializer:
     def __init__(self, model: nn.Module, *, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
         self._owners: dict[int, tuple[str, str]] = {}
+        self._others: dict[str, set[str]] = {}  # keys of a module's parameters that another one owns
         self._made: dict[int, nn.Parameter] = {}
         self._kept: list[nn.Parameter] = [p for p in model.parameters() if p.is_meta]  # alive while their ids are keys
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._owners.setdefault(id(parameter), (name, key))
+                if parameter is not None and self._owners.setdefault(id(parameter), (name, key)) != (name, key):
+                    self._others.setdefault(name, set()).add(key)
         self._initialize = Initializers(model) if any(is_meta(module) for module in model.modules()) else None
 
     def __call__(self, module: nn.Module, name: str) -> None:
@@ -81,7 +82,7 @@ class Materializer:
         """A module with initial values, drawn on the CPU so that they do not depend on the device."""
         assert self._initialize is not None
         with seeded(derive_seed(self._seed, "init", name), torch.device("cpu")):
-            made = self._initialize(name)
+            made = self._initialize(name, others=self._others.get(name, ()))
         if made is None:
             raise ValueError(
                 f"'{name}' ({type(asked).__name__}) was built on the meta device but has no reset_parameters() method that gives it "

@@ -1,20 +1,24 @@
 """Ordinary Lightning callbacks that tell what a run is doing; they work with any strategy and say more with "ptdp"."""
 
 from lightning_ptdp.callbacks.gradient_norm import GradientNorm
+from lightning_ptdp.callbacks.init_from import InitFrom
 from lightning_ptdp.callbacks.layout_summary import LayoutSummary
 from lightning_ptdp.callbacks.perplexity import TrainPerplexity
 from lightning_ptdp.callbacks.report import RunRecord, RunReport
 from lightning_ptdp.callbacks.save_config import SaveResolvedConfig
+from lightning_ptdp.callbacks.save_on_signal import SaveOnSignal
 from lightning_ptdp.callbacks.throughput import Throughput
 from lightning_ptdp.callbacks.timeline import PipelineTimeline
 from lightning_ptdp.callbacks.validate import ValidateAtEnd
 
 __all__ = [
     "GradientNorm",
+    "InitFrom",
     "LayoutSummary",
     "PipelineTimeline",
     "RunRecord",
     "RunReport",
+    "SaveOnSignal",
     "SaveResolvedConfig",
     "Throughput",
     "TrainPerplexity",

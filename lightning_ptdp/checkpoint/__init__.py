@@ -7,35 +7,53 @@ layout reads what any other wrote; everything else is one small file each::
       metadata.json    format, layout, package versions, shape and dtype of every tensor, size and sha256 of the files
       state.pt         loops, callbacks, schedulers, hyperparameters: ``torch.load(..., weights_only=True)`` reads it
       .metadata        DCP's index: which rectangle is in which file
-      __0_0.distcp …   the rectangles
+      __0_0.distcp …   the rectangles, one file or more a rank
+      __0_0.crc …      checksums of their blocks
 
 A folder appears under its name complete or not at all, and an error on one rank is the same error on every rank.
 """
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
+from lightning_ptdp.checkpoint.background import BackgroundSaver
+from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
 from lightning_ptdp.checkpoint.load import load_tensors
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
 from lightning_ptdp.checkpoint.optimizer import load_optimizer, merge_groups, optimizer_groups, optimizer_tensors
-from lightning_ptdp.checkpoint.save import save_checkpoint
+from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.reshard import reshard_checkpoint
+from lightning_ptdp.checkpoint.save import save_checkpoint, write_checkpoint
 from lightning_ptdp.checkpoint.state import portable, read_state
+from lightning_ptdp.checkpoint.verify import verify_checkpoint
 
 __all__ = [
+    "BackgroundSaver",
+    "Box",
     "CheckpointError",
     "CheckpointMetadata",
     "FileEntry",
+    "OnDamage",
     "TensorEntry",
+    "TensorReader",
+    "choose_checkpoint",
+    "complete_checkpoints",
     "load_optimizer",
     "load_tensors",
+    "mark_latest",
     "merge_groups",
+    "newest_checkpoint",
     "optimizer_groups",
     "optimizer_tensors",
     "portable",
     "read_full",
     "read_metadata",
     "read_state",
+    "reshard_checkpoint",
     "same_outcome",
     "save_checkpoint",
     "to_lightning_file",
+    "verify_checkpoint",
+    "write_checkpoint",
 ]

@@ -10,21 +10,25 @@ import math
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
-from lightning_ptdp.checkpoint.metadata import DCP_FILE, TensorEntry
+from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_sums, read_verified
+from lightning_ptdp.checkpoint.stored import read_rectangle
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SummedFile, open_summed, summing
 
-__all__ = ["read_boxes", "write_boxes"]
+__all__ = ["Reader", "check_index", "open_reader", "read_boxes", "write_boxes"]
 
 # The classes in DCP's pickled index. `_StorageInfo` and `_MEM_FORMAT_ENCODING` are private names of torch.
 _INDEX_CLASSES = {
@@ -46,8 +50,10 @@ _INDEX_CLASSES = {
 }
 
 
-def write_boxes(folder: Path, boxes: Iterable[Box]) -> dict[str, TensorEntry]:
-    """Write every rank's rectangles; collective over the default process group if there is one.
+def write_boxes(
+    folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | None = None, num_files: int = 1
+) -> dict[str, TensorEntry]:
+    """Write every rank's rectangles; collective over ``group`` (None: the default process group, if there is one).
 
     A rectangle that several ranks hold is written by one of them, chosen so that the ranks write about the same amount.
 
@@ -58,8 +64,9 @@ def write_boxes(folder: Path, boxes: Iterable[Box]) -> dict[str, TensorEntry]:
         CheckpointException: Writing failed on some rank (raised by DCP on all of them).
         CheckpointError: The written files cannot all be seen from here.
     """
-    with _quiet():
-        metadata = dcp.save({}, storage_writer=_Writer(folder), planner=_SavePlanner(boxes))
+    # The filters of warnings are the whole process's: a thread that saves in the background leaves them alone.
+    with nullcontext() if dist.is_available() and dist.is_initialized() else _quiet():
+        metadata = dcp.save({}, storage_writer=_Writer(folder, num_files), planner=_SavePlanner(boxes), process_group=group)
     for name, size in _file_sizes(metadata).items():
         file = folder / name
         if not file.is_file() or file.stat().st_size < size:
@@ -71,18 +78,46 @@ def write_boxes(folder: Path, boxes: Iterable[Box]) -> dict[str, TensorEntry]:
     }
 
 
-def read_boxes(folder: Path, boxes: Iterable[Box]) -> None:
+def open_reader(folder: Path, checkpoint: CheckpointMetadata) -> Reader:
+    """A checkpoint's tensors, to read from several times.
+
+    Raises:
+        CheckpointError: The index is damaged.
+    """
+    read_verified(folder, checkpoint, DCP_FILE)
+    return Reader(folder, checkpoint)
+
+
+def read_boxes(reader: Reader, boxes: Iterable[Box]) -> None:
     """Fill this process's rectangles from the stored ones that overlap them; not collective.
 
     Raises:
-        CheckpointError: Reading failed, or the stored rectangles do not cover what is asked for.
+        CheckpointError: Reading failed, what was read is damaged, or the stored rectangles do not cover what is asked for.
     """
     try:
         with _quiet():
-            dcp.load({}, storage_reader=_Reader(folder), planner=_LoadPlanner(boxes), no_dist=True)
+            dcp.load({}, storage_reader=reader, planner=_LoadPlanner(boxes), no_dist=True)
     except dcp.CheckpointException as error:  # not an Exception: it would pass through the handlers of callers
         cause, _ = next(iter(error.failures.values()))
-        raise CheckpointError(f"{folder} cannot be read: {explain(cause)}") from cause
+        raise CheckpointError(f"{reader.folder} cannot be read: {explain(cause)}") from cause
+
+
+def check_index(folder: Path, checkpoint: CheckpointMetadata) -> None:
+    """Compare DCP's index with ``metadata.json``: the same tensors, covered by their rectangles, in files that are listed.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    index = open_reader(folder, checkpoint).read_metadata()
+    if index.state_dict_metadata.keys() != checkpoint.tensors.keys():
+        raise CheckpointError(f"{folder} is damaged: {DCP_FILE} and metadata.json name other tensors")
+    for name, entry in index.state_dict_metadata.items():
+        assert isinstance(entry, dcp.TensorStorageMetadata)
+        stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        _check_volume(name, stored, math.prod(checkpoint.tensors[name].shape), f"in {folder}")
+    for name in _file_sizes(index):
+        if name not in checkpoint.files:
+            raise CheckpointError(f"{folder} is damaged: {DCP_FILE} names {name}, which metadata.json does not list")
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -103,7 +138,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._boxes[MetadataIndex(index.fqn, index.offset)].values.contiguous()
+        return self._boxes[MetadataIndex(index.fqn, index.offset)].to_write()
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -129,8 +164,22 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return self._boxes[MetadataIndex(index.fqn, index.offset)].values
 
 
+class _SummingFiles(FileSystem):
+    """Data files get their sums, from the thread that writes them."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        summed = mode == "wb" and Path(path).suffix == DATA_SUFFIX
+        with summing(Path(path)) if summed else super().create_stream(path, mode) as stream:
+            yield stream
+
+
 class _Writer(dcp.FileSystemWriter):
-    """Tells errors in full: DCP pickles them for the other ranks, which loses what they came from."""
+    """Sums up what it writes, and tells errors in full: DCP pickles them for the other ranks, which loses what they came from."""
+
+    def __init__(self, folder: Path, num_files: int) -> None:
+        super().__init__(folder, thread_count=num_files)
+        self.fs = _SummingFiles()
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[Any]]:
         try:
@@ -139,11 +188,14 @@ class _Writer(dcp.FileSystemWriter):
             raise CheckpointError(explain(error)) from None
 
 
-class _Reader(dcp.FileSystemReader):
+class Reader(dcp.FileSystemReader):
     """Reads DCP's index, a pickle, without running code that somebody may have put in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, checkpoint: CheckpointMetadata) -> None:
         super().__init__(folder)
+        self.folder, self._checkpoint = folder, checkpoint
+        self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
+        self._sums: dict[str, bytes] = {}
         try:
             with open(folder / DCP_FILE, "rb") as stream:
                 self._index = _IndexUnpickler(stream).load()
@@ -152,6 +204,38 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self._index
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
+        """Only what is asked for, checked; DCP's own reads every stored tensor that is touched whole."""
+        by_file: dict[str, list[dcp.ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            if name not in self._sums:
+                self._sums[name] = read_sums(self.folder, self._checkpoint, name)
+            with open_summed(self.folder / name, sums=self._sums[name], size=self._checkpoint.files[name].size) as file:
+                for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
+                    target = planner.resolve_tensor(item)
+                    target.detach().copy_(self._read(file, item))
+                    planner.commit_tensor(item, target)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: SummedFile, item: dcp.ReadItem) -> torch.Tensor:
+        place, entry = self.storage_data[item.storage_index], self._index.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(entry, dcp.TensorStorageMetadata)
+        shapes = self._shapes.setdefault(item.storage_index.fqn, {chunk.offsets: chunk.sizes for chunk in entry.chunks})
+        assert item.storage_index.offset is not None
+        return read_rectangle(
+            file,
+            start=place.offset,
+            stop=place.offset + place.length,
+            dtype=entry.properties.dtype,
+            shape=shapes[item.storage_index.offset],
+            offset=item.storage_offsets,
+            size=item.lengths,
+        )
 
 
 class _IndexUnpickler(pickle.Unpickler):

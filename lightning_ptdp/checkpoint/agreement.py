@@ -30,29 +30,30 @@ def is_rank_zero() -> bool:
     return _rank() == 0
 
 
-def gather(value: T) -> list[T]:
-    """``value`` of every rank, by rank; collective over the default process group."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """``value`` of every rank, by rank; collective over ``group``, which spans all ranks (None: the default group)."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def from_rank_zero(make: Callable[[], T]) -> T:
+def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """What ``make`` returns on rank 0, on every rank; ``make`` must not raise."""
     values: list[Any] = [make() if is_rank_zero() else None]
     if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 
 @contextmanager
-def same_outcome(doing: str) -> Iterator[None]:
+def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank so that all of them raise if one does. It ends with a collective, so it is also a barrier.
 
     Args:
         doing: What the block does, for the message: ``"saving the checkpoint last.ckpt"``.
+        group: Who agrees: a group of all ranks (None: the default group).
 
     Raises:
         CheckpointError: The block raised on some rank; the message is the same everywhere and names the ranks.
@@ -63,7 +64,7 @@ def same_outcome(doing: str) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:
         cause, reasons = error, _reasons(error)
-    everyone = gather(reasons)
+    everyone = gather(reasons, group)
     failures = {rank: reason for part in everyone for rank, reason in part.items()}
     if failures:
         raise CheckpointError(f"{doing} failed: {_describe(failures, world_size=len(everyone))}") from cause

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.tensor_parallel.sharding import Sharding
 
-__all__ = ["Box", "Tensors", "boxes_of"]
+__all__ = ["Box", "Tensors", "boxes_of", "cut_strips"]
 
 Tensors = Mapping[str, tuple[torch.Tensor, Sharding]]
+_STRIPS = (8, 4, 2)
+_STRIP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +26,21 @@ class Box:
         name: Global name of the full tensor.
         full_shape: Shape of the full tensor.
         offset: Where the rectangle begins in the full tensor.
-        values: A view of the local tensor with the rectangle's extent: writing to it writes to the local tensor.
+        values: A view of the local tensor with the rectangle's extent: writing to it writes to the local tensor. To save what is not
+            in memory: a tensor on the meta device, whose values ``read`` gives when they are written.
+        read: From the offset and the shape of a part of the rectangle, its values.
     """
 
     name: str
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: torch.Tensor
+    read: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor] | None = None
+
+    def to_write(self) -> torch.Tensor:
+        """The values, one row after the other."""
+        values = self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))
+        return values.contiguous()
 
 
 def boxes_of(tensors: Tensors) -> list[Box]:
@@ -50,3 +61,26 @@ def boxes_of(tensors: Tensors) -> list[Box]:
             values = tensor.detach()[piece.local_slices]
             boxes.append(Box(name=name, full_shape=sharding.full_shape, offset=piece.full, values=values))
     return boxes
+
+
+def cut_strips(boxes: Iterable[Box]) -> Iterator[Box]:
+    """The rectangles of large matrices cut along dimension 1 where their full tensors' eighths meet, if an eighth is a MiB or more (else
+    quarters, else halves).
+
+    Rows lie one after the other in a file, so that any rows are read alone; columns would be small pieces of every row. With the strips
+    a rank of up to eight that split a matrix by columns reads its own only. Where a full tensor is cut does not depend on who holds it.
+    """
+    for box in boxes:
+        columns = box.full_shape[1] if len(box.full_shape) > 1 else 1
+        full_bytes = math.prod(box.full_shape) * box.values.element_size()
+        strips = next((n for n in _STRIPS if columns % n == 0 and full_bytes >= n * _STRIP_BYTES), 1)
+        if strips == 1:
+            yield box
+            continue
+        width = columns // strips
+        begin, end = box.offset[1], box.offset[1] + box.values.shape[1]
+        while begin < end:
+            stop = min((begin // width + 1) * width, end)
+            values = box.values[:, begin - box.offset[1] : stop - box.offset[1]]
+            yield replace(box, offset=(box.offset[0], begin, *box.offset[2:]), values=values)
+            begin = stop

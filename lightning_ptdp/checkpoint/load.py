@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,9 +12,9 @@ from lightning_ptdp.checkpoint import _dcp
 from lightning_ptdp.checkpoint.agreement import gather, same_outcome
 from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_metadata, read_verified
+from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 
-__all__ = ["fill", "load_tensors"]
+__all__ = ["fill", "load_tensors", "renamed"]
 
 _SHOWN = 5
 
@@ -24,6 +25,7 @@ def load_tensors(
     *,
     strict: bool = True,
     prefix: str | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Fill local tensors in place from a checkpoint of any layout; collective over the default process group, if there is one.
 
@@ -36,16 +38,21 @@ def load_tensors(
         strict: Whether a name that the checkpoint lacks is an error; otherwise that tensor is left as it is.
         prefix: With ``strict``, a tensor of the checkpoint whose name begins with this and that *no* rank asks for is an error
             too (a checkpoint of 12 layers does not load into a model of 6).
+        rename: What names of ``tensors`` are called in the checkpoint: ``{"model/model.": "model/net."}``. A key that ends with a dot or
+            a slash stands for all names that begin with it; the longest key that fits decides.
 
     Returns:
-        The names that the checkpoint lacks; empty if ``strict``.
+        The names of ``tensors`` that the checkpoint lacks; empty if ``strict``.
 
     Raises:
         CheckpointError: On every rank, if on any: the checkpoint is damaged, names are missing or unexpected, full shapes
             differ, a floating-point tensor meets an integer one, or what is stored does not cover a tensor.
     """
     doing = f"loading the checkpoint {path}"
+    stored = {name: renamed(name, rename or {}) for name in tensors}
     with same_outcome(doing):
+        _check_distinct(stored)
+        tensors = {stored[name]: value for name, value in tensors.items()}
         metadata = read_metadata(path)
         missing = _check(metadata, tensors, strict=strict)
     if strict and prefix is not None:
@@ -54,14 +61,32 @@ def load_tensors(
             raise CheckpointError(f"{doing} failed: {_shown(unexpected)} in the checkpoint but not in the model")
     with same_outcome(doing):
         fill(path, metadata, {name: value for name, value in tensors.items() if name not in missing})
-    return sorted(missing)
+    return sorted(name for name, other in stored.items() if other in missing)
+
+
+def renamed(name: str, rename: Mapping[str, str]) -> str:
+    """What ``name`` is called in the checkpoint; see :func:`load_tensors`."""
+    if name in rename:
+        return rename[name]
+    fitting = [key for key in rename if key.endswith((".", "/")) and name.startswith(key)]
+    if not fitting:
+        return name
+    longest = max(fitting, key=len)
+    return rename[longest] + name.removeprefix(longest)
 
 
 def fill(path: str | os.PathLike[str], metadata: CheckpointMetadata, tensors: Tensors) -> None:
     """Read checked tensors in this process alone."""
-    folder = Path(path)
-    read_verified(folder, metadata, DCP_FILE)
-    _dcp.read_boxes(folder, boxes_of(tensors))
+    _dcp.read_boxes(_dcp.open_reader(Path(path), metadata), boxes_of(tensors))
+
+
+def _check_distinct(stored: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for name, other in stored.items():
+        if first.setdefault(other, name) != name:
+            raise CheckpointError(
+                f"rename makes one of two names: {first[other]!r} and {name!r} are both {other!r} in the checkpoint"
+            )
 
 
 def _check(metadata: CheckpointMetadata, tensors: Tensors, *, strict: bool) -> set[str]:

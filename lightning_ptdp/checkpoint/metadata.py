@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX
 from lightning_ptdp.version import __version__
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "check_json",
     "describe_folder",
     "read_metadata",
+    "read_sums",
     "read_verified",
     "write_metadata",
 ]
@@ -49,7 +52,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Size of a file in bytes, and its sha256 where it is small (None for the tensors' files)."""
+    """Size of a file in bytes, and its sha256 (None for a file of tensors, whose sums by block are in a file of their own)."""
 
     size: int
     sha256: str | None = None
@@ -64,6 +67,7 @@ class CheckpointMetadata:
         packages: Versions of Python and of the packages that wrote the checkpoint.
         tensors: Every full tensor by its global name.
         files: Every other file of the folder by its name.
+        created: When it was written, in seconds since 1970; orders the checkpoints of a folder.
         format_version: Version of the format.
     """
 
@@ -71,6 +75,7 @@ class CheckpointMetadata:
     packages: Mapping[str, str]
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileEntry]
+    created: float
     format_version: int = FORMAT_VERSION
 
     @property
@@ -87,9 +92,9 @@ def describe_folder(folder: Path, *, run: Mapping[str, Json], tensors: Mapping[s
     """The metadata of a folder that holds everything but ``metadata.json``."""
     found = {}
     for path in sorted(folder.iterdir()):
-        digest = files.sha256(path.read_bytes()) if path.name in (STATE_FILE, DCP_FILE) else None
+        digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
         found[path.name] = FileEntry(size=path.stat().st_size, sha256=digest)
-    return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found)
+    return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found, created=time.time())
 
 
 def write_metadata(folder: Path, metadata: CheckpointMetadata) -> None:
@@ -98,6 +103,7 @@ def write_metadata(folder: Path, metadata: CheckpointMetadata) -> None:
         {
             "format": FORMAT,
             "version": metadata.format_version,
+            "created": metadata.created,
             "run": metadata.run,
             "packages": metadata.packages,
             "files": {name: asdict(entry) for name, entry in metadata.files.items()},
@@ -130,6 +136,7 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
     folder = Path(path)
     content = _content(folder)
     metadata = CheckpointMetadata(
+        created=content["created"],
         run=content["run"],
         packages=content["packages"],
         tensors={
@@ -158,6 +165,17 @@ def read_verified(folder: Path, metadata: CheckpointMetadata, name: str) -> byte
     if files.sha256(content) != entry.sha256:
         raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one that {METADATA_FILE} lists")
     return content
+
+
+def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> bytes:
+    """The checksums of a file of tensors, as :func:`open_summed` takes them.
+
+    Raises:
+        CheckpointError: The file that holds them is missing or damaged.
+    """
+    if name not in metadata.files:
+        raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
+    return read_verified(folder, metadata, Path(name).stem + SUMS_SUFFIX)
 
 
 def _content(folder: Path) -> dict[str, Json]:

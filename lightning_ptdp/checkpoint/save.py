@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from lightning_ptdp.checkpoint import _dcp, files
 from lightning_ptdp.checkpoint.agreement import from_rank_zero, is_rank_zero, same_outcome
-from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of
+from lightning_ptdp.checkpoint.boxes import Box, Tensors, boxes_of, cut_strips
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
@@ -21,7 +23,7 @@ from lightning_ptdp.checkpoint.metadata import (
 )
 from lightning_ptdp.checkpoint.state import dump_state
 
-__all__ = ["save_checkpoint"]
+__all__ = ["checked_content", "save_boxes", "save_checkpoint", "write_checkpoint"]
 
 
 def save_checkpoint(
@@ -47,19 +49,64 @@ def save_checkpoint(
     Raises:
         CheckpointError: On every rank, if anything failed on any; what was at ``path`` is untouched, nothing else is left.
     """
-    target = Path(os.path.abspath(path))
-    doing = f"saving the checkpoint {target}"
-    with same_outcome(doing):
+    with same_outcome(_doing(path)):
         boxes = boxes_of(tensors)
-        if is_rank_zero():
-            files.check_replaceable(path, marker=METADATA_FILE)
-            check_json(metadata)
-            content = dump_state(state)
-    part = Path(from_rank_zero(lambda: files.part_name(target)))
+    write_checkpoint(path, boxes=boxes, state=state, metadata=metadata)
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    boxes: Iterable[Box],
+    state: dict[str, Any],
+    metadata: Mapping[str, Json],
+    num_files: int = 1,
+) -> None:
+    """As :func:`save_checkpoint`, from rectangles: those of one process may come from anywhere, such as a file that is mapped, and are
+    asked for their values one after the other. A rank writes ``num_files`` files, in as many threads.
+
+    Raises:
+        CheckpointError: As :func:`save_checkpoint`.
+    """
+    content = checked_content(path, state=state, metadata=metadata)
+    save_boxes(Path(os.path.abspath(path)), boxes=boxes, content=content, metadata=metadata, num_files=num_files)
+
+
+def checked_content(path: str | os.PathLike[str], *, state: dict[str, Any], metadata: Mapping[str, Json]) -> bytes:
+    """Rank 0's ``state.pt``, everywhere else nothing; collective.
+
+    Raises:
+        CheckpointError: On every rank: the state or the metadata cannot be stored, or ``path`` cannot be replaced.
+    """
+    with same_outcome(_doing(path)):
+        if not is_rank_zero():
+            return b""
+        files.check_replaceable(path, marker=METADATA_FILE)
+        check_json(metadata)
+        return dump_state(state)
+    raise AssertionError("same_outcome raises what it catches")
+
+
+def save_boxes(
+    target: Path,
+    *,
+    boxes: Iterable[Box],
+    content: bytes,
+    metadata: Mapping[str, Json],
+    group: dist.ProcessGroup | None = None,
+    num_files: int = 1,
+) -> None:
+    """Write rectangles and a checked state; collective over ``group`` (None: all ranks), which spans all ranks.
+
+    Raises:
+        CheckpointError: As :func:`save_checkpoint`.
+    """
+    doing = _doing(target)
+    part = Path(from_rank_zero(lambda: files.part_name(target), group))
     try:
-        with same_outcome(doing):
-            entries = _dcp.write_boxes(part, boxes)
-        with same_outcome(doing):
+        with same_outcome(doing, group):
+            entries = _dcp.write_boxes(part, cut_strips(boxes), group, num_files)
+        with same_outcome(doing, group):
             if is_rank_zero():
                 with files.open_synced(part / STATE_FILE) as stream:
                     stream.write(content)
@@ -67,7 +114,11 @@ def save_checkpoint(
                 files.sync_folder(part)
                 files.replace(part, target)
     except CheckpointError:
-        with same_outcome(f"cleaning up after {doing}"):
+        with same_outcome(f"cleaning up after {doing}", group):
             if is_rank_zero():
                 files.remove(part)
         raise
+
+
+def _doing(path: str | os.PathLike[str]) -> str:
+    return f"saving the checkpoint {os.fspath(path)}"

@@ -25,6 +25,8 @@ _VERBS = {
     "test": (_RUN, "evaluate a checkpoint with the module's test_step"),
     "prepare": (_RUN, "tokenizer and token chunks of a recipe's data, without training"),
     "generate": ("lightning_ptdp.cli.generate", "write text with a trained checkpoint"),
+    "convert": ("lightning_ptdp.cli.convert", "to and from Hugging Face folders, state dicts and Lightning's single file"),
+    "ckpt": ("lightning_ptdp.cli.checkpoint", "inspect, verify or reshard a checkpoint"),
     "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one"),
     "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
 }
@@ -39,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with terminate_on_sigterm():
             return _run(arguments)
     except SystemExit as exit_:
+        if type(exit_).__name__ == "SIGTERMException":  # Lightning's, raised when the run has saved
+            _say("ended by SIGTERM, after saving")
+            return 143
         return 130 if isinstance(exit_.__context__, KeyboardInterrupt) else _code(exit_)
     except KeyboardInterrupt:
         _say("interrupted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,12 @@ def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str
     import torch
 
     from lightning_ptdp.data import Tokenizer
-    from lightning_ptdp.models import generate
+    from lightning_ptdp.models import GPTConfig, generate
 
     state, weights = _read(checkpoint)
     tokenizer = Tokenizer.load(tokenizer_folder or _tokenizer_folder(state, checkpoint))
     module = _build(state, weights, checkpoint)
-    if not hasattr(getattr(module, "config", None), "sequence_length"):
+    if not isinstance(getattr(module, "config", None), GPTConfig):
         raise UserError(f"--checkpoint {checkpoint} holds a {type(module).__name__}, which is not one of our language models")
     if tokenizer.vocabulary_size > module.config.vocabulary_size:
         raise UserError(
@@ -126,6 +127,10 @@ def _build(state: dict[str, Any], weights: dict[str, Any], checkpoint: str) -> A
     arguments = {name: value for name, value in state.get("hyper_parameters", {}).items() if name != "_instantiator"}
     if "_class_path" in arguments:
         module = instantiate_module(LightningModule, arguments)
+    elif arguments.keys() - inspect.signature(LitGPT).parameters.keys():
+        raise UserError(
+            f"--checkpoint {checkpoint} holds no LitGPT (its settings are {', '.join(sorted(arguments))}); a BERT, for one, writes no text"
+        )
     elif "config" in arguments:
         module = LitGPT(**arguments)
     else:

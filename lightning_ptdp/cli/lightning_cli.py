@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentError
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -12,8 +12,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning_ptdp import callbacks, data, loggers, models, strategy  # noqa: F401
 from lightning_ptdp.callbacks import (
     GradientNorm,
+    InitFrom,
     LayoutSummary,
     RunReport,
+    SaveOnSignal,
     SaveResolvedConfig,
     Throughput,
     TrainPerplexity,
@@ -52,6 +54,9 @@ class PTDPCLI(LightningCLI):
         """The verb's own keys."""
         parser.add_lightning_class_args(Throughput, "throughput")
         parser.add_argument("--ckpt_path", type=str | None, default=None, help=_CKPT_HELP)
+        if self.verb == "fit":
+            parser.add_argument("--resume", type=Literal["auto"] | None, default=None, help=_RESUME_HELP)
+            parser.add_argument("--init_from", type=str | None, default=None, help=_INIT_HELP)
         parser.add_argument(
             "--sample",
             type=SampleOptions | None,
@@ -85,7 +90,10 @@ class PTDPCLI(LightningCLI):
                 TrainPerplexity(),
                 ValidateAtEnd(),
                 SaveResolvedConfig(resolved),
+                SaveOnSignal(),
             ]
+            if self.config.init_from is not None:
+                self.trainer_defaults["callbacks"].append(InitFrom(self.config.init_from))
 
 
 class _ParsedOnly(PTDPCLI):
@@ -114,6 +122,11 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
 
 
 _CKPT_HELP = "Checkpoint to continue from (fit: with the whole state of training) or to evaluate."
+_RESUME_HELP = (
+    "auto: continue from the newest complete checkpoint of this configuration's folders (trainer.default_root_dir, the loggers' and "
+    "ModelCheckpoint's), or begin if there is none; for schedulers that start a run again."
+)
+_INIT_HELP = "Checkpoint whose weights training begins with, as for fine-tuning; for other names use the callback InitFrom."
 _DESCRIPTIONS = {
     "fit": "Train a model. Prepares the data first, validates at the end, and says where everything is.",
     "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data.",

@@ -15,6 +15,7 @@ __all__ = ["ending_workers"]
 
 _PATIENCE_S = 3.0
 _GRACE_S = 10.0
+_SAVING_S = 60.0
 
 
 @contextmanager
@@ -22,14 +23,18 @@ def ending_workers(trainer: Trainer) -> Iterator[None]:
     """Leave no worker of ``trainer`` behind when the block ends with an error.
 
     Workers are interrupted as by Ctrl-C, so that they close their loggers, and killed if they are not gone in time. On a
-    Ctrl-C the terminal has told them already, and a second one would break the closing: they are first given time.
+    Ctrl-C the terminal has told them already, and a second one would break the closing: they are first given time. SIGTERM, which
+    ranks save after, is handed on to them, and not to the processes that read data for them.
     """
     try:
         yield
     except BaseException as error:
         workers = _alive(trainer)
-        if not isinstance(error, Terminated):
-            _, workers = psutil.wait_procs(workers, timeout=_PATIENCE_S)
+        if isinstance(error, Terminated):
+            for started in getattr(trainer.strategy.launcher, "procs", None) or []:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(started.pid).terminate()
+        _, workers = psutil.wait_procs(workers, timeout=_SAVING_S if isinstance(error, Terminated) else _PATIENCE_S)
         _end(workers)
         raise
 

@@ -15,9 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.callbacks import RunRecord, RunReport
 from lightning_ptdp.cli.checks import check_data, check_run
+from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import write_text
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
+from lightning_ptdp.cli.resume import find_newest
 
 __all__ = ["run"]
 
@@ -31,7 +33,7 @@ def run(verb: str, arguments: list[str]) -> int:
     # torch's deprecation, seen by Lightning, once a process.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     cli = PTDPCLI(verb, arguments)
-    ckpt_path = cli.config.ckpt_path
+    ckpt_path = _ckpt_path(cli, verb)
     if verb == "prepare":
         check_data(cli.trainer, cli.datamodule)
         _prepare(cli)
@@ -46,6 +48,22 @@ def run(verb: str, arguments: list[str]) -> int:
     with ending_workers(cli.trainer):
         getattr(cli.trainer, verb)(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
     return 0
+
+
+def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
+    """``--ckpt_path``, or what ``--resume auto`` finds."""
+    given: str | None = cli.config.ckpt_path
+    if verb != "fit" or cli.config.resume is None:
+        return given
+    if given is not None:
+        raise UserError(f"--resume auto looks for a checkpoint, and --ckpt_path {given} names one: use one of them")
+    if not hasattr(cli.trainer.strategy, "load_weights"):
+        raise UserError(
+            "--resume auto finds the checkpoints of the ptdp strategy: set --trainer.strategy ptdp, or name one (--ckpt_path)"
+        )
+    found = find_newest(cli.trainer)
+    rank_zero_info(f"--resume auto: {'there is no checkpoint yet' if found is None else f'continuing from {found}'}")
+    return None if found is None else str(found)
 
 
 def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:

@@ -1,10 +1,13 @@
 """Text to token batches.
 
-``prepare(PrepareConfig(output=..., source=...))`` turns text into a folder of tokens once; ``TextDataModule`` hands it to a
-Trainer. Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks of tokens by number, and
-``TokenLoader`` and ``EvaluationLoader`` decide which replica reads which. litdata and sentencepiece are imported when they are used.
+``prepare(PrepareConfig(output=..., source=...))`` turns text into a folder of tokens once; ``TextDataModule`` (for a GPT) or
+``BertDataModule`` hands it to a Trainer. Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks
+of tokens and ``BertStream`` masked pairs by number, and ``TokenLoader`` and ``EvaluationLoader`` decide which replica reads which.
+litdata and sentencepiece are imported when they are used.
 """
 
+from lightning_ptdp.data.bert_datamodule import BertDataModule
+from lightning_ptdp.data.bert_stream import BertStream
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport, iter_documents
 from lightning_ptdp.data.datamodule import TextDataModule
@@ -16,6 +19,8 @@ from lightning_ptdp.data.stream import TokenStream
 from lightning_ptdp.data.tokenizer import Tokenizer
 
 __all__ = [
+    "BertDataModule",
+    "BertStream",
     "Corpus",
     "CorpusError",
     "DataError",

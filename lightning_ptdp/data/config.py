@@ -28,6 +28,7 @@ class PrepareConfig:
         validation_fraction: Part of the characters that is kept for validation, more than 0 and at most 0.5.
         seed: Of the division and of the sample that the tokenizer learns from.
         chunk_tokens: Tokens of a chunk file; a training sample never spans two chunks.
+        control_symbols: Pieces such as ``[MASK]`` that no text produces; they count into ``vocabulary_size``.
         tokenizer_characters: How much of the training text the tokenizer learns from at most (lines drawn at random).
         overwrite: Replace a folder that was prepared with other settings or is damaged.
 
@@ -44,6 +45,7 @@ class PrepareConfig:
     validation_fraction: float = 0.03
     seed: int = 0
     chunk_tokens: int = 1 << 22
+    control_symbols: tuple[str, ...] = ()
     tokenizer_characters: int = 50_000_000
     overwrite: bool = False
 
@@ -51,6 +53,10 @@ class PrepareConfig:
         if not str(self.output):
             raise ValueError("output='' must be the path of a folder")
         object.__setattr__(self, "suffixes", tuple(self.suffixes) if not isinstance(self.suffixes, str) else self.suffixes)
+        symbols = self.control_symbols
+        if isinstance(symbols, str) or not all(isinstance(s, str) and s for s in symbols) or len(set(symbols)) < len(symbols):
+            raise ValueError(f"control_symbols={symbols!r} must be different pieces, such as ['[CLS]', '[SEP]', '[MASK]']")
+        object.__setattr__(self, "control_symbols", tuple(symbols))
         check_integer("vocabulary_size", self.vocabulary_size, least=262, most=(1 << 31) - 1)
         check_integer("seed", self.seed, least=0, most=(1 << 63) - 1)
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
@@ -68,4 +74,7 @@ class PrepareConfig:
     def settings(self) -> dict[str, Any]:
         """What decides the contents of the folder, as it is kept in the manifest."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SETTINGS}
+        symbols = values.pop("control_symbols")
+        if symbols:  # a folder without any is the same as one from before there were any
+            values["control_symbols"] = list(symbols)
         return {**values, "source": list(self.corpus.roots), "suffixes": list(self.suffixes)}

@@ -15,7 +15,7 @@ from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import SplitName, verify_store
 from lightning_ptdp.data.prepare import check_prepare, prepare
-from lightning_ptdp.data.stream import TokenStream
+from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.tokenizer import Tokenizer
 
 __all__ = ["TextDataModule"]
@@ -46,6 +46,9 @@ class TextDataModule(LightningDataModule):
         num_workers: Processes that read ahead, for each rank.
         verify_hashes: Compare every file's hash before training, not only its size.
     """
+
+    control_symbols: tuple[str, ...] = ()
+    """Pieces of the tokenizer beside those of the text."""
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class TextDataModule(LightningDataModule):
             validation_fraction=validation_fraction,
             seed=split_seed,
             overwrite=overwrite,
+            control_symbols=self.control_symbols,
         )
         check_integer("sequence_length", sequence_length)
         check_integer("micro_batch_size", micro_batch_size)
@@ -186,10 +190,10 @@ class TextDataModule(LightningDataModule):
         """
         self._saved = dict(state_dict)
 
-    def _stream(self, split: SplitName, max_samples: int | None = None) -> TokenStream:
+    def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         return TokenStream(self.data_dir, split=split, sequence_length=self.sequence_length, max_samples=max_samples)
 
-    def _train_loader(self, stream: TokenStream) -> TokenLoader:
+    def _train_loader(self, stream: SampleStream) -> TokenLoader:
         num_replicas, replica_rank = self._replica()
         return TokenLoader(
             stream,

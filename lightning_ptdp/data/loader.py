@@ -14,16 +14,16 @@ Ranks of one replica (tensor, context and pipeline peers) pass the same ``replic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import DataError
 from lightning_ptdp.data.order import sample_order
-from lightning_ptdp.data.stream import PADDING, TokenStream, as_batch
+from lightning_ptdp.data.stream import PADDING, SampleStream
 
 __all__ = ["EvaluationLoader", "TokenLoader"]
 
@@ -50,7 +50,7 @@ class TokenLoader:
         pin_memory: Put batches into page-locked memory, for CUDA.
         in_flight: Returns how many batches were handed out but not yet trained on; they are taken off the saved position.
 
-    Batches are ``{"input_ids", "labels"}``, int64 of shape (B, s).
+    What is in a batch is the stream's business; for a ``TokenStream`` ``{"input_ids", "labels"}``, int64 of shape (B, s).
 
     Raises:
         DataError: A step takes more samples than there are.
@@ -58,7 +58,7 @@ class TokenLoader:
 
     def __init__(
         self,
-        stream: TokenStream,
+        stream: SampleStream,
         *,
         batch_size: int,
         seed: int = 0,
@@ -111,9 +111,16 @@ class TokenLoader:
 
     def indices(self, start: int, steps: int) -> np.ndarray:
         """Samples of this replica for ``steps`` steps from sample number ``start`` on; int64 of shape (steps, B)."""
-        first = start + self.replica_rank * self.batch_size
-        numbers = first + self.step_samples * np.arange(steps)[:, None] + np.arange(self.batch_size)[None, :]
+        numbers = self._numbers(start, steps)
         return sample_order(numbers, size=len(self.stream), seed=self.seed, shuffle=self.shuffle)
+
+    def visits(self, start: int, steps: int) -> np.ndarray:
+        """As ``indices``, with the epoch: visits of the stream."""
+        return self._numbers(start, steps) // len(self.stream) * len(self.stream) + self.indices(start, steps)
+
+    def _numbers(self, start: int, steps: int) -> np.ndarray:
+        first = start + self.replica_rank * self.batch_size
+        return first + self.step_samples * np.arange(steps)[:, None] + np.arange(self.batch_size)[None, :]
 
     def state_dict(self) -> dict[str, Any]:
         """The position: equal on all ranks, and good for any number of replicas, batch size or workers."""
@@ -168,7 +175,7 @@ class EvaluationLoader:
 
     def __init__(
         self,
-        stream: TokenStream,
+        stream: SampleStream,
         *,
         batch_size: int,
         micro_batch_size: int | None = None,
@@ -218,7 +225,7 @@ class _TrainingRows(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(0, len(self), _AHEAD):
             start = self._start + step * self._loader.step_samples
-            yield from self._loader.indices(start, min(_AHEAD, len(self) - step)).tolist()
+            yield from self._loader.visits(start, min(_AHEAD, len(self) - step)).tolist()
 
 
 class _EvaluationRows(Sampler[list[int]]):
@@ -232,17 +239,17 @@ class _EvaluationRows(Sampler[list[int]]):
         return map(self._loader.indices, range(len(self)))
 
 
-def _read(stream: TokenStream, rows: Sampler[list[int]], num_workers: int, pin_memory: bool) -> Iterator[Batch]:
+def _read(stream: SampleStream, rows: Sampler[list[int]], num_workers: int, pin_memory: bool) -> Iterator[Batch]:
     loader: DataLoader[Any] = DataLoader(
-        stream,
+        cast(Dataset[Any], stream),
         batch_sampler=rows,
         collate_fn=_as_read,
         num_workers=num_workers,
         # Else every iteration would draw from the global generator, and change what a model draws after it.
         generator=torch.Generator(),
     )
-    for blocks in loader:
-        batch = as_batch(blocks)
+    for rows_read in loader:
+        batch = stream.as_batch(rows_read)
         yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
 
 

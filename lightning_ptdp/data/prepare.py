@@ -129,10 +129,11 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None, hashes: 
 
 def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
     manifest = Manifest.read(output)
+    there, here = manifest.settings, config.settings
     differences = [
-        f"{name} is {manifest.settings.get(name)!r} there and {wanted!r} here"
-        for name, wanted in config.settings.items()
-        if manifest.settings.get(name) != wanted
+        f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
+        for name in {**here, **there}
+        if there.get(name) != here.get(name)
     ]
     if differences:
         raise StoreError(
@@ -158,7 +159,9 @@ def _build(config: PrepareConfig, folder: Path, say: Progress) -> Manifest:
     if report.undecodable:
         say(report.summary())
     say(f"learning {config.vocabulary_size} pieces from {found.documents:,} documents")
-    tokenizer = Tokenizer.train(_sample(config, found), vocabulary_size=config.vocabulary_size)
+    tokenizer = Tokenizer.train(
+        _sample(config, found), vocabulary_size=config.vocabulary_size, control_symbols=config.control_symbols
+    )
     tokenizer.save(folder)
     splits = _write_splits(config, folder, found, tokenizer, say)
     manifest = Manifest(

@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_ptdp.data.errors import StoreError
 
-__all__ = ["BlockReader", "ChunkWriter", "count_blocks", "longest_block", "open_blocks", "token_dtype"]
+__all__ = ["BlockReader", "ChunkMap", "ChunkWriter", "count_blocks", "longest_block", "open_blocks", "token_dtype"]
 
 INDEX_FILE = "index.json"
 _ALONE = {"DATA_OPTIMIZER_GLOBAL_RANK": "0", "DATA_OPTIMIZER_NUM_WORKERS": "1", "DATA_OPTIMIZER_NUM_NODES": "1"}
@@ -87,6 +87,40 @@ class ChunkWriter:
         self._chunks += 1
 
 
+class ChunkMap:
+    """The chunks as arrays over the mapped files, for reading runs of any length.
+
+    Args:
+        folder: A split's folder.
+        dtype: How a token is stored.
+
+    Attributes:
+        chunks: One array a chunk, in the order of writing.
+
+    Raises:
+        StoreError: The index or a chunk is missing or damaged.
+    """
+
+    def __init__(self, folder: str | Path, dtype: np.dtype) -> None:
+        index = _read_index(folder)
+        try:
+            # A chunk is its number of items (one), that many offsets and one more, four bytes each, and then the tokens.
+            self.chunks = [
+                np.memmap(Path(folder, chunk["filename"]), dtype, "r", offset=12, shape=(int(chunk["dim"]),))
+                for chunk in index["chunks"]
+            ]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{folder} cannot be read: {error!r}; prepare the data again with overwrite") from error
+        self._ends = np.cumsum([len(chunk) for chunk in self.chunks])
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """``length`` tokens of one chunk from token ``start`` on, counted over all chunks; int32."""
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        begin = start - (int(self._ends[number - 1]) if number else 0)
+        assert begin + length <= len(self.chunks[number]), "a run never spans two chunks"
+        return self.chunks[number][begin : begin + length].astype(np.int32)
+
+
 def count_blocks(folder: str | Path, block_size: int) -> int:
     """How many blocks of ``block_size`` tokens the chunks hold; a block never spans two chunks."""
     return sum(dim // block_size for dim in _chunk_tokens(folder))
@@ -132,10 +166,17 @@ def _settle_index(path: Path) -> None:
 
 
 def _chunk_tokens(folder: str | Path) -> list[int]:
+    try:
+        return [int(chunk["dim"]) for chunk in _read_index(folder)["chunks"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{Path(folder, INDEX_FILE)} is damaged: {error!r}") from error
+
+
+def _read_index(folder: str | Path) -> Any:
     path = Path(folder, INDEX_FILE)
     try:
-        return [int(chunk["dim"]) for chunk in json.loads(path.read_text("utf-8"))["chunks"]]
+        return json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise StoreError(f"{path} is damaged: {error!r}") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,13 +21,43 @@ from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.store import BlockReader, count_blocks, longest_block, open_blocks
 
-__all__ = ["IGNORE_INDEX", "PADDING", "TokenStream", "as_batch"]
+__all__ = ["IGNORE_INDEX", "PADDING", "SampleStream", "TokenStream"]
 
 IGNORE_INDEX = -100
 """Label that no loss counts (the default of ``torch.nn.functional.cross_entropy``)."""
 
 PADDING = -1
 """Sample number of a row that only fills up a batch: input ids 0, labels ``IGNORE_INDEX``."""
+
+
+class SampleStream(Protocol):
+    """What the loaders read: samples by number.
+
+    A visit is the number ``epoch * len(stream) + sample``: a sample may look different each time that it is read.
+
+    Attributes:
+        sequence_length: s, tokens of a sample.
+        fingerprint: Equal for equal samples.
+    """
+
+    sequence_length: int
+    fingerprint: str
+
+    def __len__(self) -> int:
+        """Number of samples in an epoch."""
+        ...
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """One sample, in the first epoch."""
+        ...
+
+    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+        """Rows of samples (b, ...) by visit or ``PADDING``, in the form in which worker processes send them."""
+        ...
+
+    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """The batch that rows are made into."""
+        ...
 
 
 class TokenStream(Dataset[dict[str, torch.Tensor]]):
@@ -73,13 +103,13 @@ class TokenStream(Dataset[dict[str, torch.Tensor]]):
         """One sample: ``input_ids`` and ``labels``, int64 of shape (s,)."""
         return {name: rows[0] for name, rows in self.batch([index]).items()}
 
-    def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
-        """What a DataLoader calls; see ``blocks``."""
-        return self.blocks(indices)
+    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+        """What a DataLoader calls; see ``blocks``. A sample is the same in every epoch."""
+        return self.blocks([PADDING if visit == PADDING else visit % self._blocks for visit in visits])
 
     def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``labels``, int64 of shape (b, s); the index ``PADDING`` gives an ignored row."""
-        return as_batch(self.blocks(indices))
+        return self.as_batch(self.blocks(indices))
 
     def blocks(self, indices: Sequence[int]) -> np.ndarray:
         """Blocks, int32 of shape (b, s + 1); rows of ``PADDING`` for that index.
@@ -95,6 +125,15 @@ class TokenStream(Dataset[dict[str, torch.Tensor]]):
                 blocks_bs[row] = reader[int(index)]
         return blocks_bs
 
+    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, int64 of shape (b, s), of blocks of s + 1 tokens."""
+        tokens_bs = torch.from_numpy(rows).long()
+        inputs_bs, labels_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
+        padding_b = tokens_bs[:, 0] == PADDING
+        inputs_bs[padding_b] = 0
+        labels_bs[padding_b] = IGNORE_INDEX
+        return {"input_ids": inputs_bs, "labels": labels_bs}
+
     def _open(self) -> BlockReader:
         # A reader holds maps of files, which a forked worker must not share with its parent.
         if self._reader is None or self._reader[0] != os.getpid():
@@ -103,13 +142,3 @@ class TokenStream(Dataset[dict[str, torch.Tensor]]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
-
-
-def as_batch(blocks_bs: np.ndarray) -> dict[str, torch.Tensor]:
-    """``input_ids`` and ``labels``, int64 of shape (b, s), of blocks of s + 1 tokens."""
-    tokens_bs = torch.from_numpy(blocks_bs).long()
-    inputs_bs, labels_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
-    padding_b = tokens_bs[:, 0] == PADDING
-    inputs_bs[padding_b] = 0
-    labels_bs[padding_b] = IGNORE_INDEX
-    return {"input_ids": inputs_bs, "labels": labels_bs}

@@ -52,8 +52,7 @@ class Tokenizer:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError as error:
             raise TokenizerError(f"not a sentencepiece model: {_reason(error)}") from error
-        pieces = [self._processor.id_to_piece(index) for index in range(self._processor.get_piece_size())]
-        self.fingerprint = hashlib.sha256("\n".join(map(repr, pieces)).encode("utf-8", "backslashreplace")).hexdigest()
+        self.fingerprint = hashlib.sha256("\n".join(map(repr, self.pieces)).encode("utf-8", "backslashreplace")).hexdigest()
         self._mark_ids = [self._processor.piece_to_id(piece) for piece in _MARK_BYTES]
         newline = self._processor.piece_to_id("\n")
         if not all(map(self._processor.is_byte, self._mark_ids)) or newline == _UNKNOWN or self._processor.eos_id() != _EOS:
@@ -151,6 +150,15 @@ class Tokenizer:
     def eos_id(self) -> int:
         """Id that ends every document of a token store."""
         return _EOS
+
+    @property
+    def pieces(self) -> list[str]:
+        """The text of every id, as sentencepiece spells it: U+2581 for a space, <0xNN> for a byte."""
+        return [str(self._processor.id_to_piece(index)) for index in range(self.vocabulary_size)]
+
+    def is_text(self, index: int) -> bool:
+        """Whether the id stands for text: not for padding, begin, end, the unknown or a control symbol."""
+        return not (self._processor.is_control(index) or self._processor.is_unknown(index))
 
     def control_id(self, symbol: str) -> int:
         """Id of a control symbol.

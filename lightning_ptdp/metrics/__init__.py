@@ -8,9 +8,11 @@ from lightning_ptdp.metrics.flops import (
     ptdp_training_days,
     training_flops_per_token,
 )
+from lightning_ptdp.metrics.mean_loss import MeanLoss
 from lightning_ptdp.metrics.perplexity import Perplexity
 
 __all__ = [
+    "MeanLoss",
     "Perplexity",
     "TokenAccuracy",
     "matmul_flops_per_token",

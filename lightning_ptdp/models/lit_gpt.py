@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.models.gpt_plan import check_tensor_parallel, gpt_plan
 from lightning_ptdp.models.gpt_size import flops_per_sample, num_parameters
-from lightning_ptdp.models.optimization import AdamWConfig, build_adamw, build_schedule
+from lightning_ptdp.models.optimization import AdamWConfig, build_adamw, build_schedule, resolve_decay_steps
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
 __all__ = ["IGNORED_LABEL", "LitGPT"]
@@ -106,7 +105,8 @@ class LitGPT(pl.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW in two decay groups, and the schedule by step."""
         optimizer = build_adamw(self, self.optimizer_config)
-        schedule = build_schedule(optimizer, self.optimizer_config, decay_steps=self._decay_steps())
+        decay_steps = resolve_decay_steps(self.optimizer_config, self.trainer)
+        schedule = build_schedule(optimizer, self.optimizer_config, decay_steps=decay_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @property
@@ -131,17 +131,6 @@ class LitGPT(pl.LightningModule):
         logits, labels = self(batch["input_ids"]), batch["labels"]
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
         return losses.view(labels.shape)
-
-    def _decay_steps(self) -> int:
-        if self.optimizer_config.decay_steps is not None:
-            return self.optimizer_config.decay_steps
-        steps = self.trainer.estimated_stepping_batches
-        if math.isinf(steps):
-            raise ValueError(
-                "optimizer.decay_steps=None takes the Trainer's number of steps, but training has no end: set "
-                "optimizer.decay_steps, or the Trainer's max_steps or max_epochs"
-            )
-        return int(steps)
 
 
 def _counted(batch: Batch) -> Tensor:

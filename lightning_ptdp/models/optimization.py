@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["AdamWConfig", "build_adamw", "build_schedule", "decay_groups", "learning_rate_factor"]
+__all__ = ["AdamWConfig", "build_adamw", "build_schedule", "decay_groups", "learning_rate_factor", "resolve_decay_steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +90,20 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, dec
         learning_rate_factor, warmup_steps=config.warmup_steps, decay_steps=decay_steps, min_lr_ratio=config.min_lr_ratio
     )
     return LambdaLR(optimizer, factor)
+
+
+def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
+    """The step at which the cosine ends: the configuration's, or else the Trainer's last one.
+
+    Raises:
+        ValueError: Neither is known.
+    """
+    if config.decay_steps is not None:
+        return config.decay_steps
+    steps = trainer.estimated_stepping_batches
+    if math.isinf(steps):
+        raise ValueError(
+            "optimizer.decay_steps=None takes the Trainer's number of steps, but training has no end: set "
+            "optimizer.decay_steps, or the Trainer's max_steps or max_epochs"
+        )
+    return int(steps)

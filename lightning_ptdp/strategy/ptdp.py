@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_ptdp._lightning import LightningNames, StrategyBase, lightning_names
 from lightning_ptdp._memory import return_large_blocks
+from lightning_ptdp.checkpoint import OnDamage
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.engine import Engine
@@ -78,6 +79,9 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         timeout_s: Limit in seconds of every wait for another rank.
         start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or "forkserver".
         process_group_backend: "nccl" or "gloo"; default by device.
+        on_damage: When the checkpoint to continue from is damaged: "previous" (the newest whole one before it in its folder, with a
+            warning) or "refuse".
+        async_save: Training waits only until a checkpoint's tensors are copied to host memory; they are written in the background.
 
     The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.
 
@@ -115,6 +119,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         timeout_s: float = 1800.0,
         start_method: str = "popen",
         process_group_backend: str | None = None,
+        on_damage: OnDamage = "previous",
+        async_save: bool = False,
         **lightning: Any,
     ) -> None:
         self.config = PTDPConfig(
@@ -141,6 +147,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             timeout_s=timeout_s,
             start_method=start_method,  # type: ignore[arg-type]
             process_group_backend=process_group_backend,
+            on_damage=on_damage,
+            async_save=async_save,
         )
         self.num_nodes = 1
         self.mesh: ProcessMesh | None = None
@@ -360,7 +368,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     # ---- the end ------------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Release gradients and the device."""
+        """Release gradients and the device; a save in the background is waited for."""
+        self.finish_saving()
         if self._engine is not None:
             self._engine.close()
         if self._watchdog is not None:
@@ -370,7 +379,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     def __getstate__(self) -> dict[str, Any]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("mesh", "parallel", "_engine", "_watchdog", "_stop_request", "_context_parallel")
+        of_a_run = ("mesh", "parallel", "_engine", "_watchdog", "_stop_request", "_context_parallel", "_saver")
         return {**state, **dict.fromkeys(of_a_run)}
 
 

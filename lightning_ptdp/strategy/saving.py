@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.checkpoint import (
+    BackgroundSaver,
+    CheckpointError,
+    choose_checkpoint,
+    complete_checkpoints,
     load_optimizer,
     load_tensors,
+    mark_latest,
     merge_groups,
     optimizer_groups,
     optimizer_tensors,
     read_state,
     same_outcome,
     save_checkpoint,
+    verify_checkpoint,
 )
 from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.checkpoint.latest import LATEST
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
@@ -28,6 +41,7 @@ from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
 __all__ = ["ModelSpaceSaving"]
 
 _MODEL = "model/"
+_PATIENCE = timedelta(minutes=1)
 
 
 class ModelSpaceSaving(WorldCollectives):
@@ -36,8 +50,11 @@ class ModelSpaceSaving(WorldCollectives):
     Before ``setup`` there is nothing but an ordinary module, and Lightning's single file is written and read.
     """
 
+    _names: LightningNames
+    config: PTDPConfig
     parallel: ParallelModel | None
     _loading: Path | None = None
+    _saver: BackgroundSaver | None = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model; the rest is on the other ranks."""
@@ -76,19 +93,86 @@ class ModelSpaceSaving(WorldCollectives):
             tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
             for index, optimizer in enumerate(self.optimizers if "optimizer_states" in state else ()):
                 tensors |= optimizer_tensors(optimizer, names=self.parallel.names, shardings=self.parallel.shardings, index=index)
-        layout = self.layout
-        metadata = {"layout": layout.describe(), "aliases": dict(self.parallel.aliases)}
-        save_checkpoint(self.broadcast(str(filepath)), tensors=tensors, state=state, metadata=metadata)
+        metadata = {
+            "layout": self.layout.describe(),
+            "aliases": dict(self.parallel.aliases),
+            **{key: state[key] for key in ("epoch", "global_step") if isinstance(state.get(key), int)},
+        }
+        path = self.broadcast(str(filepath))
+        target = Path(os.path.abspath(path))
+        done = partial(mark_latest, target) if self.global_rank == 0 else _nothing
+        if self.config.async_save:
+            if self._saver is None:
+                self._saver = BackgroundSaver(limit=self.config.timeout)
+            self._saver.save(path, tensors=tensors, state=state, metadata=metadata, then=done)
+        else:
+            save_checkpoint(path, tensors=tensors, state=state, metadata=metadata)
+            done()
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: It failed; the same on all ranks.
+        """
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let a save in the background end, if it can: a dead rank would never let it."""
+        super().on_exception(exception)
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            try:
+                saver.wait(min(self.config.timeout, _PATIENCE))
+            except CheckpointError as error:
+                warnings.warn(str(error), stacklevel=2)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint that is no longer among the best, but not before the one that is being written is complete; a ``latest``
+        that pointed to it moves to the newest that is left."""
+        if self._saver is not None:
+            self._saver.after(partial(self._remove_now, filepath))
+        else:
+            self._remove_now(filepath)
+
+    def _remove_now(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        folder = Path(os.path.abspath(filepath)).parent
+        link = folder / LATEST
+        if self.global_rank == 0 and link.is_symlink() and not link.exists():
+            left = complete_checkpoints(folder)
+            mark_latest(left[0]) if left else link.unlink()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read what is not a tensor; the model and the optimizer follow in their own calls."""
+        """Read what is not a tensor; the model and the optimizer follow in their own calls.
+
+        A damaged checkpoint is not continued from: with ``on_damage="previous"`` the newest whole one before it is, with a warning.
+        Evaluation is refused, since it would be that of other weights.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it is damaged; the same on all ranks.
+        """
         path = Path(self.broadcast(str(checkpoint_path)))
         if path.is_file():
             self._loading = None
             return super().load_checkpoint(path, weights_only=weights_only)
+        fitting = self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING
+        path = choose_checkpoint(path, on_damage=self.config.on_damage if fitting else "refuse", verify=self._verify)
         state = read_state(path)
+        if fitting and "optimizer_states" not in state:
+            raise CheckpointError(
+                f"{path} holds weights and no state of training, which cannot be continued: start a new training from it with "
+                "InitFrom(path) among the Trainer's callbacks (ptdp fit --init_from)"
+            )
         self._loading = path
         return {**state, "state_dict": {}}
+
+    def _verify(self, path: Path) -> None:
+        """Every rank reads a share."""
+        with same_outcome(f"verifying the checkpoint {path}"):
+            verify_checkpoint(path, part=self.global_rank, parts=self.layout.world_size)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fill this rank's part, from a checkpoint folder or from the whole state of a single file."""
@@ -100,6 +184,28 @@ class ModelSpaceSaving(WorldCollectives):
                 load_tensors(self._loading, tensors, strict=strict, prefix=_MODEL if strict else None)
         else:
             self._load_whole(checkpoint["state_dict"], strict=strict)
+
+    def load_weights(self, path: Any, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> list[str]:
+        """Fill this rank's part of the model from a checkpoint of any layout, and nothing else; collective, after ``setup``.
+
+        Args:
+            path: A checkpoint folder.
+            strict: Whether names that only one side has are an error; otherwise what the checkpoint lacks keeps its values.
+            rename: What names of the model are called in the checkpoint (``{"model.": "net."}``); a key that ends with a dot stands for
+                all names that begin with it.
+
+        Returns:
+            This rank's names that the checkpoint lacks.
+
+        Raises:
+            CheckpointError: On all ranks: it is damaged or does not fit; names and shapes are told.
+        """
+        tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
+        found = {_MODEL + ours: _MODEL + theirs for ours, theirs in (rename or {}).items()}
+        missing = load_tensors(
+            self.broadcast(str(path)), tensors, strict=strict, prefix=_MODEL if strict and not rename else None, rename=found
+        )
+        return [name.removeprefix(_MODEL) for name in missing]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill this rank's part of the optimizer, by parameter name.
@@ -193,3 +299,7 @@ class ModelSpaceSaving(WorldCollectives):
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+
+
+def _nothing() -> None:
+    """What the other ranks do when a checkpoint is complete."""

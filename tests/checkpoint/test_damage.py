@@ -13,12 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, read_metadata, read_state, save_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    load_tensors,
+    read_full,
+    read_metadata,
+    read_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from lightning_ptdp.checkpoint import metadata as metadata_module
-from lightning_ptdp.tensor_parallel.sharding import Sharding
+from lightning_ptdp.tensor_parallel.sharding import Piece, Sharding
 from tests.checkpoint.layouts import Layout, blank, held
+from tests.pool import Pool
 
-FILES = ["metadata.json", "state.pt", ".metadata", "__0_0.distcp"]
+FILES = ["metadata.json", "state.pt", ".metadata", "__0_0.distcp", "__0_0.crc"]
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +69,62 @@ def test_missing(torn: Path, file: str) -> None:
         read_all(torn)
 
 
-@pytest.mark.parametrize("file", ["state.pt", ".metadata"])
-@pytest.mark.parametrize("place", [0.0, 0.3, 0.9])
-def test_flipped(torn: Path, file: str, place: float) -> None:
-    content = bytearray((torn / file).read_bytes())
-    content[int(place * len(content))] ^= 1
-    (torn / file).write_bytes(content)
-    with pytest.raises(CheckpointError, match="sha256"):
-        read_all(torn)
+def test_a_flip_anywhere_is_found_by_verify(torn: Path) -> None:
+    for file in FILES:
+        content = (torn / file).read_bytes()
+        for place in range(0, len(content), max(1, len(content) // 150)):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << place % 8
+            (torn / file).write_bytes(flipped)
+            with pytest.raises(CheckpointError):
+                verify_checkpoint(torn)
+        (torn / file).write_bytes(content)
+    assert verify_checkpoint(torn) == read_metadata(torn)
+
+
+def test_every_cut_is_found_by_verify(torn: Path) -> None:
+    for file in FILES:
+        content = (torn / file).read_bytes()
+        for length in range(0, len(content), max(1, len(content) // 50)):
+            (torn / file).write_bytes(content[:length])
+            with pytest.raises(CheckpointError):
+                verify_checkpoint(torn)
+        (torn / file).write_bytes(content)
+
+
+def test_all_that_is_damaged_is_named_and_parts_find_their_own(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_save_two, world_size=2, args=(str(tmp_path / "c"),))
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        content = bytearray((tmp_path / "c" / name).read_bytes())
+        content[len(content) // 2] ^= 4
+        (tmp_path / "c" / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: bytes .*__1_0\.distcp is damaged: bytes"):
+        verify_checkpoint(tmp_path / "c")
+    for part in range(2):
+        with pytest.raises(CheckpointError) as error:
+            verify_checkpoint(tmp_path / "c", part=part, parts=2)
+        assert [f"__{rank}_0" in str(error.value) for rank in range(2)] == [part == 0, part == 1]
+
+
+def _save_two(rank: int, path: str) -> None:
+    save_checkpoint(path, tensors=held(Layout(2, t=2), rank), state={}, metadata={})
+
+
+def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path) -> None:
+    full = torch.arange(300_000.0).view(3000, 100)
+    save_checkpoint(tmp_path / "c", tensors={"model/w": (full, Sharding.replicated((3000, 100)))}, state={}, metadata={})
+    file = tmp_path / "c" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[content.index(full[2900, 7].numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    piece = Piece(local=(0, 0), full=(100, 0), size=(1000, 100))
+    target = torch.zeros(1000, 100)
+    load_tensors(
+        tmp_path / "c", {"model/w": (target, Sharding(full_shape=(3000, 100), local_shape=(1000, 100), pieces=(piece,)))}
+    )
+    assert torch.equal(target, full[100:1100])
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: bytes \d+ to \d+ do not have the CRC-32"):
+        read_full(tmp_path / "c")
 
 
 def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ import yaml
 from lightning_ptdp.cli import recipe_folder, recipes
 from lightning_ptdp.cli.config_errors import readable
 from lightning_ptdp.cli.errors import UserError, explain, nearest, worker_failure
+from lightning_ptdp.cli.generate import _build
+from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
 
 Run = Callable[..., tuple[int, str, str]]
 
-VERBS = ["fit", "validate", "test", "prepare", "generate", "recipes", "timeline"]
+VERBS = ["fit", "validate", "test", "prepare", "generate", "convert", "ckpt", "recipes", "timeline"]
 
 
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:
@@ -139,3 +141,17 @@ def test_which_errors_are_the_users() -> None:
     assert explain(UserError("so")) == "so"
     assert explain(FileNotFoundError("gone")) == "gone"
     assert explain(RuntimeError("broken")) is None
+
+
+def test_a_bert_writes_no_text() -> None:
+    settings = {"config": {"hidden_size": 32}, "optimizer": {}, "order_weight": 1.0}
+    with pytest.raises(UserError, match=r"x\.ckpt holds no LitGPT .*order_weight.*a BERT"):
+        _build({"hyper_parameters": settings}, {}, "x.ckpt")
+
+
+def test_the_recipe_of_a_bert(ptdp: Run) -> None:
+    resolved = yaml.safe_load(ptdp("recipes", "show", "bert/nano", "--resolved")[1])
+    model, data = resolved["model"]["init_args"], resolved["data"]["init_args"]
+    assert LitBert(**{**model, "config": BertConfig(**model["config"]), "optimizer": AdamWConfig()}).num_parameters == 965_378
+    assert (data["pairs"], data["sequence_length"], data["seed"]) == ("swap", model["config"]["sequence_length"], 0)
+    assert resolved["sample"] is None

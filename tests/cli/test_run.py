@@ -14,6 +14,8 @@ import pytest
 import torch
 import yaml
 
+from lightning_ptdp.checkpoint import read_metadata, verify_checkpoint
+
 Run = Callable[..., tuple[int, str, str]]
 
 PTDP = [
@@ -158,7 +160,10 @@ def test_generate_from_something_else(ptdp: Run, tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Signals, expected: int) -> None:
-    endless = ["--trainer.max_steps=1000000", "--trainer.val_check_interval=1000000"]
+    saving = (
+        "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_top_k: 1, monitor: null}}"
+    )
+    endless = ["--trainer.max_steps=1000000", "--trainer.val_check_interval=1000000", saving]
     # A process of its own: torch refuses to fork workers from a process that was itself forked.
     command = [sys.executable, "-c", "import sys; from lightning_ptdp.cli import main; sys.exit(main())"]
     process = subprocess.Popen(
@@ -173,6 +178,8 @@ def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Sig
     while not any(line.startswith("layout") for line in seen):  # printed when training starts
         seen.append(process.stdout.readline())
         assert seen[-1], "".join(seen)
+    while not list(tmp_path.glob("runs/tiny/*/checkpoints/latest")):  # steps are being made
+        assert process.poll() is None
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 4
     process.send_signal(sent)
@@ -182,3 +189,24 @@ def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Sig
     run = only_run(tmp_path)
     assert mlflow_run(tmp_path, run.name).info.status == "FAILED"
     assert "training ended early" in "".join(seen)
+    if sent == signal.SIGTERM:
+        verify_checkpoint(run / "checkpoints" / "on_signal.ckpt")
+
+
+def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weights(
+    ptdp: Run, config: str, tmp_path: Path
+) -> None:
+    arguments = ["fit", "--config", config, "--trainer.strategy=ptdp", "--sample=null", "--resume=auto"]
+    assert ptdp(*arguments, "--trainer.max_steps=2")[0] == 0
+    (first,) = (tmp_path / "runs" / "tiny").glob("*/checkpoints/latest")
+    assert read_metadata(first).run["global_step"] == 2
+    assert ptdp(*arguments, "--trainer.max_steps=3")[0] == 0
+    (second,) = set((tmp_path / "runs" / "tiny").glob("*/checkpoints/latest")) - {first}
+    assert read_metadata(second).run["global_step"] == 3
+    code, _, err = ptdp(*arguments, "--ckpt_path", str(first))
+    assert (code, "use one of them" in err) == (2, True)
+    code, _, err = ptdp("fit", "--config", config, "--resume=auto")
+    assert (code, "set --trainer.strategy ptdp" in err) == (2, True)
+    assert ptdp(*arguments[:-1], "--init_from", str(second), "--trainer.max_steps=1")[0] == 0
+    code, _, err = ptdp(*arguments[:-1], "--init_from", str(tmp_path / "nothing"))
+    assert (code, "nothing does not exist" in err) == (2, True)

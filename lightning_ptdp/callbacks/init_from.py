@@ -1,0 +1,38 @@
+"""Training that begins with somebody's weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+__all__ = ["InitFrom"]
+
+
+class InitFrom(pl.Callback):
+    """Begin a fit with the weights of a checkpoint of any layout; a run that is resumed keeps those that it had reached.
+
+    Needs the "ptdp" strategy. What Hugging Face or a single file holds is first made a checkpoint, by ``ptdp convert``.
+
+    Args:
+        path: The checkpoint folder.
+        strict: Whether names that only the model or only the checkpoint has are an error. False for a model with a new head: what the
+            checkpoint lacks keeps its initial values.
+        rename: What names of the model are called in the checkpoint: ``{"encoder.": "model."}``. A key that ends with a dot stands for
+            all names that begin with it.
+
+    Raises:
+        CheckpointError: (when fit begins) The checkpoint is damaged or does not fit; names and shapes are told.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], strict: bool = True, rename: Mapping[str, str] | None = None) -> None:
+        self._path, self._strict, self._rename = os.fspath(path), strict, dict(rename or {})
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Load. Lightning restores a checkpoint that is resumed after this."""
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "load_weights"):
+            raise ValueError(f'InitFrom needs Trainer(strategy="ptdp"), not {type(strategy).__name__}')
+        strategy.load_weights(self._path, strict=self._strict, rename=self._rename)

@@ -1,0 +1,119 @@
+"""A run that is told to end saves first: SIGTERM, and SLURM's signal before pre-emption."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+__all__ = ["SaveOnSignal"]
+
+
+class SaveOnSignal(pl.Callback):
+    """After SIGTERM to any rank, all ranks finish the step that they are in, save, and end.
+
+    Lightning's own handler talks to the other ranks from inside the signal handler, in the middle of whatever they are in; here a
+    handler sets a flag, and the ranks compare flags after every step, over a group of their own and one step late, so that nobody
+    waits. The signal that SLURM sends before it takes a job away (Lightning's handler for it saves and puts the job back in the queue)
+    is put off to the same moment.
+
+    Args:
+        name: Name of the checkpoint; it lies where ModelCheckpoint writes, else in ``default_root_dir``.
+
+    Raises:
+        SIGTERMException: (after the save) From the hook that runs after a step; Lightning then closes everything.
+    """
+
+    def __init__(self, name: str = "on_signal.ckpt") -> None:
+        self._name = name
+        self._received: dict[int, bool] = {}
+        self._handlers: dict[int, Any] = {}
+        self._group: Any = None
+        self._pending: tuple[Any, torch.Tensor] | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the signals over from Lightning."""
+        if dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, *_requeue_signals(trainer)):
+            self._received[number] = False
+            self._handlers[number] = signal.signal(number, self._note)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Look at what the ranks said after the step before, and say what has come since."""
+        numbers = (signal.SIGTERM, *_requeue_signals(trainer))
+        agreed = self._agreed()
+        mine = torch.tensor([int(self._received.get(number, False)) for number in numbers])
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (work, mine)
+        if agreed is None or not agreed.any():
+            return
+        self._agreed()
+        for number, received in zip(numbers, agreed.tolist(), strict=True):
+            if received and number != signal.SIGTERM:
+                self._received[number] = False
+                self._handlers[number](number, None)
+        if agreed[0]:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the signals back."""
+        self._agreed()
+        self._close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Likewise."""
+        self._close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without handlers and groups, which cannot be copied."""
+        return {"_name": self._name, "_received": {}, "_handlers": {}, "_group": None, "_pending": None}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received[number] = True
+
+    def _agreed(self) -> torch.Tensor | None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        work, flags = pending
+        if work is not None:
+            work.wait()
+        return flags
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        path = Path(next((folder for folder in folders if folder), trainer.default_root_dir)) / self._name
+        rank_zero_info(f"SIGTERM: saving {path}")
+        trainer.save_checkpoint(path)
+        strategy: Any = trainer.strategy
+        if hasattr(strategy, "finish_saving"):
+            strategy.finish_saving()
+        raise SIGTERMException
+
+    def _close(self) -> None:
+        self._pending = None  # not waited for: after an exception a rank may be gone
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers, self._received = {}, {}
+
+
+def _requeue_signals(trainer: pl.Trainer) -> tuple[int, ...]:
+    """The signal after which Lightning saves and asks SLURM to run the job again."""
+    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
+    if not getattr(environment, "auto_requeue", False) or not hasattr(environment, "requeue_signal"):
+        return ()
+    return (int(environment.requeue_signal or signal.SIGUSR1),)

@@ -1,0 +1,143 @@
+"""Saving while training goes on: the loop waits for the copy to host memory only."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp.checkpoint.agreement import same_outcome
+from lightning_ptdp.checkpoint.boxes import Box, Tensors, boxes_of
+from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.metadata import Json
+from lightning_ptdp.checkpoint.save import checked_content, save_boxes
+
+__all__ = ["BackgroundSaver"]
+
+
+class BackgroundSaver:
+    """One save at a time in a thread of its own, agreed on over a process group of its own; used by all ranks alike.
+
+    The copies' memory (as much as this rank holds of the model and the optimizer) is kept from one save to the next; under CUDA it is
+    pinned, so that the copy runs at the bus's speed.
+
+    Args:
+        limit: Of every wait for another rank, and for a save to end.
+    """
+
+    def __init__(self, *, limit: timedelta) -> None:
+        self._limit = limit
+        self._group: Any = None
+        if dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=limit)
+        self._copies: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_writing = False
+        self._lock = threading.Lock()
+        self._then: list[Callable[[], object]] = []
+        self._target = Path()
+        self.stall_s = 0.0
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tensors: Tensors,
+        state: dict[str, Any],
+        metadata: Mapping[str, Json],
+        then: Callable[[], object],
+    ) -> None:
+        """As :func:`save_checkpoint`, but returns when everything is copied; waits for the save before.
+
+        Args:
+            path: The folder to make.
+            tensors: As of :func:`save_checkpoint`; may be changed as soon as this returns.
+            state: Likewise.
+            metadata: Likewise.
+            then: Called in the thread when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: The save before failed, or this one cannot work; the same on all ranks.
+        """
+        self.wait()
+        began = time.perf_counter()
+        self._target = Path(os.path.abspath(path))
+        content = checked_content(path, state=state, metadata=metadata)
+        with same_outcome(f"copying the tensors of the checkpoint {path}"):
+            boxes = boxes_of(self._copied(tensors))
+        self._then, self._is_writing = [then], True
+        self._thread = threading.Thread(
+            target=self._write, args=(boxes, content, metadata), name=f"save {self._target.name}", daemon=True
+        )
+        self._thread.start()
+        self.stall_s = time.perf_counter() - began
+
+    def after(self, action: Callable[[], object]) -> None:
+        """Call ``action`` when the save that is running is complete (not if it fails); at once if none is."""
+        with self._lock:
+            if self._is_writing:
+                self._then.append(action)
+                return
+        if self._error is None:
+            action()
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait until nothing is being saved.
+
+        Raises:
+            CheckpointError: The save failed, or does not end within the limit; what was there before is whole.
+        """
+        thread, limit = self._thread, limit or self._limit
+        if thread is None:
+            return
+        thread.join(limit.total_seconds())
+        if thread.is_alive():
+            raise CheckpointError(f"saving the checkpoint {self._target} did not end within {limit.total_seconds():g} s")
+        error, self._thread, self._error = self._error, None, None
+        if error is not None:
+            raise CheckpointError(str(error)) from error
+
+    def close(self) -> None:
+        """Wait, and give the memory and the group back.
+
+        Raises:
+            CheckpointError: As :meth:`wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            self._copies = {}
+
+    def _copied(self, tensors: Tensors) -> Tensors:
+        copies: dict[str, torch.Tensor] = {}
+        for name, (tensor, _) in tensors.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+        if any(tensor.is_cuda for tensor, _ in tensors.values()):
+            torch.cuda.synchronize()
+        self._copies = copies
+        return {name: (copies[name], sharding) for name, (_, sharding) in tensors.items()}
+
+    def _write(self, boxes: list[Box], content: bytes, metadata: Mapping[str, Json]) -> None:
+        try:
+            save_boxes(self._target, boxes=boxes, content=content, metadata=metadata, group=self._group)
+            while True:
+                with self._lock:
+                    if not self._then:
+                        self._is_writing = False
+                        return
+                    action = self._then.pop(0)
+                action()
+        except BaseException as error:  # raised by the next wait, on the main thread
+            with self._lock:
+                self._error, self._is_writing = error, False

@@ -1,0 +1,138 @@
+"""The newest complete checkpoint of a folder: how it is marked, and how it is found when the mark or the checkpoint is damaged.
+
+``latest`` is a link beside the checkpoints that is moved, in one step, when one has been written whole. It is a convenience and not the
+truth: what counts is which folders hold a whole ``metadata.json``, and when they say that they were written.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+from lightning_ptdp.checkpoint import files
+from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
+from lightning_ptdp.checkpoint.verify import verify_checkpoint
+
+__all__ = ["LATEST", "OnDamage", "choose_checkpoint", "complete_checkpoints", "mark_latest", "newest_checkpoint"]
+
+LATEST = "latest"
+OnDamage = Literal["previous", "refuse"]
+
+
+def mark_latest(checkpoint: Path) -> None:
+    """Point ``latest``, beside a complete checkpoint, to it. Something else of that name is left alone."""
+    link = checkpoint.parent / LATEST
+    if os.path.lexists(link) and not link.is_symlink():
+        return
+    fresh = link.with_name(f".{LATEST}-{uuid.uuid4().hex[:12]}")
+    try:
+        os.symlink(checkpoint.name, fresh)
+        os.replace(fresh, link)
+    except OSError as error:  # a file system without links; the checkpoint itself is whole
+        warnings.warn(f"{link} cannot be made ({error}): continue with newest_checkpoint({str(link.parent)!r})", stacklevel=2)
+
+
+def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[Path]:
+    """The checkpoints in a folder whose metadata is whole and whose files are there, the newest first.
+
+    What an interrupted save left under a temporary name counts where it is complete: between two renames it is all there is.
+
+    Args:
+        folder: Where to look; need not exist.
+        recursive: Look below it too, as where every run has a folder of its own.
+    """
+    found: list[tuple[float, Path]] = []
+    for path, names, held in os.walk(folder):
+        if METADATA_FILE in held:
+            names.clear()
+            try:
+                found.append((read_metadata(path).created, Path(path)))
+            except CheckpointError:
+                continue
+        elif not recursive and Path(path) != Path(folder):
+            names.clear()
+    return [path for _, path in sorted(found, key=lambda entry: entry[0], reverse=True)]
+
+
+def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in a folder or below it, or None: ``trainer.fit(..., ckpt_path=newest_checkpoint("runs"))``."""
+    return next(iter(complete_checkpoints(folder, recursive=True)), None)
+
+
+def choose_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    on_damage: OnDamage = "previous",
+    verify: Callable[[Path], object] = verify_checkpoint,
+) -> Path:
+    """The checkpoint to continue from: ``path`` if every byte of it is as it was written, else the one before it.
+
+    Args:
+        path: A checkpoint, the ``latest`` beside checkpoints, or a folder of checkpoints, which means its newest.
+        on_damage: What to do about a damaged one: use the newest whole one written before it in the same folder, with a warning, or
+            refuse.
+        verify: Raises a CheckpointError if a checkpoint is damaged.
+
+    Raises:
+        CheckpointError: It is damaged and ``on_damage`` is "refuse", or no other is whole; or there is none.
+    """
+    if on_damage not in get_args(OnDamage):
+        raise CheckpointError(f"on_damage={on_damage!r} must be one of {list(get_args(OnDamage))}")
+    first, earlier = _candidates(Path(os.path.abspath(path)))
+    try:
+        verify(first)
+        return first
+    except CheckpointError as error:
+        reason = str(error)
+    others = earlier()
+    if on_damage == "refuse":
+        raise CheckpointError(reason + (f"; the one before it is {others[0]}" if others else ""))
+    for candidate in others:
+        try:
+            verify(candidate)
+        except CheckpointError:
+            continue
+        warnings.warn(f"{reason}. Continuing from the one before it, {candidate}", stacklevel=2)
+        return candidate
+    raise CheckpointError(reason)
+
+
+def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
+    """The checkpoint that is meant, and how to find those that were written before it."""
+    folder = given if _holds_checkpoints(given) else given.parent
+    if folder == given or (given.name == LATEST and not given.exists()):
+        found = complete_checkpoints(folder)
+        if not found:
+            raise CheckpointError(f"there is no complete checkpoint in {folder}")
+        return found[0], lambda: found[1:]
+    first = given.resolve()
+
+    def earlier() -> list[Path]:
+        others = [other for other in complete_checkpoints(first.parent) if other != first and _is_older(other, first)]
+        if first.exists():
+            return others
+        left = files.leftovers(first)  # a name that is not there is a mistake, unless a save of it was cut off
+        return [other for other in others if other in left]
+
+    return first, earlier
+
+
+def _holds_checkpoints(path: Path) -> bool:
+    """A folder of checkpoints: not one itself, not even a torn one, which has no metadata but looks like one."""
+    if not path.is_dir() or (path / METADATA_FILE).exists():
+        return False
+    return any((entry / METADATA_FILE).is_file() for entry in path.iterdir())
+
+
+def _is_older(candidate: Path, than: Path) -> bool:
+    """Whether ``candidate`` was written before a damaged checkpoint, as far as that one still tells."""
+    try:
+        limit = read_metadata(than).created
+    except CheckpointError:
+        return True
+    return read_metadata(candidate).created <= limit

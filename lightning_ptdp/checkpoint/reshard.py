@@ -1,0 +1,70 @@
+"""A checkpoint written again: in fewer or more files, in another dtype, without the optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from lightning_ptdp.checkpoint.boxes import Box
+from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.save import write_checkpoint
+from lightning_ptdp.checkpoint.state import read_state
+from lightning_ptdp.checkpoint.verify import verify_checkpoint
+
+__all__ = ["reshard_checkpoint"]
+
+_TRAINING = ("optimizer_states", "lr_schedulers")
+
+
+def reshard_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    num_files: int = 1,
+    dtype: torch.dtype | None = None,
+    weights_only: bool = False,
+) -> None:
+    """Write a checkpoint again, tensor by tensor, in one process.
+
+    Any layout reads any checkpoint as it is, so that this is for what is easier to move, publish or read as a few large files. The
+    source is verified while it is read.
+
+    Args:
+        source: The checkpoint folder.
+        destination: The folder to make; another checkpoint there is replaced.
+        num_files: Number of data files, written in as many threads.
+        dtype: What the model's floating-point tensors are converted to; the optimizer's stay as they are.
+        weights_only: Leave out the optimizer and the schedulers: a smaller checkpoint, to start from but not to continue.
+
+    Raises:
+        CheckpointError: The source is damaged, or an argument makes no sense; nothing is left at the destination.
+    """
+    if num_files < 1:
+        raise CheckpointError(f"num_files={num_files} must be a positive integer")
+    if Path(os.path.abspath(source)).resolve() == Path(os.path.abspath(destination)).resolve():
+        raise CheckpointError(f"{source} cannot be written over itself: name another destination")
+    verify_checkpoint(source)
+    reader = TensorReader(source)
+    state = {key: value for key, value in read_state(source).items() if not (weights_only and key in _TRAINING)}
+    boxes = _boxes(reader, dtype, weights_only)
+    write_checkpoint(destination, boxes=boxes, state=state, metadata=dict(reader.metadata.run), num_files=num_files)
+
+
+def _boxes(reader: TensorReader, dtype: torch.dtype | None, weights_only: bool) -> Iterator[Box]:
+    for name, entry in sorted(reader.metadata.tensors.items()):
+        is_model = name.startswith("model/")
+        if weights_only and not is_model:
+            continue
+        kind = dtype if dtype is not None and is_model and entry.dtype.is_floating_point else entry.dtype
+        values = torch.empty(entry.shape, dtype=kind, device="meta")
+        yield Box(
+            name=name, full_shape=entry.shape, offset=(0,) * len(entry.shape), values=values, read=_read(reader, name, kind)
+        )
+
+
+def _read(reader: TensorReader, name: str, dtype: torch.dtype) -> Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]:
+    return lambda offset, shape: reader.read(name, offset=offset, shape=shape).to(dtype)

@@ -1,0 +1,93 @@
+"""A rectangle out of one stored tensor, reading little more than its bytes.
+
+DCP stores a tensor as ``torch.save`` writes it: an archive whose one large record, ``data/0``, holds the values row by row. Where that
+record begins is found in the archive's first bytes; then only the runs of it that the rectangle touches are read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from lightning_ptdp.checkpoint.sums import BLOCK, SummedFile
+
+__all__ = ["read_rectangle", "runs"]
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a record in a zip archive: signature, …, length of the name and of what follows it
+_SMALL = 4 * BLOCK
+
+
+def read_rectangle(
+    file: SummedFile,
+    *,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    size: Sequence[int],
+) -> torch.Tensor:
+    """Elements [offset, offset + size) of the tensor of ``shape`` that is stored in bytes [start, stop) of ``file``; on the CPU.
+
+    Raises:
+        CheckpointError: A byte that was read is damaged.
+    """
+    index = tuple(slice(begin, begin + extent) for begin, extent in zip(offset, size, strict=True))
+    data = None if stop - start <= _SMALL else _find_data(file, start, stop)
+    if data is None or data + math.prod(shape) * dtype.itemsize > stop:
+        return torch.load(io.BytesIO(file.read(start, stop)), map_location="cpu", weights_only=True)[index]
+    if tuple(size[1:]) == tuple(shape[1:]):  # rows: one run, used where it was read
+        row = math.prod(shape[1:]) * dtype.itemsize
+        begin = data + (offset[0] * row if size else 0)
+        content = np.frombuffer(file.read(begin, begin + (size[0] * row if size else row)), dtype=np.uint8)
+        return torch.from_numpy(content).view(dtype).view(tuple(size))
+    # Memory that nothing is read into is never touched, and so costs nothing.
+    whole = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    for begin, end in runs(shape, offset, size, itemsize=dtype.itemsize):
+        whole[begin:end] = file.read(data + begin, data + end)
+    return torch.from_numpy(whole).view(dtype).view(tuple(shape))[index]
+
+
+def runs(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], *, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a rectangle in a tensor stored row by row, ascending; gaps of less than a block, which would be read anyway, are
+    in them."""
+    inner = len(shape)
+    while inner > 0 and size[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)
+    stride = math.prod(shape[outer + 1 :]) * itemsize
+    length = (size[outer] if size else 1) * stride
+    first = (offset[outer] if offset else 0) * stride
+    steps = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(outer)]
+    begin = end = -1
+    for place in np.ndindex(*size[:outer]):
+        at = first + sum((offset[dim] + place[dim]) * step for dim, step in enumerate(steps))
+        if begin >= 0 and at - end >= BLOCK:
+            yield begin, end
+            begin = at
+        begin, end = (at if begin < 0 else begin), at + length
+    if begin >= 0:
+        yield begin, end
+
+
+def _find_data(file: SummedFile, start: int, stop: int) -> int | None:
+    """Where the values of an archive at ``start`` begin, or None if this is not what ``torch.save`` writes today."""
+    end = start
+    while end < min(stop, start + 2 * BLOCK):
+        end = file.block_end(end)
+        head = bytes(file.read(start, end))
+        last = head.rfind(b"PK\x03\x04")
+        if last < 0 or len(head) < last + _LOCAL_HEADER.size:
+            continue
+        _, name_length, extra_length = _LOCAL_HEADER.unpack_from(head, last)
+        name = head[last + _LOCAL_HEADER.size :][:name_length]
+        begin = last + _LOCAL_HEADER.size + name_length + extra_length
+        if name.endswith(b"/data/0") and begin == len(head) and sys.byteorder.encode() in head:
+            return end
+    return None

@@ -1,0 +1,145 @@
+"""``ptdp ckpt``: look at a checkpoint, check every byte of it, write it again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from lightning_ptdp.cli.dtypes import add_dtype_argument, dtype_of
+
+if TYPE_CHECKING:
+    from lightning_ptdp.checkpoint import CheckpointMetadata
+
+__all__ = ["run"]
+
+_EXIT_CODES = "Exit codes: 0 all is well, 2 the checkpoint is damaged or is none."
+
+
+def run(verb: str, arguments: list[str]) -> int:
+    """Parse the command line and do it."""
+    options = _parser(f"ptdp {verb}").parse_args(arguments)
+    action: Any = options.action
+    return int(action(options))
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Inspect, verify or reshard a checkpoint.", epilog=_EXIT_CODES)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    inspect = commands.add_parser(
+        "inspect", help="what it holds and who wrote it", description="Say what a checkpoint holds, without reading its tensors."
+    )
+    inspect.add_argument("path", help="a checkpoint folder, or the 'latest' beside checkpoints")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor with its shape and dtype")
+    inspect.add_argument("--json", action="store_true", help="print all of that as JSON")
+    inspect.set_defaults(action=_inspect)
+    verify = commands.add_parser(
+        "verify",
+        help="read everything and compare it with the checksums",
+        description="Read every byte of a checkpoint and compare it with its checksums.",
+        epilog=_EXIT_CODES,
+    )
+    verify.add_argument("path", nargs="+", help="checkpoint folders")
+    verify.set_defaults(action=_verify)
+    reshard = commands.add_parser(
+        "reshard",
+        help="write it again: number of files, dtype, weights only",
+        description="Write a checkpoint again, tensor by tensor. Every layout reads every checkpoint as it is; this makes one that is "
+        "easier to move or smaller.",
+    )
+    reshard.add_argument("source", help="a checkpoint folder")
+    reshard.add_argument("destination", help="the folder to make")
+    reshard.add_argument("--files", type=int, default=1, help="number of data files (default 1)")
+    reshard.add_argument("--weights_only", action="store_true", help="leave out the optimizer and the schedulers")
+    add_dtype_argument(reshard)
+    reshard.set_defaults(action=_reshard)
+    return parser
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from lightning_ptdp.checkpoint import read_metadata
+
+    metadata = read_metadata(options.path)
+    if options.json:
+        print(json.dumps(_summary(metadata) | {"tensors": _tensors(metadata)}, indent=1))
+        return 0
+    for key, value in _summary(metadata).items():
+        print(f"{key:<16}{_shown(value)}")
+    if options.tensors:
+        print()
+        for name, (shape, dtype) in _tensors(metadata).items():
+            print(f"{name}  {'x'.join(map(str, shape)) or 'scalar'}  {dtype}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from lightning_ptdp.checkpoint import CheckpointError, verify_checkpoint
+
+    failed: list[CheckpointError] = []
+    for path in options.path:
+        try:
+            metadata = verify_checkpoint(path)
+        except CheckpointError as error:
+            failed.append(error)
+            print(f"{path}: damaged", flush=True)
+        else:
+            print(f"{path}: whole, {_size(sum(entry.size for entry in metadata.files.values()))}", flush=True)
+    if failed:
+        raise CheckpointError("\n".join(map(str, failed)))
+    return 0
+
+
+def _reshard(options: argparse.Namespace) -> int:
+    from lightning_ptdp.checkpoint import read_metadata, reshard_checkpoint
+
+    reshard_checkpoint(
+        options.source,
+        options.destination,
+        num_files=options.files,
+        dtype=dtype_of(options.dtype),
+        weights_only=options.weights_only,
+    )
+    found = read_metadata(options.destination).files
+    print(f"written: {options.destination} ({_size(sum(entry.size for entry in found.values()))} in {len(found) + 1} files)")
+    return 0
+
+
+def _summary(metadata: CheckpointMetadata) -> dict[str, Any]:
+    """What is said of a checkpoint, by key."""
+    kinds: dict[str, list[int]] = {}
+    for name, entry in metadata.tensors.items():
+        kinds.setdefault(name.partition("/")[0], []).append(math.prod(entry.shape))
+    dtypes = {str(entry.dtype).removeprefix("torch.") for name, entry in metadata.tensors.items() if name.startswith("model/")}
+    return {
+        "written": datetime.fromtimestamp(metadata.created).astimezone().isoformat(timespec="seconds"),
+        **{key: value for key, value in metadata.run.items() if key != "aliases"},
+        "model": f"{sum(kinds.get('model', [])):,} elements in {len(kinds.get('model', []))} tensors ({', '.join(sorted(dtypes))})",
+        "optimizer": f"{sum(kinds['optimizer']):,} elements in {len(kinds['optimizer'])} tensors"
+        if "optimizer" in kinds
+        else "none",
+        "tied": dict(metadata.aliases),
+        "files": {name: entry.size for name, entry in metadata.files.items()},
+        "packages": dict(metadata.packages),
+        "format": metadata.format_version,
+    }
+
+
+def _tensors(metadata: CheckpointMetadata) -> dict[str, tuple[list[int], str]]:
+    return {
+        name: (list(entry.shape), str(entry.dtype).removeprefix("torch.")) for name, entry in sorted(metadata.tensors.items())
+    }
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{key} {_size(item) if isinstance(item, int) else item}" for key, item in value.items()) or "none"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,75 @@
+"""``ptdp convert``: checkpoints to and from everybody else's files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from lightning_ptdp.cli.dtypes import add_dtype_argument, dtype_of
+from lightning_ptdp.cli.errors import UserError
+
+__all__ = ["run"]
+
+_DESCRIPTION = """\
+Convert between a checkpoint of ours (a folder) and
+
+  a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2 and Llama for our own models; any for a
+                          LightningModule that wraps a Hugging Face model, with --names hf and --config)
+  a state dict            .pt, .pth, .bin or .safetensors
+  a Lightning checkpoint  one .ckpt file, as LightningModule.load_from_checkpoint reads it
+
+on one process, whatever the layout that the checkpoint was trained in. The values stay the same bit for bit.
+
+examples:
+  ptdp convert runs/last.ckpt gpt2-hf                  for AutoModelForCausalLM.from_pretrained("gpt2-hf")
+  ptdp convert llama-hf start.ckpt                     then: ptdp fit --init_from start.ckpt …
+  ptdp convert bert-hf start.ckpt --names hf           for a LightningModule with self.model = BertForMaskedLM(…)
+  ptdp convert runs/last.ckpt model.safetensors --prefix model."""
+_KINDS = ("checkpoint", "huggingface", "state_dict", "lightning")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def run(verb: str, arguments: list[str]) -> int:
+    """Parse the command line and convert."""
+    options = _parser(f"ptdp {verb}").parse_args(arguments)
+    shard_bytes = _bytes(options.shard_size)
+    from lightning_ptdp.exchange import convert
+
+    made = convert(
+        options.source,
+        options.destination,
+        to=options.to,
+        names=options.names,
+        prefix=options.prefix,
+        config=options.config,
+        dtype=dtype_of(options.dtype),
+        shard_bytes=shard_bytes,
+    )
+    print(f"written: {options.destination} ({made})")
+    return 0
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="what to read")
+    parser.add_argument("destination", help="what to write; replaced if it is there and of its kind")
+    parser.add_argument("--to", choices=_KINDS, help="what to write (default: seen from the source and the destination's suffix)")
+    parser.add_argument(
+        "--names", choices=("ptdp", "hf"), default="ptdp", help="from Hugging Face: names of our own model (default), or theirs"
+    )
+    parser.add_argument(
+        "--prefix",
+        help="attribute of the model in the LightningModule, with a dot (default: for Hugging Face 'model.' on the way in and what all "
+        "names begin with on the way out; for state dicts none)",
+    )
+    parser.add_argument("--config", help="to Hugging Face, for a module that wraps their model: its config.json or its folder")
+    parser.add_argument("--shard_size", default="5GB", help="most bytes in one Hugging Face file, such as 500MB (default 5GB)")
+    add_dtype_argument(parser)
+    return parser
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", text.strip(), re.IGNORECASE)
+    if found is None or float(found.group(1)) * _UNITS[found.group(2).upper()] < 1:
+        raise UserError(f"--shard_size {text} is not a size; write it as 500MB or 5GB")
+    return int(float(found.group(1)) * _UNITS[found.group(2).upper()])

@@ -1,0 +1,25 @@
+"""Names of dtypes on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DTYPES", "add_dtype_argument", "dtype_of"]
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
+    """``--dtype``."""
+    parser.add_argument("--dtype", choices=DTYPES, help="convert the model's floating-point tensors (default: as they are)")
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype; None for None."""
+    import torch
+
+    return None if name is None else getattr(torch, name)

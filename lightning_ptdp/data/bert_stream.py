@@ -1,0 +1,207 @@
+"""Samples for a BERT, by number: a pair of segments from a window of one document, with some of its words masked.
+
+::
+
+    input_ids        [CLS] a a  a  a [SEP] b  b b [SEP] [PAD] [PAD]
+    token_type_ids     0   0 0  0  0   0   1  1 1   1     0     0
+    attention_mask     1   1 1  1  1   1   1  1 1   1     0     0
+    labels             .   . 17 9  .   .   . 52 .   .     .     .      (. is -100)
+    masked_positions   2 3 7 0                                         (0 fills up: [CLS] has no label)
+    next_sentence_label  0
+
+Everything random about a sample is drawn from (seed, epoch, sample): other masks and other pairs in every epoch, and the same ones on
+every rank, after every resume, and with any number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.draws import Draws
+from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.manifest import Manifest, SplitName
+from lightning_ptdp.data.masking import choose_words, number_to_predict, replace_tokens
+from lightning_ptdp.data.pairs import LEAST_TOKENS, PairObjective, draw_pair, find_windows
+from lightning_ptdp.data.store import ChunkMap
+from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
+from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.data.words import Vocabulary
+
+__all__ = ["BertStream"]
+
+_SPECIAL = 3  # [CLS] and two [SEP]
+_FACTS = 3  # of a row: end of the first segment, end of the second, sentence label
+_TRIES = 16
+
+
+class BertStream(Dataset[dict[str, torch.Tensor]]):
+    """Random access to the samples of one split.
+
+    Args:
+        folder: What ``prepare`` made with the pieces [CLS], [SEP] and [MASK].
+        split: ``"train"`` or ``"validation"``.
+        sequence_length: s, tokens of a sample, special ones included.
+        max_samples: Use the first so many windows only.
+        pairs: ``"swap"`` (sentence order: the second segment may stand in front of the first) or ``"next"`` (next sentence: it may come
+            from another document).
+        mask_probability: Share of the tokens that are predicted.
+        seed: Of all that is drawn.
+
+    Raises:
+        StoreError: The folder is not prepared data, or the split holds no window, or only one document where pairs of two are needed.
+        TokenizerError: The tokenizer lacks the pieces.
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        split: SplitName = "train",
+        sequence_length: int,
+        max_samples: int | None = None,
+        pairs: PairObjective = "swap",
+        mask_probability: float = 0.15,
+        seed: int = 0,
+    ) -> None:
+        check_options(sequence_length=sequence_length, pairs=pairs, mask_probability=mask_probability)
+        if max_samples is not None:
+            check_integer("max_samples", max_samples)
+        check_integer("seed", seed, least=0)
+        self.sequence_length, self.pairs, self.mask_probability, self.seed = sequence_length, pairs, mask_probability, seed
+        self.num_predictions = number_to_predict(self._room, mask_probability)
+        manifest = Manifest.read(folder)
+        # Its samples are other ones than those of a TokenStream over the same files.
+        self.fingerprint = hashlib.sha256(f"{manifest.fingerprint(split)} pairs".encode()).hexdigest()
+        self._vocabulary = Vocabulary.of(Tokenizer.load(folder))
+        self._folder = Path(folder, split)
+        self._chunks: tuple[int, ChunkMap] | None = None
+        self._dtype = np.dtype(manifest.splits[split].dtype)
+        chunks = self._open().chunks if manifest.splits[split].tokens else []
+        words = self._vocabulary
+        self._windows = find_windows(chunks, end=words.end, newline=words.newline, longest=self._room)
+        windows = len(self._windows.starts)
+        if not windows:
+            raise StoreError(
+                f"{folder}: no document of the {split} split has {LEAST_TOKENS} tokens: use more text"
+                + (", or a bigger validation_fraction" if split == "validation" else "")
+            )
+        if pairs == "next" and self._windows.documents[0] == self._windows.documents[-1]:
+            raise StoreError(
+                f"{folder}: the {split} split holds one document, and pairs='next' needs segments of two: use pairs='swap' or more text"
+            )
+        self._size = windows if max_samples is None else min(windows, max_samples)
+
+    def __len__(self) -> int:
+        """Number of samples in an epoch."""
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Sample ``index`` of the first epoch."""
+        return {name: rows[0] for name, rows in self.as_batch(self.__getitems__([index])).items()}
+
+    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+        """Rows, int32, which ``as_batch`` takes apart; visit ``epoch * len(self) + sample``, or ``PADDING`` for a row that fills up."""
+        return np.stack([self._padding() if visit == PADDING else self._row(*divmod(int(visit), self._size)) for visit in visits])
+
+    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """Tensors, int64: ``input_ids``, ``token_type_ids``, ``attention_mask``, ``labels`` (b, s), ``masked_positions`` (b, k) and
+        ``next_sentence_label`` (b,)."""
+        s, k = self.sequence_length, self.num_predictions
+        ids, labels, positions, facts = torch.from_numpy(rows).long().split((s, s, k, _FACTS), dim=1)
+        places, first, second = torch.arange(s), facts[:, 0:1], facts[:, 1:2]
+        return {
+            "input_ids": ids.contiguous(),
+            "token_type_ids": ((places >= first) & (places < second)).long(),
+            "attention_mask": (places < second).long(),
+            "labels": labels.contiguous(),
+            "masked_positions": positions.contiguous(),
+            "next_sentence_label": facts[:, 2].contiguous(),
+        }
+
+    @property
+    def _room(self) -> int:
+        return self.sequence_length - _SPECIAL
+
+    def _row(self, epoch: int, sample: int) -> np.ndarray:
+        if sample < 0 or epoch < 0:
+            raise IndexError(f"sample {sample} of epoch {epoch}")
+        draws = Draws(self.seed, "bert sample", epoch, sample)
+        other = self._window(self._elsewhere(sample, draws)) if self.pairs == "next" else None
+        words = self._vocabulary
+        first, second, label = draw_pair(self._window(sample), other, room=self._room, draws=draws, vocabulary=words)
+        tokens = np.concatenate(([words.cls], first, [words.sep], second, [words.sep])).astype(np.int32)
+        # Words do not go on from one segment into the other; [CLS] and [SEP] are no words.
+        begin = len(first) + 2
+        starts = np.concatenate((1 + words.word_starts(first), begin + words.word_starts(second)))
+        starts = np.sort(np.append(starts, begin - 1))
+        return self._masked(tokens, starts, begin, label, draws)
+
+    def _masked(self, tokens: np.ndarray, starts: np.ndarray, begin: int, label: int, draws: Draws) -> np.ndarray:
+        row = self._padding()
+        s, length = self.sequence_length, len(tokens)
+        ids, labels, positions, facts = np.split(row, np.cumsum((s, s, self.num_predictions)))
+        budget = number_to_predict(length - _SPECIAL, self.mask_probability)
+        sizes = np.diff(starts, append=length - 1)
+        is_word = starts != begin - 1
+        chosen = choose_words(starts[is_word], sizes[is_word], budget=budget, draws=draws)
+        ids[:length] = tokens
+        labels[chosen] = tokens[chosen]
+        ids[chosen] = replace_tokens(tokens[chosen], draws=draws, vocabulary=self._vocabulary)
+        positions[: len(chosen)] = chosen
+        facts[:] = begin, length, label
+        return row
+
+    def _padding(self) -> np.ndarray:
+        """An empty pair, without labels; its three tokens can be attended to, so that no softmax is over nothing."""
+        words, s = self._vocabulary, self.sequence_length
+        row = np.full(2 * s + self.num_predictions + _FACTS, words.pad, np.int32)
+        row[:3] = words.cls, words.sep, words.sep
+        row[s : 2 * s] = IGNORE_INDEX
+        row[2 * s :] = 0
+        row[-_FACTS:] = 2, 3, IGNORE_INDEX
+        return row
+
+    def _window(self, sample: int) -> np.ndarray:
+        return self._open().read(int(self._windows.starts[sample]), int(self._windows.lengths[sample]))
+
+    def _elsewhere(self, sample: int, draws: Draws) -> int:
+        """A window of another document."""
+        documents = self._windows.documents
+        for other in draws.below(len(documents), _TRIES):
+            if documents[other] != documents[sample]:
+                return int(other)
+        # One document is nearly everything: take a window of one of the others.
+        others = np.flatnonzero(documents != documents[sample])
+        return int(others[draws.below(len(others))[0]])
+
+    def _open(self) -> ChunkMap:
+        # Maps of files must not be shared by a forked worker with its parent.
+        if self._chunks is None or self._chunks[0] != os.getpid():
+            self._chunks = (os.getpid(), ChunkMap(self._folder, self._dtype))
+        return self._chunks[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_chunks": None}
+
+
+def check_options(*, sequence_length: int, pairs: str, mask_probability: float) -> None:
+    """Check what a user typed.
+
+    Raises:
+        ValueError: Names the field and what would work.
+    """
+    check_integer("sequence_length", sequence_length, least=_SPECIAL + LEAST_TOKENS)
+    if pairs not in ("next", "swap"):
+        raise ValueError(f"pairs={pairs!r} must be 'swap' (sentence order) or 'next' (next sentence)")
+    if isinstance(mask_probability, bool) or not 0 < mask_probability <= 0.5:
+        raise ValueError(f"mask_probability={mask_probability!r} must be more than 0 and at most 0.5; BERT's is 0.15")

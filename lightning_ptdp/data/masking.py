@@ -1,0 +1,47 @@
+"""Whole-word masking: which tokens are to be predicted, and what stands in their place."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_ptdp.data.draws import Draws
+from lightning_ptdp.data.words import Vocabulary
+
+__all__ = ["choose_words", "number_to_predict", "replace_tokens"]
+
+_MASKED, _RANDOM = 0.8, 0.1
+"""Shares of the chosen tokens that become [MASK] and a random token; the others stay (arXiv 1810.04805, section 3.1)."""
+
+
+def number_to_predict(tokens: int, probability: float) -> int:
+    """How many of so many tokens are predicted at most."""
+    return max(1, round(probability * tokens))
+
+
+def choose_words(starts: np.ndarray, sizes: np.ndarray, *, budget: int, draws: Draws) -> np.ndarray:
+    """Places of the tokens of randomly chosen whole words, int64, ascending; at most ``budget``.
+
+    Words are taken in random order, and one that is longer than what is left is passed over. Nothing is chosen where every word is
+    longer than the budget.
+
+    Args:
+        starts: Place of the first token of each word.
+        sizes: Its number of tokens.
+        budget: Number of tokens to choose.
+        draws: Random numbers of the sample.
+    """
+    chosen = []
+    for word in draws.shuffled(len(sizes)):
+        if sizes[word] <= budget:
+            chosen.append(np.arange(starts[word], starts[word] + sizes[word]))
+            budget -= int(sizes[word])
+            if not budget:
+                break
+    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
+
+
+def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: Vocabulary) -> np.ndarray:
+    """What the model sees in place of the chosen ``tokens``: each on its own, [MASK], any ordinary token, or itself."""
+    kind = draws.uniform(len(tokens))
+    random = vocabulary.ordinary[draws.below(len(vocabulary.ordinary), len(tokens))]
+    return np.where(kind < _MASKED, vocabulary.mask, np.where(kind < _MASKED + _RANDOM, random, tokens))

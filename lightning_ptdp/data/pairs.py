@@ -1,0 +1,117 @@
+"""Windows of a token store and pairs of segments from them; a window never spans two documents.
+
+A document is cut into windows of whole lines, as many as there is room for, and a window into two segments between lines, so that
+neither the order of two segments nor where they come from can be told from how they begin and end::
+
+    store     l0 l0 NL l1 NL l2 l2 NL END l3 l3 NL ...       room for 5 tokens
+    windows   [l0 l0 NL l1 NL] [l2 l2 NL] [l3 l3 NL ...]
+
+The places of all windows are found once (about a second for 10 million tokens); a window takes 20 bytes of memory.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lightning_ptdp.data.draws import Draws
+from lightning_ptdp.data.words import Vocabulary
+
+__all__ = ["LEAST_TOKENS", "PairObjective", "Windows", "draw_pair", "find_windows"]
+
+PairObjective = Literal["next", "swap"]
+LEAST_TOKENS = 8
+"""Shorter windows are left out: there is nothing to learn from two segments of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Places of windows in the joined chunks, arrays of one length.
+
+    Attributes:
+        starts: First token, counted over all chunks, int64.
+        lengths: Tokens, int32.
+        documents: Which document it is of, int64.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    documents: np.ndarray
+
+
+def find_windows(chunks: Sequence[np.ndarray], *, end: int, newline: int, longest: int) -> Windows:
+    """All windows of at most ``longest`` tokens, in the order of the store.
+
+    Args:
+        chunks: Token chunks; a document goes on over the end of a chunk, a window does not.
+        end: Token that ends a document.
+        newline: Token that ends a line; lines longer than half a window are cut anywhere.
+        longest: Tokens of a window.
+    """
+    starts, lengths, documents = array("q"), array("i"), array("q")
+    offset = document = 0
+    for chunk in chunks:
+        lines = (np.flatnonzero(chunk == newline) + 1).tolist()
+        ends = np.flatnonzero(chunk == end).tolist()
+        begin = 0
+        for number, stop in enumerate((*ends, len(chunk))):
+            for first, behind in _cut(begin, stop, lines, longest):
+                starts.append(offset + first)
+                lengths.append(behind - first)
+                documents.append(document + number)
+            begin = stop + 1
+        offset, document = offset + len(chunk), document + len(ends)
+    return Windows(
+        starts=np.frombuffer(starts, np.int64) if starts else np.empty(0, np.int64),
+        lengths=np.frombuffer(lengths, np.int32) if lengths else np.empty(0, np.int32),
+        documents=np.frombuffer(documents, np.int64) if documents else np.empty(0, np.int64),
+    )
+
+
+def _cut(begin: int, stop: int, lines: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """(first token, one past the last) of the windows of one document."""
+    while begin < stop:
+        behind = min(begin + longest, stop)
+        if behind < stop:
+            place = bisect_right(lines, behind) - 1
+            if place >= 0 and lines[place] > begin + longest // 2:
+                behind = lines[place]
+        if behind - begin >= LEAST_TOKENS:
+            yield begin, behind
+        begin = behind
+
+
+def draw_pair(
+    tokens: np.ndarray, other: np.ndarray | None, *, room: int, draws: Draws, vocabulary: Vocabulary
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Two segments of a window, and 0 if the second follows the first, 1 (in half of all cases) if it does not.
+
+    Args:
+        tokens: The window.
+        other: A window of another document: a part of it is the second segment where that does not follow (next-sentence prediction,
+            arXiv 1810.04805, section 3.1). None: the two segments change places instead (sentence order, arXiv 1909.11942, section 3.1).
+        room: Tokens of both segments together.
+        draws: Random numbers of the sample.
+        vocabulary: Tells where lines and words begin.
+    """
+    cut = _draw_cut(tokens, draws, vocabulary)
+    first, second = tokens[:cut], tokens[cut:]
+    if not draws.chance(0.5):
+        return first, second, 0
+    if other is None:
+        return second, first, 1
+    begin = _draw_cut(other, draws, vocabulary)
+    return first, other[begin : begin + room - len(first)], 1
+
+
+def _draw_cut(tokens: np.ndarray, draws: Draws, vocabulary: Vocabulary) -> int:
+    """Where a window is divided: in front of a line if there is more than one, else in front of a word, else anywhere."""
+    lines = np.flatnonzero(tokens[:-1] == vocabulary.newline) + 1
+    words = vocabulary.word_starts(tokens)[1:]
+    places = next((found for found in (lines, words) if len(found)), np.arange(1, len(tokens)))
+    return int(places[draws.below(len(places))[0]])

@@ -1,0 +1,28 @@
+"""Between our checkpoints and everybody else's files: Hugging Face folders, state dicts, Lightning's single file.
+
+All of it runs in one process, without the whole model in memory (but for ``torch.save``'s formats on the way out).
+"""
+
+from lightning_ptdp.exchange.convert import Kind, convert, kind_of
+from lightning_ptdp.exchange.families import FAMILIES
+from lightning_ptdp.exchange.huggingface import from_huggingface, open_huggingface, to_huggingface
+from lightning_ptdp.exchange.plain import from_state_dict, open_state_dict, to_state_dict
+from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
+from lightning_ptdp.exchange.tables import Family, Row
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Kind",
+    "Row",
+    "convert",
+    "from_huggingface",
+    "from_state_dict",
+    "kind_of",
+    "open_huggingface",
+    "open_safetensors",
+    "open_state_dict",
+    "to_huggingface",
+    "to_state_dict",
+    "write_safetensors",
+]

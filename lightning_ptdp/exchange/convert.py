@@ -1,0 +1,100 @@
+"""One function for all conversions: what the two sides are is seen from what is there and from the names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from lightning_ptdp.checkpoint import CheckpointError, to_lightning_file
+from lightning_ptdp.checkpoint.metadata import METADATA_FILE
+from lightning_ptdp.exchange.huggingface import Names, from_huggingface, is_huggingface_folder, to_huggingface
+from lightning_ptdp.exchange.plain import from_state_dict, to_state_dict
+
+__all__ = ["Kind", "convert", "kind_of"]
+
+Kind = Literal["checkpoint", "huggingface", "state_dict", "lightning"]
+_STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
+
+
+def kind_of(path: str | os.PathLike[str]) -> Kind:
+    """What is at ``path``.
+
+    Raises:
+        CheckpointError: Nothing, or nothing that can be converted.
+    """
+    place = Path(path)
+    if (place / METADATA_FILE).is_file():
+        return "checkpoint"
+    if is_huggingface_folder(place):
+        return "huggingface"
+    if place.is_file() and place.suffix == ".ckpt":
+        return "lightning"
+    if place.is_file() and place.suffix in _STATE_DICTS:
+        return "state_dict"
+    if not place.exists():
+        raise CheckpointError(f"{place} does not exist")
+    raise CheckpointError(
+        f"{place} is not a checkpoint folder ({METADATA_FILE}), not a Hugging Face folder (config.json and *.safetensors), and not a "
+        f"{', '.join(_STATE_DICTS)} or .ckpt file"
+    )
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: Kind | None = None,
+    names: Names = "ptdp",
+    prefix: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> Kind:
+    """Convert between a checkpoint of ours and Hugging Face folders, state dicts and Lightning's single file.
+
+    Args:
+        source: A checkpoint folder, a Hugging Face folder, or a file (``.pt``, ``.pth``, ``.bin``, ``.safetensors``, ``.ckpt``).
+        destination: What to write; replaced if it is there and of its kind.
+        to: What to make. Default: a checkpoint out of anything else; out of a checkpoint a state dict or Lightning's file if the
+            destination ends like one, else a Hugging Face folder.
+        names: From a Hugging Face folder: "ptdp" for our own model, "hf" for a LightningModule that wraps theirs.
+        prefix: Attribute of the model in the LightningModule, with a dot. Default: "model." for Hugging Face, none for state dicts.
+        config: See :func:`to_huggingface`.
+        dtype: What floating-point tensors are converted to on the way out.
+        shard_bytes: Most bytes in one file of a Hugging Face folder.
+
+    Returns:
+        What was made.
+
+    Raises:
+        CheckpointError: It cannot be done; nothing is left at ``destination``.
+    """
+    kind = kind_of(source)
+    wanted = to or _wanted(kind, Path(destination))
+    if wanted not in get_args(Kind):
+        raise CheckpointError(f"to={wanted!r} must be one of {list(get_args(Kind))}")
+    if (kind == "checkpoint") == (wanted == "checkpoint"):
+        hint = "there is nothing to convert" if kind == "checkpoint" else "convert to a checkpoint first, and that on"
+        raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
+    if kind == "huggingface":
+        from_huggingface(source, destination, names=names, prefix="model." if prefix is None else prefix)
+    elif kind != "checkpoint":
+        from_state_dict(source, destination, prefix=prefix or "")
+    elif wanted == "huggingface":
+        to_huggingface(source, destination, config=config, prefix=prefix, dtype=dtype, shard_bytes=shard_bytes)
+    elif wanted == "state_dict":
+        to_state_dict(source, destination, prefix=prefix or "", dtype=dtype)
+    else:
+        to_lightning_file(source, destination)
+    return wanted
+
+
+def _wanted(kind: Kind, destination: Path) -> Kind:
+    if kind != "checkpoint":
+        return "checkpoint"
+    if destination.suffix in _STATE_DICTS:
+        return "state_dict"
+    return "lightning" if destination.suffix == ".ckpt" else "huggingface"

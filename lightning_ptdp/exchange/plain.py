@@ -1,0 +1,136 @@
+"""State dicts in one file: ``.pt``, ``.safetensors``, and the ``.ckpt`` that Lightning writes on one device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ptdp.checkpoint import Box, CheckpointError, TensorEntry, TensorReader, files, read_full, write_checkpoint
+from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
+
+__all__ = ["common_prefix", "from_state_dict", "open_state_dict", "to_state_dict", "weights_only_state"]
+
+_SAFETENSORS = ".safetensors"
+# What another run can use of a Lightning checkpoint; loops and callbacks belong to the optimizer's states, which are keyed by index.
+_KEPT = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters", "hparams_name", "datamodule_hyper_parameters")
+
+
+def open_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a file, mapped, and what else a Lightning checkpoint says of itself.
+
+    Raises:
+        CheckpointError: The file is damaged, holds something else, or classes that ``weights_only=True`` refuses.
+    """
+    file = Path(path)
+    if file.suffix == _SAFETENSORS:
+        return open_safetensors(file), {}
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    state = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(state, dict) or not state:
+        raise CheckpointError(f"{file} holds a {type(state).__name__}, not a state dict")
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{file} is not a state dict: {name!r} is a {type(value).__name__}")
+    return state, {key: content[key] for key in _KEPT if key in content}
+
+
+def from_state_dict(source: str | os.PathLike[str], destination: str | os.PathLike[str], *, prefix: str = "") -> None:
+    """Write a checkpoint of ours from a ``.pt``, ``.safetensors`` or Lightning ``.ckpt`` file; bit for bit the same values.
+
+    Args:
+        source: The file. Names that share their memory in it are tied.
+        destination: The checkpoint folder to make. It holds weights and hyperparameters, no state of training.
+        prefix: Put in front of every name: the attribute that holds the model in the LightningModule, with a dot.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    tensors, state = open_state_dict(source)
+    boxes: list[Box] = []
+    aliases: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, value in tensors.items():
+        same = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        known = first.setdefault(same, name) if value.numel() else name
+        if known != name:
+            aliases[prefix + name] = prefix + known
+            continue
+        boxes.append(Box(name=f"model/{prefix}{name}", full_shape=tuple(value.shape), offset=(0,) * value.dim(), values=value))
+    metadata = {"aliases": aliases, "converted_from": str(source)}
+    write_checkpoint(destination, boxes=boxes, state={**weights_only_state({}), **state}, metadata=metadata)
+
+
+def to_state_dict(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the model of a checkpoint of ours as one state dict: ``.safetensors`` tensor by tensor, any other suffix by ``torch.save``.
+
+    Args:
+        source: The checkpoint folder.
+        destination: The file; replaced if it is there.
+        prefix: Taken away from the names; tensors whose names do not begin with it are left out.
+        dtype: What floating-point tensors are converted to; default: as they are.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or no name begins with ``prefix``.
+    """
+    reader, target = TensorReader(source), Path(os.path.abspath(destination))
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder; name the file to write")
+    stored = {name.removeprefix("model/"): name for name in sorted(reader.metadata.names("model/"))}
+    stored |= {alias: stored[name] for alias, name in reader.metadata.aliases.items() if name in stored}
+    names = {name.removeprefix(prefix): full for name, full in stored.items() if name.startswith(prefix)}
+    if not names:
+        raise CheckpointError(f"{source} holds no tensor whose name begins with {prefix!r}; there are {sorted(stored)[:3]}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(files.part_name(target))
+    try:
+        if target.suffix == _SAFETENSORS:
+            entries = {name: _converted(reader.metadata.tensors[full], dtype) for name, full in names.items()}
+            write_safetensors(part, entries, lambda name: reader.read(names[name]).to(entries[name].dtype))
+        else:
+            whole = read_full(source)
+            with files.open_synced(part) as stream:
+                torch.save({name: _to(whole[full.removeprefix("model/")], dtype) for name, full in names.items()}, stream)
+        files.replace(part, target)
+    except OSError as error:
+        raise CheckpointError(f"writing {target} failed: {error}") from error
+    finally:
+        files.remove(part)
+
+
+def common_prefix(names: set[str]) -> str:
+    """The attribute that all names are in, with its dot; "" if there is none."""
+    first = {name.partition(".")[0] for name in names if "." in name}
+    return f"{next(iter(first))}." if len(first) == 1 and all("." in name for name in names) else ""
+
+
+def weights_only_state(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Lightning's state of a checkpoint that was never trained."""
+    state: dict[str, Any] = {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": importlib.metadata.version("lightning"),
+    }
+    return state | ({"hyper_parameters": dict(hyper_parameters)} if hyper_parameters else {})
+
+
+def _converted(entry: TensorEntry, dtype: torch.dtype | None) -> TensorEntry:
+    return replace(entry, dtype=dtype) if dtype is not None and entry.dtype.is_floating_point else entry
+
+
+def _to(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -1,0 +1,248 @@
+"""BERT: a bidirectional encoder with its two pretraining heads, in the order in which data flows through it.
+
+A plain single-device model that knows no process group and no degree. It keeps the habits of ``gpt.py`` that let it be cut from outside
+(``bert_plan``), and one more: beside the hidden state a block is given only the attention mask, which every pipeline stage makes for
+itself from its batch, so that nothing but the hidden state crosses.
+
+Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f inner channels, V vocabulary, k predicted positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptdp.models.bert_config import BertConfig
+from lightning_ptdp.models.init import NormalEmbedding, NormalLinear, TiedLinear
+
+__all__ = [
+    "Bert",
+    "BertAttention",
+    "BertAttentionCore",
+    "BertBlock",
+    "BertEmbeddings",
+    "BertMLP",
+    "BertOutput",
+    "MaskedHead",
+    "OrderHead",
+]
+
+
+class BertOutput(NamedTuple):
+    """Logits of both heads.
+
+    Attributes:
+        masked: Of the original tokens (b, s, V), or (b, k, V) at the positions that were asked for.
+        order: Of the pair (b, 2): index 0 is "the second follows the first", 1 is "it does not".
+    """
+
+    masked: Tensor
+    order: Tensor
+
+
+class Bert(nn.Module):
+    """Token ids (b, s) int64 -> ``BertOutput``.
+
+    Args:
+        config: Sizes and choices.
+
+    Raises:
+        ValueError: (in the forward pass) the sequence is longer than ``config.sequence_length``.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = BertEmbeddings(config)
+        self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.num_layers))
+        self.norm = make_norm(config) if config.norm_order == "pre" else None
+        self.masked_head = MaskedHead(config, self.embeddings.token.weight)
+        self.order_head = OrderHead(config)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        masked_positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> BertOutput:
+        """Logits of both heads.
+
+        Args:
+            input_ids: Tokens (b, s) int64; the first one is [CLS].
+            token_type_ids: Segment of each token (b, s) int64; None: all in segment 0.
+            attention_mask: Nonzero for tokens, 0 for padding (b, s) of any integer type or bool; None: no padding.
+            masked_positions: Where tokens are to be predicted (b, k) int64; None: everywhere. The head takes the part k/s of its
+                cost for all positions.
+            position_ids: Places of the tokens in their sequence (s), (1, s) or (b, s) int64; None: 0 .. s-1.
+        """
+        self.check_sequence_length(input_ids.size(1))
+        mask_b11s = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+        x_bsh = self.embeddings(input_ids, token_type_ids, position_ids)
+        for block in self.blocks:
+            x_bsh = block(x_bsh, mask_b11s)
+        if self.norm is not None:
+            x_bsh = self.norm(x_bsh)
+        return BertOutput(masked=self.masked_head(x_bsh, masked_positions), order=self.order_head(x_bsh))
+
+    def check_sequence_length(self, length: int) -> None:
+        """Check that a sequence of ``length`` tokens is not too long; asked of the whole sequence where forward sees a part of it.
+
+        Raises:
+            ValueError: It is longer than ``config.sequence_length``.
+        """
+        if length > self.config.sequence_length:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than sequence_length={self.config.sequence_length}; "
+                "cut it, or build the model with a greater sequence_length"
+            )
+
+    def tie_weights(self) -> None:
+        """Point the decoder at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
+        self.masked_head.decoder.weight = self.embeddings.token.weight
+
+
+class BertEmbeddings(nn.Module):
+    """Sum of token, position and segment embeddings, normalized in the original order; (b, s) -> (b, s, h)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        h, std, truncated = config.hidden_size, config.init_std, config.truncated_init
+        self.token = NormalEmbedding(config.vocabulary_size, h, std=std, truncated=truncated)
+        self.position = NormalEmbedding(config.sequence_length, h, std=std, truncated=truncated)
+        self.segment = NormalEmbedding(config.num_segments, h, std=std, truncated=truncated)
+        self.norm = make_norm(config) if config.norm_order == "post" else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        places = torch.arange(input_ids.size(1), device=input_ids.device) if position_ids is None else position_ids
+        segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        x_bsh = self.token(input_ids) + self.position(places) + self.segment(segments)
+        return self.dropout(x_bsh if self.norm is None else self.norm(x_bsh))
+
+
+class BertBlock(nn.Module):
+    """Attention and feed-forward part with residual sums, LayerNorm behind (post) or in front of each (pre); (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.is_pre = config.norm_order == "pre"
+        self.norm_1 = make_norm(config)
+        self.attention = BertAttention(config)
+        self.norm_2 = make_norm(config)
+        self.mlp = BertMLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_bsh: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
+        if self.is_pre:
+            x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), mask_b11s))
+            return x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
+        x_bsh = self.norm_1(x_bsh + self.dropout(self.attention(x_bsh, mask_b11s)))
+        return self.norm_2(x_bsh + self.dropout(self.mlp(x_bsh)))
+
+
+class BertAttention(nn.Module):
+    """Self-attention over all tokens that are no padding, with as many heads as ``qkv`` gives it; (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv = make_linear(config, config.hidden_size, 3 * config.hidden_size)
+        self.core = BertAttentionCore(config.attention_dropout_rate)
+        self.projection = residual_projection(config, config.hidden_size)
+
+    def forward(self, x_bsh: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
+        # After qkv, since under sequence parallelism only what leaves it spans the whole sequence.
+        q_bsnd, k_bsnd, v_bsnd = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_bsh).chunk(3, dim=-1))
+        return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd, mask_b11s).flatten(2))
+
+
+class BertAttentionCore(nn.Module):
+    """softmax(q k^T / sqrt(d)) v over the keys that the mask (b, 1, 1, s) admits; each (b, s, n, d) -> (b, s, n, d).
+
+    A module of its own, without parameters, so that it can be recomputed alone (``recompute="selective"``).
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, v_bsnd: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
+        y_bnsd = F.scaled_dot_product_attention(
+            q_bsnd.transpose(1, 2),
+            k_bsnd.transpose(1, 2),
+            v_bsnd.transpose(1, 2),
+            attn_mask=mask_b11s,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return y_bnsd.transpose(1, 2)
+
+
+class BertMLP(nn.Module):
+    """down(gelu(up(x))); (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.up = make_linear(config, config.hidden_size, config.ffn_size)
+        self.down = residual_projection(config, config.ffn_size)
+        self.approximate = gelu_name(config)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_bsh), approximate=self.approximate))
+
+
+class MaskedHead(nn.Module):
+    """Logits of the original tokens: norm(gelu(dense(x))), times the token embedding's weight, plus a bias.
+
+    (b, s, h) -> (b, s, V), or (b, k, V) at the positions (b, k).
+    """
+
+    def __init__(self, config: BertConfig, weight: Tensor) -> None:
+        super().__init__()
+        self.dense = make_linear(config, config.hidden_size, config.hidden_size)
+        self.norm = make_norm(config)
+        self.decoder = TiedLinear(weight, bias=True)
+        self.approximate = gelu_name(config)
+
+    def forward(self, x_bsh: Tensor, positions_bk: Tensor | None = None) -> Tensor:
+        if positions_bk is not None:
+            x_bsh = x_bsh.gather(1, positions_bk[..., None].expand(-1, -1, x_bsh.size(-1)))
+        return self.decoder(self.norm(F.gelu(self.dense(x_bsh), approximate=self.approximate)))
+
+
+class OrderHead(nn.Module):
+    """Logits of "the second sentence follows the first" and "it does not", from the first token; (b, s, h) -> (b, 2)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.pooler = make_linear(config, config.hidden_size, config.hidden_size)
+        self.classifier = make_linear(config, config.hidden_size, 2)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        return self.classifier(torch.tanh(self.pooler(x_bsh[:, 0])))
+
+
+def make_norm(config: BertConfig) -> nn.LayerNorm:
+    """LayerNorm over the hidden channels."""
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+
+def make_linear(config: BertConfig, in_features: int, out_features: int) -> NormalLinear:
+    """A linear layer with the configuration's initial weights."""
+    return NormalLinear(in_features, out_features, bias=True, std=config.init_std, truncated=config.truncated_init)
+
+
+def residual_projection(config: BertConfig, in_features: int) -> NormalLinear:
+    """A layer that writes to the residual stream: l blocks add 2l of them, so that each may start smaller by sqrt(2l)."""
+    std = config.init_std / math.sqrt(2 * config.num_layers) if config.scaled_residual_init else config.init_std
+    return NormalLinear(in_features, config.hidden_size, bias=True, std=std, truncated=config.truncated_init)
+
+
+def gelu_name(config: BertConfig) -> str:
+    """What ``F.gelu`` calls the configuration's choice."""
+    return "tanh" if config.gelu == "tanh" else "none"

@@ -1,0 +1,205 @@
+"""BERT as a LightningModule: the losses, what is logged, the optimizer. Nothing here knows how it is parallelized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.metrics import MeanLoss, TokenAccuracy
+from lightning_ptdp.models.bert import Bert, BertOutput
+from lightning_ptdp.models.bert_config import BertConfig
+from lightning_ptdp.models.bert_plan import bert_plan, check_bert_tensor_parallel
+from lightning_ptdp.models.bert_size import bert_flops_per_sample, num_bert_parameters
+from lightning_ptdp.models.optimization import AdamWConfig, build_adamw, build_schedule, resolve_decay_steps
+from lightning_ptdp.tensor_parallel import ParallelPlan
+
+__all__ = ["LitBert"]
+
+_IGNORED_LABEL = -100
+
+_DEFAULT_OPTIMIZER = AdamWConfig()
+
+Batch = Mapping[str, Tensor]
+
+
+class LitBert(pl.LightningModule):
+    """Pretraining of a BERT: masked tokens and the order of two sentences (arXiv 1810.04805, section 3.1).
+
+    A batch is a mapping with ``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels``, (b, s) int64, and
+    ``next_sentence_label`` (b,) int64: what Hugging Face's ``BertForPreTraining`` takes. Labels are the original tokens where one is to
+    be predicted and -100 elsewhere; the sentence label is 0 where the second sentence follows the first, 1 where it does not, and -100
+    for a row that only fills up the batch. With ``masked_positions`` (b, k) int64 the decoder runs at k positions only; it holds every
+    position that has a label, filled up with positions that have none.
+
+    The loss is the mean of the masked-LM losses over the predicted tokens, plus ``order_weight`` times the mean of the sentence losses, a
+    sample weighted by its predicted tokens: one weight for both, so that microbatches and replicas add up to the whole batch's loss in
+    every layout. For samples of equal length that is the papers' sum of two means.
+
+    Logs ``train_loss``, ``train_masked_loss`` and ``train_order_loss`` each step; for validation the same three with ``val_``, and
+    ``val_masked_accuracy`` and ``val_order_accuracy``, each epoch, exact means over all counted tokens or samples; ``test_`` for tests.
+
+    Args:
+        config: The model.
+        optimizer: AdamW and its schedule.
+        order_weight: Factor of the sentence loss; 0 leaves it out of training.
+    """
+
+    perplexity_loss = "train_masked_loss"
+    """The logged loss that is a mean over tokens (``TrainPerplexity``)."""
+
+    def __init__(self, config: BertConfig, optimizer: AdamWConfig = _DEFAULT_OPTIMIZER, order_weight: float = 1.0) -> None:
+        super().__init__()
+        if order_weight < 0:
+            raise ValueError(f"order_weight={order_weight} must not be negative; 0 trains on masked tokens alone")
+        # A checkpoint holds plain dictionaries, which load with weights_only=True.
+        self.config = BertConfig(**config) if isinstance(config, Mapping) else config
+        self.optimizer_config = AdamWConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
+        self.order_weight = order_weight
+        self.save_hyperparameters(
+            {"config": asdict(self.config), "optimizer": asdict(self.optimizer_config), "order_weight": order_weight}
+        )
+        self.model: Bert | None = None
+        self.val_metrics, self.test_metrics = _Metrics(), _Metrics()
+
+    def configure_model(self) -> None:
+        """Build the model, on the meta device where the strategy asks for that."""
+        if self.model is None:
+            self.model = Bert(self.config)
+
+    def configure_parallel(self) -> ParallelPlan:
+        """How the model is cut."""
+        return bert_plan(self.config, prefix="model")
+
+    def check_parallel(self, layout: ParallelLayout) -> None:
+        """Refuse a layout under which heads or the feed-forward part cannot be shared out; called before launch.
+
+        Raises:
+            ValueError: Of ``check_bert_tensor_parallel``.
+        """
+        check_bert_tensor_parallel(self.config, layout.tensor_parallel_size)
+
+    def forward(self, batch: Batch) -> BertOutput:
+        """Logits of both heads for a batch; the keys beside ``input_ids`` may be left out."""
+        if self.model is None:
+            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
+        others = {name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch}
+        return self.model(batch["input_ids"], **others, masked_positions=_positions(batch))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """The mean loss and the number of predicted tokens behind it."""
+        losses = self._losses(self(batch), batch)
+        for name in ("loss", "masked_loss", "order_loss"):
+            self.log(f"train_{name}", losses[name], prog_bar=True, batch_size=batch["input_ids"].size(0))
+        return {"loss": losses["loss"], "num_tokens": losses["num_tokens"]}
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """The losses, and the predictions of both heads."""
+        return self._evaluate(batch)
+
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """As ``validation_step``."""
+        return self._evaluate(batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """The likeliest token at each position that the decoder ran at, -1 elsewhere, (b, s) int64; and ``order_logits`` (b, 2)."""
+        output = self(batch)
+        return {"tokens": _likeliest(output.masked, batch), "order_logits": output.order}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add the batch to the metrics, which are over all validation loaders."""
+        # Not in validation_step: a pipeline finishes that on its last stage only, and once a microbatch.
+        self.val_metrics.update(outputs, batch)
+
+    def on_test_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As ``on_validation_batch_end``."""
+        self.test_metrics.update(outputs, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics."""
+        self._log_metrics("val", self.val_metrics)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics."""
+        self._log_metrics("test", self.test_metrics)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW in two decay groups, and the schedule by step."""
+        optimizer = build_adamw(self, self.optimizer_config)
+        decay_steps = resolve_decay_steps(self.optimizer_config, self.trainer)
+        schedule = build_schedule(optimizer, self.optimizer_config, decay_steps=decay_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, wherever they live."""
+        return num_bert_parameters(self.config)
+
+    def flops_per_sample(self, sequence_length: int | None = None) -> int:
+        """Model operations, forward and backward, of one training sequence (None: of the longest) with 15 % of its tokens predicted."""
+        return bert_flops_per_sample(self.config, sequence_length=sequence_length)
+
+    def _evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        output = self(batch)
+        losses = self._losses(output, batch)
+        return {**losses, "tokens": _likeliest(output.masked, batch), "orders": output.order.argmax(-1)}
+
+    def _losses(self, output: BertOutput, batch: Batch) -> dict[str, Tensor]:
+        labels, orders, positions = batch["labels"], batch["next_sentence_label"], _positions(batch)
+        labels = labels if positions is None else labels.gather(1, positions)
+        masked = F.cross_entropy(output.masked.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED_LABEL, reduction="none")
+        order_b = F.cross_entropy(output.order, orders, ignore_index=_IGNORED_LABEL, reduction="none")
+        counts_b = (labels != _IGNORED_LABEL).sum(1)
+        num_tokens = counts_b.sum()
+        # Not reduction="mean", which is 0/0 where no token counts; and summed in float32, since bf16 loses small addends.
+        masked_loss = masked.sum(dtype=torch.float32) / num_tokens.clamp(min=1)
+        order_loss = (order_b * counts_b).sum(dtype=torch.float32) / num_tokens.clamp(min=1)
+        loss = masked_loss + self.order_weight * order_loss
+        return {"loss": loss, "masked_loss": masked_loss, "order_loss": order_loss, "num_tokens": num_tokens}
+
+    def _log_metrics(self, prefix: str, metrics: _Metrics) -> None:
+        for name, metric in metrics.named_children():
+            self.log(f"{prefix}_{name}", metric, prog_bar=True)
+
+
+class _Metrics(torch.nn.Module):
+    """Means over all counted tokens or samples of an evaluation, whatever batches, microbatches and replicas they came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss, self.masked_loss, self.order_loss = MeanLoss(), MeanLoss(), MeanLoss()
+        self.masked_accuracy, self.order_accuracy = TokenAccuracy(), TokenAccuracy()
+
+    def update(self, outputs: Mapping[str, Tensor], batch: Batch) -> None:
+        """Add what an evaluation step returned for ``batch``."""
+        for name, metric in (("loss", self.loss), ("masked_loss", self.masked_loss), ("order_loss", self.order_loss)):
+            metric.update(outputs[name], outputs["num_tokens"])
+        self.masked_accuracy.update(outputs["tokens"], batch["labels"])
+        self.order_accuracy.update(outputs["orders"], batch["next_sentence_label"])
+
+
+def _positions(batch: Batch) -> Tensor | None:
+    """Where the decoder runs (b, k); None: everywhere.
+
+    Found by the labels, since these are cut where a rank holds a slice of the sequence; how many there are is known from the batch,
+    so that no device is asked.
+    """
+    positions, labels = batch.get("masked_positions"), batch.get("labels")
+    if positions is None or labels is None:
+        return positions
+    count = min(positions.size(1), labels.size(1))
+    return (labels != _IGNORED_LABEL).int().argsort(dim=1, descending=True, stable=True)[:, :count]
+
+
+def _likeliest(logits: Tensor, batch: Batch) -> Tensor:
+    """Tokens (b, s) at the positions of ``logits``, -1 elsewhere."""
+    tokens, positions = logits.argmax(-1), _positions(batch)
+    if positions is None:
+        return tokens
+    return tokens.new_full(batch["input_ids"].shape, -1).scatter(1, positions, tokens)

@@ -1,0 +1,86 @@
+"""SIGTERM to one rank: all save, end, and go on later as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_ptdp.callbacks import SaveOnSignal
+from lightning_ptdp.callbacks.save_on_signal import _requeue_signals
+from lightning_ptdp.checkpoint import read_metadata
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import LitTiny, PaddedTokens, Run
+from tests.pool import Pool
+
+
+class Terminate(L.Callback):
+    """Signals this process when a step begins."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _train(
+    rank: int, folder: str, signalled: int | None, async_save: bool, resume: str | None
+) -> tuple[int, dict[str, torch.Tensor]]:
+    L.seed_everything(3, verbose=False)
+    before = signal.getsignal(signal.SIGTERM)
+    strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=5,
+        default_root_dir=folder,
+        callbacks=[SaveOnSignal(), *([Terminate(1)] if rank == signalled else [])],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = PaddedTokens(8)
+    sampler = DistributedSampler(data, **strategy.distributed_sampler_kwargs, shuffle=False)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    if signalled is None:
+        trainer.fit(LitTiny(Run(layers=4)), loader, ckpt_path=resume)
+        assert signal.getsignal(signal.SIGTERM) == before
+    else:
+        with pytest.raises(SIGTERMException):
+            trainer.fit(LitTiny(Run(layers=4)), loader)
+        signal.signal(signal.SIGTERM, before)  # the process is used again
+    return trainer.global_step, strategy.gather_state_dict() if signalled is None else {}
+
+
+@pytest.mark.parametrize(("signalled", "async_save"), [(0, False), (1, True)])
+def test_all_ranks_save_and_end(pool: Pool, tmp_path: Path, signalled: int, async_save: bool) -> None:
+    steps = [step for step, _ in pool.run(_train, world_size=2, args=(str(tmp_path), signalled, async_save, None))]
+    assert steps[0] == steps[1] in (2, 3)
+    assert os.readlink(tmp_path / "latest") == "on_signal.ckpt"
+    assert read_metadata(tmp_path / "latest").run["global_step"] == steps[0]
+    _, resumed = pool.run(_train, world_size=2, args=(str(tmp_path), None, False, str(tmp_path / "latest")))[0]
+    _, whole = pool.run(_train, world_size=2, args=(str(tmp_path), None, False, None))[0]
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+def test_slurms_signal_is_put_off_too() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert _requeue_signals(trainer) == ()
+    environment = SLURMEnvironment.__new__(SLURMEnvironment)
+    environment.auto_requeue, environment.requeue_signal = True, signal.SIGUSR2
+    trainer.strategy.cluster_environment = environment
+    assert _requeue_signals(trainer) == (signal.SIGUSR2,)
+    environment.auto_requeue = False
+    assert _requeue_signals(trainer) == ()

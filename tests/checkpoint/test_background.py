@@ -1,0 +1,137 @@
+"""Saving in the background: what is saved, when it counts, and what a failure leaves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_ptdp.checkpoint import BackgroundSaver, CheckpointError, _dcp, mark_latest, read_full, verify_checkpoint
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.tensor_parallel.sharding import Sharding
+from tests.parity import LitTiny, PaddedTokens, Run
+from tests.pool import Pool
+
+LIMIT = timedelta(seconds=30)
+
+
+class Gate:
+    """Holds writing back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.opened, self.reached, self._error = threading.Event(), threading.Event(), error
+        self._write = _dcp.write_boxes
+        monkeypatch.setattr(_dcp, "write_boxes", self._wait)
+
+    def _wait(self, *args: Any) -> Any:
+        self.reached.set()
+        assert self.opened.wait(30)
+        if self._error is not None:
+            raise self._error
+        return self._write(*args)
+
+
+def _start(saver: BackgroundSaver, path: Path, tensor: torch.Tensor, then: Callable[[], object] | None = None) -> None:
+    saver.save(
+        path,
+        tensors={"model/w": (tensor, Sharding.replicated(tuple(tensor.shape)))},
+        state={},
+        metadata={},
+        then=then or (lambda: mark_latest(path)),
+    )
+
+
+def test_the_values_at_the_time_of_the_save_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, saver, tensor = Gate(monkeypatch), BackgroundSaver(limit=LIMIT), torch.ones(4)
+    _start(saver, tmp_path / "a", tensor)
+    tensor.fill_(2)
+    assert gate.reached.wait(30)
+    assert not (tmp_path / "a").exists() and not (tmp_path / "latest").is_symlink()
+    gate.opened.set()
+    saver.wait()
+    assert torch.equal(read_full(tmp_path / "latest")["w"], torch.ones(4))
+    _start(saver, tmp_path / "b", tensor)
+    _start(saver, tmp_path / "c", tensor * 2)  # waits for b
+    assert torch.equal(read_full(tmp_path / "b")["w"], torch.full((4,), 2.0))
+    saver.close()
+    assert os.readlink(tmp_path / "latest") == "c"
+
+
+def test_nothing_is_removed_before_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, saver, removed = Gate(monkeypatch), BackgroundSaver(limit=LIMIT), []
+    saver.after(lambda: removed.append("idle"))
+    _start(saver, tmp_path / "a", torch.ones(4), then=lambda: removed.append("then"))
+    saver.after(lambda: removed.append("after"))
+    assert removed == ["idle"]
+    gate.opened.set()
+    saver.wait()
+    assert removed == ["idle", "then", "after"]
+
+
+def test_a_failure_is_raised_by_the_next_save_and_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, removed = BackgroundSaver(limit=LIMIT), []
+    _start(saver, tmp_path / "a", torch.ones(4))
+    saver.wait()
+    with monkeypatch.context() as patch:
+        gate = Gate(patch, OSError("no space left"))
+        _start(saver, tmp_path / "b", torch.ones(4))
+        saver.after(lambda: removed.append("a"))
+        gate.opened.set()
+        with pytest.raises(CheckpointError, match=r"saving the checkpoint .*b failed|no space left"):
+            _start(saver, tmp_path / "c", torch.ones(4))
+    assert removed == []
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
+    _start(saver, tmp_path / "c", torch.ones(4))
+    saver.close()
+    assert os.readlink(tmp_path / "latest") == "c"
+
+
+def test_waiting_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, saver = Gate(monkeypatch), BackgroundSaver(limit=LIMIT)
+    _start(saver, tmp_path / "a", torch.ones(4))
+    with pytest.raises(CheckpointError, match=r"a did not end within 0\.01 s"):
+        saver.wait(timedelta(seconds=0.01))
+    gate.opened.set()
+    saver.wait()
+
+
+def _train(rank: int, folder: str, async_save: bool, resume: str | None, steps: int) -> dict[str, torch.Tensor]:
+    L.seed_everything(3, verbose=False)
+    strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=steps,
+        callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = PaddedTokens(8)
+    sampler = DistributedSampler(data, **strategy.distributed_sampler_kwargs, shuffle=False)
+    trainer.fit(LitTiny(Run(layers=4)), DataLoader(data, batch_size=8, sampler=sampler), ckpt_path=resume)
+    return strategy.gather_state_dict()
+
+
+def test_a_run_saves_in_the_background_and_goes_on_from_latest(pool: Pool, tmp_path: Path) -> None:
+    whole = pool.run(_train, world_size=2, args=(str(tmp_path / "sync"), False, None, 4))[0]
+    pool.run(_train, world_size=2, args=(str(tmp_path / "async"), True, None, 3))
+    found = sorted(path.name for path in (tmp_path / "async").iterdir())
+    assert found == ["latest", "step=2.ckpt", "step=3.ckpt"]
+    for name in found:
+        verify_checkpoint(tmp_path / "async" / name)
+    assert os.readlink(tmp_path / "async" / "latest") == "step=3.ckpt"
+    damaged = tmp_path / "async" / "step=3.ckpt" / "__1_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    resumed = pool.run(_train, world_size=2, args=(str(tmp_path / "again"), True, str(tmp_path / "async" / "latest"), 4))[0]
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())

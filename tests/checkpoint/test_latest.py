@@ -1,0 +1,109 @@
+"""The newest whole checkpoint is found, whatever happened to newer ones."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    choose_checkpoint,
+    complete_checkpoints,
+    mark_latest,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from lightning_ptdp.tensor_parallel.sharding import Sharding
+
+
+def _save(path: Path, value: float) -> Path:
+    save_checkpoint(path, tensors={"model/w": (torch.full((5,), value), Sharding.replicated((5,)))}, state={}, metadata={})
+    return path
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    paths = [_save(tmp_path / name, 1.0) for name in ("c", "a", "b")]
+    mark_latest(paths[-1])
+    return paths
+
+
+def _flip(checkpoint: Path, name: str = "__0_0.distcp") -> None:
+    content = bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / name).write_bytes(content)
+
+
+def test_latest_is_moved_in_one_step(three: list[Path]) -> None:
+    link = three[0].parent / "latest"
+    assert os.readlink(link) == "b"
+    mark_latest(three[0])
+    assert os.readlink(link) == "c"
+    assert sorted(os.listdir(link.parent)) == ["a", "b", "c", "latest"]
+
+
+def test_something_else_called_latest_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("news")
+    mark_latest(_save(tmp_path / "a", 1.0))
+    assert (tmp_path / "latest").read_text() == "news"
+
+
+def test_newest_first_wherever_they_are(three: list[Path], tmp_path: Path) -> None:
+    assert complete_checkpoints(tmp_path) == three[::-1]
+    deep = _save(tmp_path / "runs" / "0" / "d", 1.0)
+    (tmp_path / "runs" / "1").mkdir()
+    assert complete_checkpoints(tmp_path) == three[::-1]
+    assert newest_checkpoint(tmp_path) == deep
+    assert newest_checkpoint(tmp_path / "runs" / "1") is None
+    assert newest_checkpoint(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("given", ["latest", ".", "b"])
+def test_the_one_before_a_damaged_one_is_used_and_that_is_said(three: list[Path], tmp_path: Path, given: str) -> None:
+    assert choose_checkpoint(tmp_path / given) == three[2]
+    _flip(three[2])
+    with pytest.warns(UserWarning, match=r"b/__0_0\.distcp is damaged: bytes .* Continuing from the one before it, .*/a$"):
+        assert choose_checkpoint(tmp_path / given) == three[1]
+    with pytest.raises(CheckpointError, match=r"b/__0_0\.distcp is damaged: .*; the one before it is .*/a$"):
+        choose_checkpoint(tmp_path / given, on_damage="refuse")
+    _flip(three[1], "metadata.json")
+    (three[0] / "state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"b/__0_0\.distcp is damaged"):
+        choose_checkpoint(tmp_path / given)
+
+
+def test_a_newer_one_does_not_stand_in_for_the_one_that_is_named(three: list[Path]) -> None:
+    _flip(three[0])
+    with pytest.raises(CheckpointError, match=r"c/__0_0\.distcp is damaged"):
+        choose_checkpoint(three[0])
+    (three[1] / "metadata.json").unlink()
+    with pytest.warns(UserWarning, match=r"a is not a checkpoint, or not a whole one.*before it, .*/b"):
+        assert choose_checkpoint(three[1]) == three[2]
+
+
+def test_a_save_that_was_cut_off_between_its_renames(tmp_path: Path) -> None:
+    mark_latest(_save(tmp_path / "last.ckpt", 1.0))
+    _save(tmp_path / "new", 2.0).rename(tmp_path / "last.ckpt.tmp-01")
+    (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.old-01")
+    assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.tmp-01"
+    _flip(tmp_path / "last.ckpt.tmp-01")
+    with pytest.warns(UserWarning, match="before it"):
+        assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.old-01"
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    for name in ("latest", "other"):
+        with pytest.raises(CheckpointError, match=r"does not exist|no complete checkpoint"):
+            choose_checkpoint(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"on_damage='ignore' must be one of \['previous', 'refuse'\]"):
+        choose_checkpoint(tmp_path, on_damage="ignore")  # type: ignore[arg-type]
+
+
+def test_whole_ones_are_chosen_silently(three: list[Path]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_checkpoint(three[0]) == three[0]

@@ -1,0 +1,89 @@
+"""Only what is needed is read, and all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ptdp.checkpoint import load_tensors, save_checkpoint
+from lightning_ptdp.checkpoint.boxes import boxes_of, cut_strips
+from lightning_ptdp.checkpoint.stored import runs
+from lightning_ptdp.tensor_parallel.sharding import Sharding, shard_columns, shard_rows, slice_full
+from tests.checkpoint.layouts import PADDING, shard
+
+SHAPES = {"column": (2048, 2048), "row": (2048, 1536), "vocabulary": (5001, 1024), "fused": (3072, 1024), "replicated": (777,)}
+
+
+def _bytes_read() -> int:
+    """Of this process, by any call that reads."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    full = {kind: torch.randn(shape, generator=generator) for kind, shape in SHAPES.items()}
+    path = tmp_path_factory.mktemp("partial") / "c"
+    save_checkpoint(
+        path,
+        tensors={f"model/{kind}": (value, Sharding.replicated(tuple(value.shape))) for kind, value in full.items()},
+        state={},
+        metadata={},
+    )
+    return path, full
+
+
+def _cut(kind: str, full: torch.Tensor, size: int, index: int) -> tuple[torch.Tensor, Sharding]:
+    if kind != "fused":
+        return shard(full, kind, size=size, rank=index)
+    sharding = shard_columns(full.shape, parts=(1024, 1024, 1024), size=size, index=index)
+    return slice_full(full, sharding), sharding
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_resharding_reads_what_it_needs(whole: tuple[Path, dict[str, torch.Tensor]], size: int) -> None:
+    path, full = whole
+    read = needed = 0
+    for index in range(size):
+        expected = {f"model/{kind}": _cut(kind, value, size, index) for kind, value in full.items()}
+        found = {name: (torch.full_like(value, PADDING), sharding) for name, (value, sharding) in expected.items()}
+        before = _bytes_read()
+        load_tensors(path, found)
+        read += _bytes_read() - before
+        for name, (value, sharding) in expected.items():
+            needed += sum(torch.Size(piece.size).numel() for piece in sharding.pieces) * value.element_size()
+            assert torch.equal(found[name][0][: sharding.pieces[0].size[0]], value[: sharding.pieces[0].size[0]]), name
+    assert needed <= read < 1.05 * needed
+
+
+def test_strips_of_a_shard_lie_where_those_of_the_whole_lie() -> None:
+    full = torch.arange(2048.0 * 1536).view(2048, 1536)
+    offsets = {box.offset for box in cut_strips(boxes_of({"w": (full, Sharding.replicated((2048, 1536)))}))}
+    assert offsets == {(0, 192 * strip) for strip in range(8)}
+    for index in range(2):
+        sharding = shard_rows(full.shape, size=2, index=index)
+        boxes = list(cut_strips(boxes_of({"w": (full[:, index * 768 : index * 768 + 768], sharding)})))
+        assert {box.offset for box in boxes} == {(0, 192 * strip) for strip in range(4 * index, 4 * index + 4)}
+        for box in boxes:
+            assert torch.equal(box.values, full[:, box.offset[1] : box.offset[1] + 192])
+
+
+@settings(deadline=None)
+@given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=4), itemsize=st.sampled_from([1, 4, 5000]))
+def test_runs_hold_the_rectangle(data: st.DataObject, shape: list[int], itemsize: int) -> None:
+    offset = [data.draw(st.integers(0, extent - 1)) for extent in shape]
+    size = [data.draw(st.integers(1, extent - begin)) for extent, begin in zip(shape, offset, strict=True)]
+    places = torch.arange(torch.Size(shape).numel()).view(shape)
+    index = tuple(slice(begin, begin + extent) for begin, extent in zip(offset, size, strict=True))
+    found = list(runs(shape, offset, size, itemsize=itemsize))
+    inside = {place for begin, end in found for place in range(begin // itemsize, end // itemsize)}
+    wanted = set(places[index].flatten().tolist())
+    assert wanted <= inside
+    assert found == sorted(found)
+    if itemsize == 5000 and len(shape) == 1:
+        assert wanted == inside

@@ -1,0 +1,223 @@
+"""Hugging Face folders in and out: the same bits, the same logits, in the same file sizes or others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata, read_state, save_checkpoint
+from lightning_ptdp.exchange import from_huggingface, open_huggingface, to_huggingface
+from lightning_ptdp.models import LitGPT
+from lightning_ptdp.models.gpt_config import GPTConfig
+from lightning_ptdp.tensor_parallel.sharding import Sharding
+from tests.models.configs import GPT2, LLAMA, VARIANTS
+from tests.models.test_gpt_against_hf import hf_gpt2, hf_llama, randomized
+
+transformers = pytest.importorskip("transformers")
+
+
+def _tied_llama() -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        max_position_embeddings=24,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_theta=50_000.0,
+    )
+    return randomized(transformers.LlamaForCausalLM(config)).to(torch.bfloat16)
+
+
+MODELS = {"gpt2": hf_gpt2, "llama": hf_llama, "llama, tied, biases, bf16": _tied_llama}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    model, folder = MODELS[request.param](), tmp_path_factory.mktemp("hf")
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return model, folder
+
+
+def _ours(checkpoint: Path) -> LitGPT:
+    """The module, from the checkpoint alone."""
+    module = LitGPT(**read_state(checkpoint)["hyper_parameters"])
+    module.configure_model()
+    module.to(next(iter(read_full(checkpoint).values())).dtype)
+    module.load_state_dict(read_full(checkpoint))
+    return module.eval()
+
+
+def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
+    model, folder = theirs
+    assert (folder / "model.safetensors.index.json").exists()
+    from_huggingface(folder, tmp_path / "ours")
+    ids = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
+    exact = next(model.parameters()).dtype == torch.float32
+    tolerance = 1e-5 if exact else 0.1
+    torch.testing.assert_close(_ours(tmp_path / "ours")(ids), model(ids).logits, rtol=tolerance, atol=tolerance)
+
+    to_huggingface(tmp_path / "ours", tmp_path / "back", shard_bytes=20_000)
+    before, after = open_huggingface(folder), open_huggingface(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype
+        assert torch.equal(value, after[name]), name
+    first, again = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (folder, tmp_path / "back")
+    )
+    assert type(again) is type(first)
+    assert torch.equal(again(ids).logits, first(ids).logits)
+
+
+def test_shards_are_as_small_as_asked(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
+    from_huggingface(theirs[1], tmp_path / "ours")
+    to_huggingface(tmp_path / "ours", tmp_path / "many", shard_bytes=20_000)
+    to_huggingface(tmp_path / "ours", tmp_path / "one")
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    values = open_huggingface(tmp_path / "many")
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in values.values())
+    assert index["weight_map"].keys() == values.keys()
+    assert len(set(index["weight_map"].values())) == len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama, tied, biases, one kv head"])
+def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
+    config = VARIANTS[name]
+    module = LitGPT(config)
+    module.configure_model()
+    randomized(module)
+    state = dict(module.state_dict())
+    aliases = {"model.head.weight": "model.wte.weight"} if config.tie_embeddings else {}
+    tensors = {
+        f"model/{key}": (value, Sharding.replicated(tuple(value.shape))) for key, value in state.items() if key not in aliases
+    }
+    save_checkpoint(
+        tmp_path / "ours", tensors=tensors, state={"hyper_parameters": dict(module.hparams)}, metadata={"aliases": aliases}
+    )
+    to_huggingface(tmp_path / "ours", tmp_path / "theirs")
+    ids = torch.randint(config.vocabulary_size, (2, 16), generator=torch.Generator().manual_seed(1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    torch.testing.assert_close(model(ids).logits, module(ids), rtol=1e-5, atol=1e-5)
+    from_huggingface(tmp_path / "theirs", tmp_path / "back")
+    found = read_full(tmp_path / "back")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+    assert read_metadata(tmp_path / "back").tensors == read_metadata(tmp_path / "ours").tensors
+    wanted = replace(config, ffn_hidden_size=config.ffn_size, num_kv_heads=config.kv_heads if name != "gpt2" else None)
+    assert GPTConfig(**read_state(tmp_path / "back")["hyper_parameters"]["config"]) == wanted
+
+
+def test_files_of_the_bare_model_with_masks_are_read(tmp_path: Path) -> None:
+    model = hf_gpt2()
+    model.transformer.save_pretrained(tmp_path / "bare")
+    from safetensors.torch import load_file, save_file
+
+    file = tmp_path / "bare" / "model.safetensors"
+    save_file({**load_file(file), "h.0.attn.bias": torch.ones(1, 1, 24, 24)}, file)
+    from_huggingface(tmp_path / "bare", tmp_path / "ours")
+    model.save_pretrained(tmp_path / "whole")
+    from_huggingface(tmp_path / "whole", tmp_path / "other")
+    bare, whole = read_full(tmp_path / "ours"), read_full(tmp_path / "other")
+    assert bare.keys() == whole.keys()
+    assert all(torch.equal(bare[name], whole[name]) for name in whole)
+
+
+def test_a_module_that_wraps_theirs_keeps_their_names(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=20,
+    )
+    model = randomized(transformers.BertForMaskedLM(config))
+    model.save_pretrained(tmp_path / "bert")
+    from_huggingface(tmp_path / "bert", tmp_path / "ours", names="hf", prefix="net.")
+    wrapper = torch.nn.Module()
+    wrapper.net = transformers.BertForMaskedLM(config)
+    wrapper.load_state_dict(read_full(tmp_path / "ours"))
+    ids = torch.randint(50, (2, 10))
+    assert torch.equal(wrapper.net.eval()(ids).logits, model(ids).logits)
+    to_huggingface(tmp_path / "ours", tmp_path / "back", config=tmp_path / "bert")
+    again = transformers.BertForMaskedLM.from_pretrained(tmp_path / "back").eval()
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_dtype_is_converted_on_the_way_out(tmp_path: Path) -> None:
+    hf_llama().save_pretrained(tmp_path / "hf")
+    from_huggingface(tmp_path / "hf", tmp_path / "ours")
+    to_huggingface(tmp_path / "ours", tmp_path / "half", dtype=torch.bfloat16)
+    before, after = open_huggingface(tmp_path / "hf"), open_huggingface(tmp_path / "half")
+    assert all(torch.equal(value.bfloat16(), after[name]) for name, value in before.items())
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def _edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "opt"}, r"model_type='opt'; our own models are read from and written to 'gpt2', 'llama'"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu': our GPT would need hidden_act='silu'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_type='llama3': our GPT would need rope_type='default'"),
+        ({"num_hidden_layers": 4}, r"lacks \['model\.layers\.3\."),
+        ({"num_hidden_layers": 2}, r"has \['blocks\.2\..* that its config\.json does not have"),
+        ({"vocab_size": 60}, r"'wte\.weight' would have the shape \(61, 32\), but config\.json makes it \(60, 32\)"),
+        ({"num_key_value_heads": 4}, r"k_proj\.weight' has 16 rows, but config\.json says 32"),
+    ],
+)
+def test_what_our_model_cannot_be_is_said(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    hf_llama().save_pretrained(tmp_path / "hf")
+    _edit(tmp_path / "hf", **changes)
+    with pytest.raises(CheckpointError, match=words):
+        from_huggingface(tmp_path / "hf", tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_damaged_folders(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(theirs[1], tmp_path / "hf"))
+    file = sorted(folder.glob("*.safetensors"))[0]
+    content = file.read_bytes()
+    for length in (4, 100, len(content) - 1):
+        file.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=f"{file.name} is not a whole safetensors file"):
+            from_huggingface(folder, tmp_path / "ours")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=rf"index\.json names {file.name}, which is not there"):
+        from_huggingface(folder, tmp_path / "ours")
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        from_huggingface(folder, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_models_that_hugging_face_does_not_have(tmp_path: Path) -> None:
+    config = replace(GPT2, position="rope")
+    for hyper_parameters, words in (
+        ({"config": vars(config)}, r"neither a GPT-2 .* nor a Llama"),
+        ({"config": vars(replace(GPT2, bias=False))}, r"has biases .* bias=False"),
+        ({"config": {"hidden_sise": 3}}, r"not one of our models'"),
+        ({}, r"name that model's config\.json"),
+    ):
+        one = {"model/model.w": (torch.ones(2), Sharding.replicated((2,)))}
+        save_checkpoint(tmp_path / "c", tensors=one, state={"hyper_parameters": hyper_parameters}, metadata={})
+        with pytest.raises(CheckpointError, match=words):
+            to_huggingface(tmp_path / "c", tmp_path / "hf")
+    assert LLAMA.norm == "rms"
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

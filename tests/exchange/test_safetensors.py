@@ -1,0 +1,69 @@
+"""Our own safetensors reader and writer beside the library's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
+from lightning_ptdp.exchange import open_safetensors, write_safetensors
+
+library = pytest.importorskip("safetensors.torch")
+
+TENSORS = {
+    "a": torch.randn(3, 4),
+    "b.weight": torch.randn(5).bfloat16(),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "empty": torch.zeros(0, 3),
+    "odd": torch.tensor([True, False, True]),
+    "after odd": torch.arange(4),
+    "half": torch.randn(2, 2, 2).half(),
+}
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def read(name: str) -> torch.Tensor:
+        asked.append(name)
+        return TENSORS[name]
+
+    entries = {name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype) for name, value in TENSORS.items()}
+    write_safetensors(tmp_path / "x.safetensors", entries, read, metadata={"format": "pt"})
+    assert asked == list(TENSORS)
+    for found in (library.load_file(tmp_path / "x.safetensors"), open_safetensors(tmp_path / "x.safetensors")):
+        assert found.keys() == TENSORS.keys()
+        for name, value in TENSORS.items():
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name], value)
+
+
+def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
+    library.save_file(TENSORS, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    for name, value in open_safetensors(tmp_path / "x.safetensors").items():
+        assert torch.equal(value, TENSORS[name])
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "said to be in bytes 0 to 4"),
+        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}', "said to be in bytes 4 to 12"),
+        (b'{"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}', "dtype 'F99'"),
+        (b'{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}', r"a shape is \[-2\]"),
+        (b'{"a":{"dtype":"F32"}}', "data_offsets"),
+        (b"[1, 2", "is not a whole safetensors file"),
+    ],
+)
+def test_headers_that_do_not_fit(tmp_path: Path, header: bytes, words: str) -> None:
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
+    with pytest.raises(CheckpointError, match=words):
+        open_safetensors(tmp_path / "x.safetensors")
+
+
+def test_a_dtype_without_a_code(tmp_path: Path) -> None:
+    entry = TensorEntry(shape=(1,), dtype=torch.complex128)
+    with pytest.raises(CheckpointError, match=r"'z' is torch\.complex128, which safetensors does not store"):
+        write_safetensors(tmp_path / "x", {"z": entry}, lambda name: torch.zeros(1))
