@@ -122,7 +122,9 @@ def _read(file: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UserError(f"{file} holds a {type(values).__name__}; a configuration is a mapping, such as trainer: {{max_steps: 20}}")
+        raise UserError(
+            f"{file} holds a {type(values).__name__}; a configuration is a mapping, such as trainer: {{max_steps: 20}}"
+        )
     return values
 
 
@@ -160,7 +162,9 @@ def _merge(base: Any, over: Any) -> Any:
 
 
 def _is_same_class(base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
-    names = [str(tree["class_path"].value).rpartition(".")[2] for tree in (base, over) if isinstance(tree.get("class_path"), _Given)]
+    names = [
+        str(tree["class_path"].value).rpartition(".")[2] for tree in (base, over) if isinstance(tree.get("class_path"), _Given)
+    ]
     return len(set(names)) < 2
 
 

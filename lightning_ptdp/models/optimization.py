@@ -82,7 +82,9 @@ def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
 
 
-def learning_rate_factor(step: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float, decay: Decay = "cosine") -> float:
+def learning_rate_factor(
+    step: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float, decay: Decay = "cosine"
+) -> float:
     """Learning rate of optimizer step ``step`` (from 0) over the peak."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
