@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_ptdp.callbacks import Throughput
 from lightning_ptdp.cli.generate import SampleOptions
-from lightning_ptdp.cli.inheritance import KeyPath, resolve_config, resolve_configs
+from lightning_ptdp.cli.inheritance import KeyPath, ResolvedConfig, resolve_config, resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 
 __all__ = ["show_resolved"]
@@ -42,14 +42,14 @@ def show_resolved(file: Path, overrides: Sequence[str] = ()) -> str:
         UserError: A key or value is wrong.
     """
     values = parsed_values([*resolve_configs([f"--config={file}"]), *overrides])
-    origins = _Origins(files=resolve_config(file).origins, overrides=_override_paths(overrides), values=values)
+    origins = _Origins(config=resolve_config(file), overrides=_override_paths(overrides), values=values)
     lines = list(_block(values, (), origins))
     return "".join(f"{line.text:{_COLUMN}}  # {line.origin}\n" if line.origin else f"{line.text}\n" for line in lines)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Origins:
-    files: Mapping[KeyPath, str]
+    config: ResolvedConfig
     overrides: frozenset[KeyPath]
     values: Mapping[str, Any]
 
@@ -58,17 +58,25 @@ class _Origins:
         short = _short(path)
         if short in self.overrides:
             return "command line"
-        # Under a class or a list that the command line names, nothing of the file's is left.
+        # Under a class that the command line names, the parser keeps of the file's arguments what that class takes too.
         replaced = any(short[:depth] in self.overrides for depth in range(1, len(short)))
-        if not replaced:
-            # The parser spells out what a file may abbreviate: strategy: ptdp, or an empty mapping.
-            for depth in range(len(path), 0, -1):
-                if path[:depth] in self.files:
-                    return self.files[path[:depth]] if depth == len(path) or path[depth] == "class_path" else self._default(path)
-            below = next((origin for place, origin in self.files.items() if place[: len(path)] == path), None)
-            if below is not None and isinstance(_at(self.values, path), list):
-                return below
-        return self._default(path)
+        origin = self._file(path)
+        if replaced and origin is None and path[-1] == "class_path":
+            return "command line"  # an entry added to a list
+        return self._default(path) if origin is None or (replaced and not self._is_as_given(path)) else origin
+
+    def _file(self, path: KeyPath) -> str | None:
+        """The file that gives the value, or the first element of the list."""
+        origins = self.config.origins
+        if path[-1] == "class_path" and path[:-1] in origins:  # logger: CSVLogger, which the parser spells out
+            return origins[path[:-1]]
+        return next((origin for place, origin in origins.items() if place[: len(path)] == path), None)
+
+    def _is_as_given(self, path: KeyPath) -> bool:
+        try:
+            return bool(_at(self.config.values, path) == _at(self.values, path))
+        except (KeyError, IndexError, TypeError):
+            return False
 
     def _default(self, path: KeyPath) -> str:
         owner = _owner(self.values, path)
@@ -94,7 +102,8 @@ def _dataclass_argument(owner: type, name: str | int) -> type | None:
     """The dataclass that ``owner`` takes as its argument ``name``, if it does."""
     if not isinstance(name, str) or name not in inspect.signature(owner).parameters:
         return None
-    hint = get_type_hints(owner.__init__ if not is_dataclass(owner) else owner).get(name)
+    annotated = owner if is_dataclass(owner) else owner.__init__  # type: ignore[misc]
+    hint = get_type_hints(annotated).get(name)
     return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)), None)
 
 

@@ -156,6 +156,7 @@ def test_show_resolved_tells_where_every_value_comes_from(ptdp: Run, tmp_path: P
         "recompute: full": "command line",
         "class_path: lightning.pytorch.loggers.CSVLogger": "command line",
         "name: lightning_logs": "default of CSVLogger",
+        "save_dir: runs": "common",  # CSVLogger takes it too
         "top_k: 7": "command line",
         "temperature: 0.8": "gpt/common",
         "norm_eps: 1.0e-05": "default of GPTConfig",
@@ -169,6 +170,17 @@ def test_show_resolved_tells_where_every_value_comes_from(ptdp: Run, tmp_path: P
     assert len(origins_of(out)) > 90
     printed = ptdp("fit", "--config", str(mine), *overrides, "--print_config")[1]
     assert yaml.safe_load(out) == yaml.safe_load(printed)
+
+
+def test_show_resolved_of_a_class_named_again_and_of_an_entry_added(ptdp: Run) -> None:
+    overrides = ["--trainer.strategy=lightning_ptdp.PTDPStrategy", "--trainer.callbacks+=Timer"]
+    code, out, err = ptdp("recipes", "show", "gpt/nano", "--resolved", *overrides)
+    assert code == 0, err
+    origins = origins_of(out)
+    assert origins["class_path: lightning_ptdp.PTDPStrategy"] == "command line"
+    assert origins["virtual_pipeline_size: 2"] == "gpt/nano"
+    assert origins["class_path: lightning.pytorch.callbacks.Timer"] == "command line"
+    assert origins["class_path: lightning.pytorch.callbacks.ModelCheckpoint"] == "common"
 
 
 def test_show_takes_options_of_fit_only_when_it_resolves(ptdp: Run) -> None:

@@ -84,7 +84,7 @@ def test_layout_stages_and_schedule(name: str) -> None:
         assert {stop - start for start, stop in ranges} == {layers // layout.num_stages}
     assert config.num_microbatches % layout.pipeline_parallel_size == 0
     # Verified as it is built. Two rounds through the pipeline have every phase of a step; more of them repeat the middle one.
-    schedule = config.build_schedule(min(config.num_microbatches, 2 * layout.num_stages))
+    schedule = config.build_schedule(min(config.num_microbatches, 2 * layout.pipeline_parallel_size))
     assert schedule.num_stages == layout.num_stages
 
     count = sum(parameter.numel() for parameter in module.parameters())
