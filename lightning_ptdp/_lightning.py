@@ -28,6 +28,8 @@ class LightningNames:
 
     namespace: str
     ParallelStrategy: Any
+    LightningModule: Any
+    Callback: Any
     MisconfigurationException: Any
     TrainerFn: Any
     rank_zero_only: Any
@@ -61,6 +63,8 @@ def lightning_names(namespace: str) -> LightningNames:
     callbacks = f"{namespace}.callbacks"
     return LightningNames(
         namespace=namespace,
+        LightningModule=take(namespace, "LightningModule"),
+        Callback=take(namespace, "Callback"),
         ParallelStrategy=take(f"{namespace}.strategies", "ParallelStrategy"),
         MisconfigurationException=take(f"{namespace}.utilities.exceptions", "MisconfigurationException"),
         TrainerFn=take(f"{namespace}.trainer.states", "TrainerFn"),

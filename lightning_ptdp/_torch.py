@@ -7,7 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "default_store", "has_gradient_hooks", "has_saved_tensor_hooks", "reduce_scatter_single"]
+__all__ = [
+    "all_gather_single",
+    "default_store",
+    "found_inf",
+    "gradient_dtype",
+    "has_gradient_hooks",
+    "has_saved_tensor_hooks",
+    "reduce_scatter_single",
+    "set_gradient_dtype",
+]
 
 
 def all_gather_single(output: torch.Tensor, source: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:
@@ -42,3 +51,24 @@ def has_saved_tensor_hooks() -> bool:
 def default_store() -> Any:
     """The key-value store that the process group was made with (torch's accessor is private)."""
     return dist.distributed_c10d._get_default_store()
+
+
+def set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let autograd cast to ``dtype`` what it adds to ``parameter.grad`` (in torch since 2.10)."""
+    if dtype != gradient_dtype(parameter):
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What ``set_gradient_dtype`` has set; the parameter's own by default."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def found_inf(scaler: Any, optimizer: Any, device: torch.device) -> torch.Tensor:
+    """Where ``GradScaler.unscale_`` has noted whether a gradient overflowed; made if this rank has no gradient at all."""
+    found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    if not found:
+        found[device] = torch.zeros((), device=device)
+    (tensor,) = found.values()
+    return tensor

@@ -17,10 +17,20 @@ from lightning_ptdp.pipeline.schedules import check_schedule, schedule_microbatc
 from lightning_ptdp.recompute import RecomputePolicy, check_recompute_options
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["PTDPConfig", "StartMethod"]
+__all__ = ["FiniteAction", "GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+GradientDtype = Literal["float32", "parameter"]
+FiniteAction = Literal["raise", "skip"]
+ReduceDtype = Literal["float32", "bfloat16", "float16"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_REDUCE_DTYPES = (None, "float32", "bfloat16", "float16")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "gradient_dtype": ("float32", "parameter"),
+    "reduce_dtype": _REDUCE_DTYPES,
+    "inter_node_reduce_dtype": _REDUCE_DTYPES,
+    "check_finite": (None, "raise", "skip"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +60,16 @@ class PTDPConfig:
     plan: ParallelPlan | None = None
     meta_init: bool = True
     seed: int | None = None
+    keyed_dropout: bool = False
     bucket_mb: float = 25.0
+    shard_optimizer: bool = False
+    master_weights: bool = True
+    gradient_dtype: GradientDtype = "float32"
+    reduce_dtype: ReduceDtype | None = None
+    data_parallel_replicas: int = 1
+    inter_node_reduce_dtype: ReduceDtype | None = None
+    overlap_parameter_gather: bool | None = None
+    check_finite: FiniteAction | None = None
     timeout_s: float = 1800.0
     start_method: StartMethod = "popen"
     process_group_backend: str | None = None
@@ -72,6 +91,17 @@ class PTDPConfig:
         for field in ("bucket_mb", "timeout_s"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be greater than 0")
+        for field, allowed in _CHOICES.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}={getattr(self, field)!r} must be one of {allowed}")
+        nodes = self.data_parallel_replicas
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise ValueError(f"data_parallel_replicas={nodes!r} must be a positive integer")
+        if self.inter_node_reduce_dtype is not None and nodes == 1:
+            raise ValueError(
+                f"inter_node_reduce_dtype={self.inter_node_reduce_dtype!r} is for sums between nodes, but data_parallel_replicas=1: set "
+                "it to the number of nodes, or use reduce_dtype"
+            )
         if self.partition is not None and len(self.partition) != self.num_stages:
             raise ValueError(
                 f"partition={list(self.partition)} has {len(self.partition)} entries, but pipeline_parallel_size * "

@@ -15,6 +15,18 @@ __all__ = ["Group", "ProcessMesh"]
 _AXES: tuple[Axis, ...] = ("tensor", "context", "data", "replica_sum", "pipeline", "model")
 
 
+class LostHandle:
+    """In the place of a process group that was pickled."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "this module was pickled, and its process groups with it; they exist only in the processes that made them. Make a new "
+            "module and load the checkpoint or state_dict"
+        )
+
+
 @dataclass(frozen=True)
 class Group:
     """A process group as its member sees it.
@@ -34,6 +46,10 @@ class Group:
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process group cannot be pickled; what is unpickled can be looked at, but not communicate."""
+        return Group, (self.handle if self.handle is None else LostHandle(), self.ranks, self.rank)
 
     def __deepcopy__(self, memo: Any) -> Group:
         """Itself: the copy of a module talks to the same ranks, over what this process has once."""
@@ -97,6 +113,32 @@ class ProcessMesh:
             ranks = tuple(pipeline.ranks[place] for place in mine)
             self.groups[key] = Group(_new_group(ranks, self.timeout), ranks, mine.index(pipeline.rank))
         return self.groups[key] if inside else None
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        size = self.layout.world_size
+        return Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), self.rank)
+
+    def replica_levels(self, nodes: int) -> tuple[Group, Group]:
+        """The replicas (data x context) in two levels: this rank's group inside its node, and the ranks with its place in the others.
+
+        Neighbouring replicas share a node. Collective over the world at the first call: every rank must ask for the same numbers in
+        the same order. With one node the first group is all replicas.
+        """
+        replicas = self.group("replica_sum")
+        if nodes == 1:
+            return replicas, Group(None, (self.rank,), 0)
+        size = replicas.size // nodes
+        assert size * nodes == replicas.size, (nodes, replicas.ranks)
+        node, place = divmod(replicas.rank, size)
+        for key, ranks, rank in (
+            (f"replicas/{nodes}/inside", replicas.ranks[node * size : (node + 1) * size], place),
+            (f"replicas/{nodes}/between", replicas.ranks[place::size], node),
+        ):
+            if key not in self.groups:
+                self.groups[key] = Group(_new_group(ranks, self.timeout) if len(ranks) > 1 else None, ranks, rank)
+        return self.groups[f"replicas/{nodes}/inside"], self.groups[f"replicas/{nodes}/between"]
 
     def tensor_copies(self, copies: int) -> Group:
         """The ``copies`` neighbouring members of the tensor group, this rank among them, that hold the same heads.

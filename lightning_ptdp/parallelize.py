@@ -46,8 +46,8 @@ class ParameterRecord:
         sharding: Which part of the full tensor is here.
         stages: Local pipeline stages that use it.
         shared: Group of the ranks that hold it at other stages (tied weights, modules kept by every stage), if any.
-        counted: Whether this rank is the one that counts it in norms and totals (of pieces that several tensor-parallel ranks
-            hold: whichever of them ``sharding.counted`` tells).
+        counted: Whether this rank, or with context parallelism one of those with its place in other slices of time, counts it in norms
+            and totals (of pieces that several tensor-parallel ranks hold: whichever of them ``sharding.counted`` tells).
         copied: The parts that several tensor-parallel ranks hold.
     """
 
@@ -334,8 +334,7 @@ def _records(
     for parameter in module.parameters():
         name, sharding = names[id(parameter)], shardings[id(parameter)]
         ranks = ranks_of[name]
-        first = pipeline.rank == ranks[0] and mesh.group("context").rank == 0
-        counted = first and (sharding.axis == "tensor" or tensor.rank == 0)
+        counted = pipeline.rank == ranks[0] and (sharding.axis == "tensor" or tensor.rank == 0)
         local = tuple(sorted(stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline.rank))
         copied = tuple((piece.local_slices, copy_groups[piece.copies]) for piece in sharding.pieces if piece.copies > 1)
         records[parameter] = ParameterRecord(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp._torch import has_gradient_hooks, has_saved_tensor_hooks
+from lightning_ptdp._torch import gradient_dtype, has_gradient_hooks, has_saved_tensor_hooks
 
 __all__ = ["WeightGradients", "autocast_dtype"]
 
@@ -185,7 +185,7 @@ def _accumulate(entry: _PutOff, fetched: Callable[[], Tensor] | None) -> None:
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient.to(gradient_dtype(parameter))
     else:
         parameter.grad.add_(gradient)
 

@@ -86,6 +86,7 @@ def plan(**tensor: str) -> ParallelPlan:
 
 CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] = {
     "world size": (3, {P: 2}, LitNet, 8, ["world_size=3", "tensor_parallel_size", "2 or 4"]),
+    "nodes": (4, {"data_parallel_replicas": 3}, LitNet, 8, ["data_parallel_replicas=3", "data_parallel_size of 4", "[1, 2, 4]"]),
     "layers": (8, {P: 4, V: 2}, LitNet, 8, ["7", "pipeline_parallel_size", "8"]),
     "layers built late": (4, {P: 4}, LitLate, 8, ["3", "pipeline_parallel_size"]),
     "partition": (2, {P: 2, "partition": [3, 3]}, LitNet, 8, ["[3, 3]", "num_layers=7", "add 1"]),
@@ -147,6 +148,11 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({P: 2, "schedule": CustomSchedule("mine", stuck)}, ["mine", "B0.0"]),
         ({C: 0}, ["context_parallel_size=0", "positive"]),
         ({A: "rings"}, ["context_parallel_attention='rings'", "'ring' or 'all_to_all'"]),
+        ({"data_parallel_replicas": 0}, ["data_parallel_replicas=0", "positive"]),
+        ({"gradient_dtype": "bfloat16"}, ["gradient_dtype='bfloat16'", "'parameter'"]),
+        ({"reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "'bfloat16'"]),
+        ({"inter_node_reduce_dtype": "bfloat16"}, ["inter_node_reduce_dtype", "data_parallel_replicas=1"]),
+        ({"check_finite": "warn"}, ["check_finite='warn'", "'skip'"]),
         ({"recompute": "ful"}, ["recompute='ful'", "'full'"]),
         ({"recompute_layers": 2}, ["recompute_layers=2", "recompute='none'"]),
         ({"distribute_saved_activations": True}, ["distribute_saved_activations", "recompute='full'"]),
@@ -185,6 +191,11 @@ def test_a_schedule_from_a_file(tmp_path: Path, lines: list[str], words: list[st
 class LitTwoOptimizers(LitNet):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.2)]
+
+
+class LitAdafactor(LitNet):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.1)
 
 
 class LitSkips(LitNet):
@@ -237,6 +248,13 @@ AT_START = {
         {},
         loader,
         ["MisconfigurationException", "several optimizers", "parameter groups"],
+    ),
+    "an optimizer of matrices": (
+        LitAdafactor,
+        {"shard_optimizer": True},
+        {},
+        loader,
+        ["ValueError", "Adafactor", "shard_optimizer=False"],
     ),
     "skipped step": (LitSkips, {P: 2, "timeout_s": 6}, {}, loader, ["ValueError", "NoneType", "'loss'"]),
     "sequence length": (

@@ -25,6 +25,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "1f1b"}),
     "c2": (2, {"context_parallel_size": 2}),
     "t2p2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}),
+    "d4 sharded": (4, {"shard_optimizer": True}),
+    "d2t2 sharded": (4, {"shard_optimizer": True, "tensor_parallel_size": 2, "num_microbatches": 2}),
+    "d2zb_v sharded": (
+        4,
+        {
+            "pipeline_parallel_size": 2,
+            "virtual_pipeline_size": 2,
+            "num_microbatches": 4,
+            "schedule": "zb_v",
+            "shard_optimizer": True,
+        },
+    ),
 }
 
 
@@ -38,7 +50,9 @@ class WithDropout(LitTiny):
                 module.p = 0.2
 
 
-def _train(rank: int, name: str, epochs: int, save: str | None, resume: str | None, dropout: bool) -> dict[str, torch.Tensor]:
+def _train(
+    rank: int, name: str, epochs: int, save: str | None, resume: str | None, dropout: bool, precision: str = "32-true"
+) -> dict[str, torch.Tensor]:
     world_size, layout = LAYOUTS[name]
     L.seed_everything(3, verbose=False)
     callbacks = []
@@ -52,6 +66,7 @@ def _train(rank: int, name: str, epochs: int, save: str | None, resume: str | No
         max_epochs=epochs,
         callbacks=callbacks,
         gradient_clip_val=0.05,
+        precision=precision,
         logger=False,
         enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
@@ -70,7 +85,7 @@ def uninterrupted(pool: Pool) -> dict[str, torch.Tensor]:
     return pool.run(_train, world_size=1, args=("one", 2, None, None, False))[0]
 
 
-@pytest.mark.parametrize("name", ["p2v2", "zb_v", "c2", "t2p2"])
+@pytest.mark.parametrize("name", ["p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded"])
 def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp_path: Path) -> None:
     world_size, path = LAYOUTS[name][0], str(tmp_path / "half.ckpt")
     whole = pool.run(_train, world_size=world_size, args=(name, 2, None, None, True))[0]
@@ -93,6 +108,9 @@ def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp
         ("zb_v", "1f1b"),
         ("p2v2", "zb_v"),
         ("zb_v", "one"),
+        ("d2zb_v sharded", "one"),
+        ("t2p2", "d4 sharded"),
+        ("d4 sharded", "d2t2 sharded"),
     ],
 )
 def test_any_layout_reads_what_any_other_wrote(
@@ -104,6 +122,19 @@ def test_any_layout_reads_what_any_other_wrote(
     assert resumed.keys() == uninterrupted.keys()
     for key, value in uninterrupted.items():
         assert (resumed[key] - value).norm() / value.norm() < 1e-5, key
+
+
+def test_masters_go_on_bitwise_and_become_the_parameters_of_float32(pool: Pool, tmp_path: Path) -> None:
+    path, name = str(tmp_path / "half.ckpt"), "d2t2 sharded"
+    whole = pool.run(_train, world_size=4, args=(name, 2, None, None, True, "bf16-true"))[0]
+    rounded = pool.run(_train, world_size=4, args=(name, 1, path, None, True, "bf16-true"))[0]
+    resumed = pool.run(_train, world_size=4, args=(name, 2, None, path, True, "bf16-true"))[0]
+    for key, value in whole.items():
+        assert torch.equal(resumed[key], value), key
+    masters = pool.run(_train, world_size=1, args=("one", 1, None, path, False, "32-true"))[0]
+    assert any(not torch.equal(masters[key], value.float()) for key, value in rounded.items()), "these are rounded"
+    for key, value in rounded.items():
+        assert torch.equal(masters[key].bfloat16(), value), key
 
 
 def test_a_checkpoint_tells_its_layout_and_becomes_one_file(pool: Pool, tmp_path: Path) -> None:

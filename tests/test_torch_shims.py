@@ -11,9 +11,12 @@ from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp._torch import (
     all_gather_single,
     default_store,
+    found_inf,
+    gradient_dtype,
     has_gradient_hooks,
     has_saved_tensor_hooks,
     reduce_scatter_single,
+    set_gradient_dtype,
 )
 from tests.pool import Pool
 
@@ -70,3 +73,28 @@ def test_a_gradient_edge_is_enough_for_backward() -> None:
     torch.autograd.backward(edge, torch.tensor([1.0, 2.0, 3.0]))
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_gradients_may_be_wider_than_their_parameter() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    assert gradient_dtype(parameter) == torch.bfloat16
+    set_gradient_dtype(parameter, torch.float32)
+    assert gradient_dtype(parameter) == torch.float32
+    buffer = torch.full((2,), 256.0)
+    parameter.grad = buffer
+    parameter.sum().backward()
+    assert parameter.grad is buffer
+    assert buffer.tolist() == [257.0, 257.0], "bfloat16 would have rounded to 256"
+
+
+def test_a_scaler_tells_what_it_has_found() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(parameter.sum() * float("inf")).backward()
+    scaler.unscale_(optimizer)
+    assert float(found_inf(scaler, optimizer, parameter.device)) == 1.0
+    empty = torch.optim.SGD([{"params": []}], lr=1.0)
+    scaler.unscale_(empty)
+    assert float(found_inf(scaler, empty, parameter.device)) == 0.0
+    scaler.step(empty)

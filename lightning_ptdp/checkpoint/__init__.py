@@ -15,7 +15,7 @@ A folder appears under its name complete or not at all, and an error on one rank
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.background import BackgroundSaver
-from lightning_ptdp.checkpoint.boxes import Box
+from lightning_ptdp.checkpoint.boxes import Box, Placed
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
@@ -35,6 +35,7 @@ __all__ = [
     "CheckpointMetadata",
     "FileEntry",
     "OnDamage",
+    "Placed",
     "TensorEntry",
     "TensorReader",
     "choose_checkpoint",

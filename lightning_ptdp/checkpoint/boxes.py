@@ -5,15 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.tensor_parallel.sharding import Sharding
 
-__all__ = ["Box", "Tensors", "boxes_of", "cut_strips"]
+__all__ = ["Box", "Placed", "Tensors", "boxes_of", "cut_strips"]
 
-Tensors = Mapping[str, tuple[torch.Tensor, Sharding]]
+
+class Placed(Protocol):
+    """How a local tensor sits in its full one: a ``Sharding``, or what a sharded optimizer has of one."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the local tensor."""
+
+    def boxes(self, local: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """(offset in the full tensor, view of ``local``) of every rectangle that is here."""
+
+
+Tensors = Mapping[str, tuple[torch.Tensor, Placed]]
 _STRIPS = (8, 4, 2)
 _STRIP_BYTES = 1 << 20
 
@@ -55,11 +71,8 @@ def boxes_of(tensors: Tensors) -> list[Box]:
             raise CheckpointError(
                 f"{name!r} has the local shape {tuple(tensor.shape)}, but its sharding says {sharding.local_shape}"
             )
-        for piece in sharding.pieces:
-            if 0 in piece.size and 0 not in sharding.full_shape:
-                continue
-            values = tensor.detach()[piece.local_slices]
-            boxes.append(Box(name=name, full_shape=sharding.full_shape, offset=piece.full, values=values))
+        for offset, values in sharding.boxes(tensor.detach()):
+            boxes.append(Box(name=name, full_shape=sharding.full_shape, offset=offset, values=values))
     return boxes
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
+from lightning_ptdp.checkpoint.boxes import Placed
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.load import load_tensors
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
@@ -32,9 +33,10 @@ def optimizer_tensors(
     optimizer: Optimizer,
     *,
     names: Names,
-    shardings: Mapping[str, Sharding],
+    shardings: Mapping[str, Placed],
     index: int = 0,
-) -> dict[str, tuple[torch.Tensor, Sharding]]:
+    extra: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]] | None = None,
+) -> dict[str, tuple[torch.Tensor, Placed]]:
     """This rank's optimizer state as :func:`save_checkpoint` takes it.
 
     Args:
@@ -42,13 +44,15 @@ def optimizer_tensors(
         names: Global name of every local parameter of the optimizer.
         shardings: The parameters' records, by global name.
         index: Which of the module's optimizers this is.
+        extra: Further states of parameters, which the optimizer does not know of.
 
     Raises:
         CheckpointError: A parameter has no name, or a state has another shape or type; names optimizer, state and parameter.
     """
     found = {}
     for parameter, name in _named(optimizer, names).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        further = extra.get(parameter, {}) if extra is not None else {}
+        for key, value in {**optimizer.state.get(parameter, {}), **further}.items():
             if value is None:
                 continue
             sharding = shardings[name]
@@ -72,7 +76,10 @@ def optimizer_tensors(
 def optimizer_groups(optimizer: Optimizer, names: Names) -> list[dict[str, Any]]:
     """Hyperparameters of every parameter group, with the global names of its local parameters as ``"params"``."""
     _named(optimizer, names)
-    return [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+    groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+    for group in groups:
+        group.pop("param_names", None)  # the user's, which say the same and would differ between ranks
+    return groups
 
 
 def merge_groups(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -104,7 +111,7 @@ def load_optimizer(
     optimizer: Optimizer,
     *,
     names: Names,
-    shardings: Mapping[str, Sharding],
+    shardings: Mapping[str, Placed],
     groups: Sequence[Mapping[str, Any]],
     index: int = 0,
 ) -> None:
@@ -165,15 +172,15 @@ def _empty_states(
     metadata: CheckpointMetadata,
     optimizer: Optimizer,
     named: Names,
-    shardings: Mapping[str, Sharding],
+    shardings: Mapping[str, Placed],
     index: int,
-) -> dict[torch.nn.Parameter, dict[str, tuple[torch.Tensor, Sharding]]]:
+) -> dict[torch.nn.Parameter, dict[str, tuple[torch.Tensor, Placed]]]:
     """Parameter -> state key -> tensor to fill, for all that the checkpoint has of this rank's parameters."""
     stored: dict[str, dict[str, TensorEntry]] = {}
     for full_name in sorted(metadata.names(_prefix(index))):
         key, _, name = full_name.removeprefix(_prefix(index)).partition("/")
         stored.setdefault(name, {})[key] = metadata.tensors[full_name]
-    states: dict[torch.nn.Parameter, dict[str, tuple[torch.Tensor, Sharding]]] = {}
+    states: dict[torch.nn.Parameter, dict[str, tuple[torch.Tensor, Placed]]] = {}
     for group in optimizer.param_groups:
         scalars_on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
@@ -181,7 +188,7 @@ def _empty_states(
             states[parameter] = {}
             for key, entry in stored.get(named[parameter], {}).items():
                 whole = entry.shape == () and sharding.full_shape != ()
-                record = Sharding.replicated(()) if whole else sharding
+                record: Placed = Sharding.replicated(()) if whole else sharding
                 device = parameter.device if scalars_on_device or not whole else torch.device("cpu")
                 states[parameter][key] = (torch.zeros(record.local_shape, dtype=entry.dtype, device=device), record)
     return {parameter: state for parameter, state in states.items() if state}

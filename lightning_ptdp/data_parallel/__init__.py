@@ -1,7 +1,22 @@
-"""Summing gradients over replicas: flat buckets reduced during the backward, and the norm over all ranks."""
+"""Replicas: flat buckets of gradients reduced during the backward, optimizers stepped in shards, and the norm over all ranks."""
 
-from lightning_ptdp.data_parallel.buckets import BucketEntry, GradientBuckets
+from lightning_ptdp.data_parallel.buckets import HALF, BucketEntry, GradientBuckets
+from lightning_ptdp.data_parallel.elementwise import check_elementwise
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.norm import global_norm
+from lightning_ptdp.data_parallel.reduction import Reduction
+from lightning_ptdp.data_parallel.shards import FlatSharding
+from lightning_ptdp.data_parallel.stepped import Stepped, SteppedParameters
 
-__all__ = ["BucketEntry", "GradientBuckets", "LooseGradients", "global_norm"]
+__all__ = [
+    "HALF",
+    "BucketEntry",
+    "FlatSharding",
+    "GradientBuckets",
+    "LooseGradients",
+    "Reduction",
+    "Stepped",
+    "SteppedParameters",
+    "check_elementwise",
+    "global_norm",
+]

@@ -1,8 +1,9 @@
 """Flat gradient buckets, reduced while the backward still runs.
 
 Parameters are laid into contiguous buffers in backward order, one set a pipeline chunk; a parameter's gradient is a view of its
-buffer. When the last microbatch of a chunk runs backward the chunk is *armed*: a bucket's all-reduce starts as soon as its last
-gradient has been accumulated (arXiv 2006.15704, section 3.2.3, with the trigger moved from the step to the chunk).
+buffer. When the last microbatch of a chunk runs backward the chunk is *armed*: a bucket's reduction starts as soon as its last
+gradient has been accumulated (arXiv 2006.15704, section 3.2.3, with the trigger moved from the step to the chunk). With a sharded
+optimizer a reduction leaves each rank with the sum of its part of every buffer, whatever parameters the cuts go through.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ptdp._torch import set_gradient_dtype
 from lightning_ptdp.data_parallel.copied import Copied, sum_copies
+from lightning_ptdp.data_parallel.reduction import Pending, Reduction
+from lightning_ptdp.data_parallel.shards import Shard
 from lightning_ptdp.mesh import Group
 
-__all__ = ["BucketEntry", "GradientBuckets"]
+__all__ = ["HALF", "Bucket", "BucketEntry", "GradientBuckets"]
 
+HALF = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
 
 
@@ -44,15 +49,30 @@ class BucketEntry:
 
 
 @dataclass(eq=False)
-class _Bucket:
-    """One contiguous buffer."""
+class Bucket:
+    """One contiguous buffer.
+
+    Attributes:
+        entries: What is in it, in backward order.
+        offsets: Where each entry begins.
+        buffer: (n,) gradients; a little of it, between parameters and at the end, belongs to none and stays zero.
+        views: Each entry's part of the buffer, in the parameter's shape.
+    """
 
     entries: list[BucketEntry]
+    offsets: list[int]
     buffer: Tensor
     views: list[Tensor]
     pending: int = 0
     launched: bool = False
-    work: Any = None
+    reduction: Pending | None = None
+
+    def shards(self, start: int, stop: int) -> Iterator[tuple[BucketEntry, Shard]]:
+        """What [start, stop) of the buffer holds of each parameter."""
+        for entry, offset in zip(self.entries, self.offsets, strict=True):
+            first, last = max(start, offset), min(stop, offset + entry.parameter.numel())
+            if first < last:
+                yield entry, Shard(tuple(entry.parameter.shape), first - offset, last - offset, first)
 
 
 @dataclass(eq=False)
@@ -61,33 +81,39 @@ class GradientBuckets:
 
     Args:
         entries: Parameters in forward order; the order of shared ones must be the same on all ranks that share them.
-        group: Ranks over which gradients are summed (data x context).
+        reduction: How a buffer is summed over the replicas.
         bucket_bytes: Largest size of a buffer, except for a single larger parameter.
+        widen: Keep gradients of parameters in half precision in float32.
         launched: Is told of every reduction that starts: its chunk and what waits for it.
     """
 
     entries: Sequence[BucketEntry]
-    group: Group
+    reduction: Reduction
     bucket_bytes: int = 25 * 2**20
+    widen: bool = True
     launched: Callable[[int | None, Any], None] | None = None
-    _buckets: dict[int | None, list[_Bucket]] = field(default_factory=dict)
+    _buckets: dict[int | None, list[Bucket]] = field(default_factory=dict)
     _armed: set[int | None] = field(default_factory=set)
-    _home: dict[int, tuple[int | None, _Bucket]] = field(default_factory=dict)
+    _home: dict[int, tuple[int | None, Bucket]] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
     _stash: list[Tensor] = field(default_factory=list)
+    _arrived: set[int] = field(default_factory=set)
+    _started: list[Pending] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for chunk in dict.fromkeys(entry.chunk for entry in self.entries):
             mine = [entry for entry in reversed(self.entries) if entry.chunk == chunk]
-            self._buckets[chunk] = [self._allocate(part) for part in _cut(mine, self.bucket_bytes)]
-        for bucket in self._all():
+            parts = _cut(mine, self.bucket_bytes, apart=self.reduction.scatter)
+            self._buckets[chunk] = [self._allocate(part) for part in parts]
+        for bucket in self.buckets():
             for entry in bucket.entries:
                 self._home[id(entry.parameter)] = entry.chunk, bucket
+                set_gradient_dtype(entry.parameter, bucket.buffer.dtype)
                 self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(self.complete))
 
     def install(self) -> None:
         """Make every parameter's ``.grad`` its view of a buffer."""
-        for bucket in self._all():
+        for bucket in self.buckets():
             for entry, view in zip(bucket.entries, bucket.views, strict=True):
                 entry.parameter.grad = view
 
@@ -99,7 +125,7 @@ class GradientBuckets:
     def zero(self) -> None:
         """Set all gradients to zero."""
         self._stash = []
-        for bucket in self._all():
+        for bucket in self.buckets():
             bucket.buffer.zero_()
 
     def arm(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
@@ -119,6 +145,7 @@ class GradientBuckets:
 
     def complete(self, parameter: Tensor) -> None:
         """The gradient of ``parameter``, one of the ``awaited``, is complete."""
+        self._arrived.add(id(parameter))
         chunk, bucket = self._home[id(parameter)]
         if chunk in self._armed:
             bucket.pending -= 1
@@ -144,39 +171,65 @@ class GradientBuckets:
         Every chunk's ``reduce`` must have been called; that of the parameters without a chunk is started here.
         """
         self.reduce(None)
-        for bucket in self._all():
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
-        for bucket in self._all():
+        self._started.clear()
+        for bucket in self.buckets():
+            if bucket.reduction is not None:
+                bucket.reduction.wait()
+                bucket.reduction = None
+        for bucket in self.buckets():
             group = bucket.entries[0].sums
             if group is not None:
-                dist.all_reduce(bucket.buffer, group=group.handle)
-        sum_copies((v, e.copied) for bucket in self._all() for e, v in zip(bucket.entries, bucket.views, strict=True))
+                dist.all_reduce(self.mine(bucket), group=group.handle)
+        sum_copies(self._copied())
         self._sum_shared()
         if scale is not None:
-            for bucket in self._all():
-                bucket.buffer.mul_(scale)
+            for bucket in self.buckets():
+                self.mine(bucket).mul_(scale)
+
+    def mine(self, bucket: Bucket) -> Tensor:
+        """The part of a bucket's buffer that holds the sums after ``finish``."""
+        return self.reduction.mine(bucket.buffer)
+
+    def unused(self) -> list[nn.Parameter]:
+        """Parameters whose gradient no backward has added to, tied ones left out: another stage may have used those."""
+        return [entry.parameter for entry in self.entries if id(entry.parameter) not in self._arrived and entry.shared is None]
+
+    def _copied(self) -> Iterator[tuple[Tensor, Sequence[Copied]]]:
+        for bucket in self.buckets():
+            if not self.reduction.scatter:
+                yield from ((view, entry.copied) for entry, view in zip(bucket.entries, bucket.views, strict=True))
+                continue
+            for entry, shard in self.own_shards(bucket):
+                for where, group in entry.copied:
+                    for view in shard.rectangles_in(where, shard.within(bucket.buffer)):
+                        yield view, [((), group)]
+
+    def own_shards(self, bucket: Bucket) -> Iterator[tuple[BucketEntry, Shard]]:
+        """What this rank's part of a bucket holds of each parameter."""
+        mine = self.mine(bucket)
+        start = int(mine.storage_offset() - bucket.buffer.storage_offset())
+        return bucket.shards(start, start + int(mine.numel()))
 
     def _sum_shared(self) -> None:
         """Add up tied gradients, one message each: the stages lay out their buckets differently, but agree on this order."""
-        views = {id(e): v for bucket in self._all() for e, v in zip(bucket.entries, bucket.views, strict=True)}
+        views = {id(e): v for bucket in self.buckets() for e, v in zip(bucket.entries, bucket.views, strict=True)}
         for entry in self.entries:
             if entry.shared is not None:
-                dist.all_reduce(views[id(entry)], group=entry.shared.handle)
+                alone = self.mine(self._home[id(entry.parameter)][1]) if self.reduction.scatter else views[id(entry)]
+                dist.all_reduce(alone, group=entry.shared.handle)
 
     def stash(self, scale: float) -> None:
         """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can be scaled on its own."""
         if not self._stash:
-            self._stash = [torch.zeros_like(buffer) for buffer in self.buffers()]
-        for kept, buffer in zip(self._stash, self.buffers(), strict=True):
-            kept.add_(buffer, alpha=scale)
-            buffer.zero_()
+            self._stash = [torch.zeros_like(bucket.buffer) for bucket in self.buckets()]
+        for kept, bucket in zip(self._stash, self.buckets(), strict=True):
+            kept.add_(bucket.buffer, alpha=scale)
+            bucket.buffer.zero_()
 
     def unstash(self, scale: float) -> None:
         """``scale`` times the gradients plus what was moved aside."""
-        for kept, buffer in zip(self._stash, self.buffers(), strict=True):
-            buffer.mul_(scale).add_(kept)
+        for kept, bucket in zip(self._stash, self.buckets(), strict=True):
+            bucket.buffer.mul_(scale).add_(kept)
         self._stash = []
 
     @property
@@ -184,33 +237,33 @@ class GradientBuckets:
         """Whether gradients have been moved aside."""
         return bool(self._stash)
 
-    def buffers(self) -> Iterator[Tensor]:
-        """The flat buffers."""
-        for bucket in self._all():
-            yield bucket.buffer
-
     def close(self) -> None:
         """Detach from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self.park()
+        for entry in self.entries:
+            set_gradient_dtype(entry.parameter, entry.parameter.dtype)
 
-    def _all(self) -> Iterator[_Bucket]:
+    def buckets(self) -> Iterator[Bucket]:
+        """All buckets, in backward order within each chunk."""
         for buckets in self._buckets.values():
             yield from buckets
 
-    def _allocate(self, entries: list[BucketEntry]) -> _Bucket:
+    def _allocate(self, entries: list[BucketEntry]) -> Bucket:
         offsets, total = [], 0
         for entry in entries:
             offsets.append(total)
             total += -(-entry.parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        multiple = _ALIGNMENT * self.reduction.parts
         first = entries[0].parameter
-        buffer = torch.zeros(total, dtype=first.dtype, device=first.device)
+        dtype = torch.float32 if self.widen and first.dtype in HALF else first.dtype
+        buffer = torch.zeros(-(-total // multiple) * multiple, dtype=dtype, device=first.device)
         views = [
             buffer[offset : offset + e.parameter.numel()].view_as(e.parameter) for offset, e in zip(offsets, entries, strict=True)
         ]
-        return _Bucket(entries, buffer, views)
+        return Bucket(entries, offsets, buffer, views)
 
     def _launch_full(self, chunk: int | None) -> None:
         """Collectives must start in the same order on all replicas, whatever order their gradients arrive in."""
@@ -219,21 +272,29 @@ class GradientBuckets:
                 return
             self._launch(bucket)
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         if bucket.launched:
             return
         bucket.launched = True
-        if self.group.size > 1:
-            bucket.work = dist.all_reduce(bucket.buffer, group=self.group.handle, async_op=True)
-            if self.launched is not None:
-                self.launched(bucket.entries[0].chunk, bucket.work)
+        if self.reduction.size == 1:
+            return
+        if self._started:  # the second level of the bucket before: at the same point on all ranks, so in the same order
+            self._started[-1].advance()
+        bucket.reduction = self.reduction.start(bucket.buffer)
+        self._started.append(bucket.reduction)
+        if self.launched is not None:
+            self.launched(bucket.entries[0].chunk, bucket.reduction.work)
 
 
-def _cut(entries: Sequence[BucketEntry], limit: int) -> Iterator[list[BucketEntry]]:
-    """Runs of entries that may share a buffer: same dtype, device and further sums, at most ``limit`` bytes."""
+def _cut(entries: Sequence[BucketEntry], limit: int, *, apart: bool = False) -> Iterator[list[BucketEntry]]:
+    """Runs of entries that may share a buffer: same dtype, device and further sums, at most ``limit`` bytes.
+
+    With ``apart`` a tied parameter has a buffer of its own, which then is the same on all stages that hold it.
+    """
     kinds: dict[tuple[Any, ...], list[BucketEntry]] = {}
     for entry in entries:
-        kind = (entry.parameter.dtype, entry.parameter.device, entry.sums.ranks if entry.sums else ())
+        alone = id(entry) if apart and entry.shared is not None else None
+        kind = (entry.parameter.dtype, entry.parameter.device, entry.sums.ranks if entry.sums else (), alone)
         kinds.setdefault(kind, []).append(entry)
     for same in kinds.values():
         run: list[BucketEntry] = []

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_ptdp.data_parallel.buckets import BucketEntry
+from lightning_ptdp._torch import gradient_dtype, set_gradient_dtype
+from lightning_ptdp.data_parallel.buckets import HALF, BucketEntry
 from lightning_ptdp.data_parallel.copied import sum_copies
 
 __all__ = ["LooseGradients"]
@@ -24,15 +25,21 @@ class LooseGradients:
 
     Args:
         entries: Parameters in forward order, none of which is a partial sum over another group than its ``shared`` one.
+        widen: Keep gradients of parameters in half precision in float32.
     """
 
     entries: Sequence[BucketEntry]
+    widen: bool = True
+    _arrived: set[int] = field(default_factory=set)
     _kept: list[Tensor | None] = field(default_factory=list)
     _stash: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert all(entry.sums is None for entry in self.entries)
         self._kept = [None] * len(self.entries)
+        for entry in self.entries:
+            if self.widen and entry.parameter.dtype in HALF:
+                set_gradient_dtype(entry.parameter, torch.float32)
 
     def install(self) -> None:
         """Put back the kept gradients; one that was never taken off the parameter stays."""
@@ -44,7 +51,9 @@ class LooseGradients:
         """Take the gradients off the parameters and keep them; an unused parameter's is zero."""
         for index, entry in enumerate(self.entries):
             gradient = entry.parameter.grad
-            self._kept[index] = torch.zeros_like(entry.parameter) if gradient is None else gradient
+            if gradient is not None:
+                self._arrived.add(index)
+            self._kept[index] = _zeros(entry.parameter) if gradient is None else gradient
             entry.parameter.grad = None
 
     def zero(self) -> None:
@@ -70,12 +79,12 @@ class LooseGradients:
         """Add up copied gradients over their ranks, tied ones over their stages, and scale."""
         for entry in self.entries:
             if entry.copied and entry.parameter.grad is None:
-                entry.parameter.grad = torch.zeros_like(entry.parameter)
+                entry.parameter.grad = _zeros(entry.parameter)
         sum_copies((entry.parameter.grad, entry.copied) for entry in self.entries if entry.parameter.grad is not None)
         for entry in self.entries:
             if entry.shared is not None:
                 if entry.parameter.grad is None:
-                    entry.parameter.grad = torch.zeros_like(entry.parameter)
+                    entry.parameter.grad = _zeros(entry.parameter)
                 dist.all_reduce(entry.parameter.grad, group=entry.shared.handle)
             if scale is not None and entry.parameter.grad is not None:
                 entry.parameter.grad.mul_(scale)
@@ -101,6 +110,20 @@ class LooseGradients:
     def close(self) -> None:
         """Detach from the parameters."""
         self.zero()
+        for entry in self.entries:
+            set_gradient_dtype(entry.parameter, entry.parameter.dtype)
+
+    def unused(self) -> list[nn.Parameter]:
+        """Parameters that never had a gradient, tied ones left out: another stage may have used those."""
+        return [
+            entry.parameter
+            for index, entry in enumerate(self.entries)
+            if index not in self._arrived and entry.parameter.grad is None and entry.shared is None
+        ]
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
 def _sum(kept: Tensor | None, gradient: Tensor | None, scale: float) -> Tensor | None:

@@ -12,12 +12,16 @@ from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients
+from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients, SteppedParameters, global_norm
 from lightning_ptdp.engine.agreement import check_same_batch
-from lightning_ptdp.engine.batch import batch_size, map_tensors, microbatch_sizes, split_batch
+from lightning_ptdp.engine.arrivals import Arrivals
+from lightning_ptdp.engine.batch import batch_size, iterate_tensors, map_tensors, microbatch_sizes, split_batch
+from lightning_ptdp.engine.gradient_checks import GradientChecks
+from lightning_ptdp.engine.gradients import counted_gradients, make_gradients, make_stepped, needs_masters
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight
 from lightning_ptdp.engine.metric_groups import load_metric_states, scope_metrics
 from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
+from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.p2p import Transport
@@ -45,11 +49,13 @@ class Engine:
         weight_gradients: Where schedules that split the backward keep what their weight gradients need.
         watchdog: Notes what this rank does.
         context_parallel: Cuts batches along time, if anything does.
+        keyed_dropout: Drops the same in every layout, if anything does.
         seed: Seed of the run.
         device: This rank's device.
 
     Attributes:
         observers: Are told of every action, wait and reduction.
+        stepped: What the optimizer steps on; None if that is the parameters.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Engine:
         weight_gradients: WeightGradients,
         watchdog: Watchdog,
         context_parallel: ContextParallel | None = None,
+        keyed_dropout: KeyedDropout | None = None,
         seed: int,
         device: torch.device,
     ) -> None:
@@ -89,10 +96,15 @@ class Engine:
             weight_gradients=weight_gradients,
             observer=self.observers,
         )
-        self._randomness = SplitRandomness(rank=mesh.group("tensor").rank, device=device)
+        self._keyed_dropout = keyed_dropout
+        self._randomness = keyed_dropout or SplitRandomness(rank=mesh.group("tensor").rank, device=device)
         self._take_randomness = self._give_randomness()
         self._memory = ReportMemory()
         self._buckets: GradientBuckets | LooseGradients | None = None
+        self.stepped: SteppedParameters | None = None
+        self._arrivals: Arrivals | None = None
+        self._checks: GradientChecks | None = None
+        self._losses: list[Tensor] = []
         self._fresh, self._accumulates = True, False
         self._factor: float | Tensor = 1.0
         self._compared = False
@@ -106,41 +118,58 @@ class Engine:
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
-    def prepare_gradients(self) -> None:
-        """Make the gradient buckets, if gradients have to be summed or kept apart."""
-        if self._mesh.layout.world_size == 1 and not self.runs_backward_itself:
+    def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:
+        """Make the gradient buckets, if gradients have to be summed or kept apart, and give the optimizer what it steps on."""
+        alone = self._mesh.layout.world_size == 1 and not self.runs_backward_itself
+        if alone and not needs_masters(self._config, self._parallel) and self._config.check_finite is None:
             return
         for child in self._module.modules():
             if "weight_gradients" in vars(child):
                 child.weight_gradients = self._weight_gradients
-        tensor = self._mesh.group("tensor")
-        entries = [
-            BucketEntry(
-                parameter=parameter,
-                chunk=record.stages[0] if len(record.stages) == 1 else None,
-                sums=tensor if record.sharding.partial and tensor.size > 1 else None,
-                shared=record.shared,
-                copied=record.copied,
-            )
-            for parameter, record in sorted(self._parallel.records.items(), key=lambda item: item[1].order)
-            if parameter.requires_grad
-        ]
-        if self._mesh.group("replica_sum").size == 1 and not any(entry.sums for entry in entries):
-            self._buckets = LooseGradients(entries)
-            return
-        size = int(self._config.bucket_mb * 2**20)
-        self._buckets = GradientBuckets(
-            entries, group=self._mesh.group("replica_sum"), bucket_bytes=size, launched=self.observers.reducing
+        self._buckets = make_gradients(
+            config=self._config, mesh=self._mesh, parallel=self._parallel, launched=self.observers.reducing
         )
+        self.stepped = make_stepped(self._buckets, config=self._config, parallel=self._parallel)
+        if self.stepped is not None:
+            self.stepped.adopt(optimizer)
+            self._arrivals = Arrivals(self._module, self.stepped, overlaps=overlaps and self.stepped.is_sharded)
+        self._checks = GradientChecks(
+            config=self._config, mesh=self._mesh, parallel=self._parallel, gradients=self._buckets, stepped=self.stepped
+        )
+        self.observers.add(self._checks)
 
     def install_gradients(self) -> None:
         """Show the gradients that ``training_step`` computed to Lightning and the optimizer."""
         assert self._buckets is not None
         self._buckets.install()
+        if self.stepped is not None and not self._accumulates:
+            self.stepped.install()
 
     def gradients_used(self) -> None:
         """The optimizer has stepped: the next batch starts from zero."""
         self._fresh = True
+        if self._arrivals is not None:
+            self._arrivals.ended()
+
+    def check_gradients(self, optimizer: Any, *, scaled: bool = False) -> None:
+        """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
+        if self._checks is not None and not self._accumulates:
+            self._checks.complete(optimizer, losses=self._losses, norm=None if scaled else self.gradient_norm)
+
+    def parameters_needed(self) -> None:
+        """Somebody is about to read the parameters: wait until those of the last step are here."""
+        if self.stepped is not None:
+            self.stepped.wait()
+
+    def gradient_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient, each parameter counted once; collective."""
+        mine = counted_gradients(self.stepped, parallel=self._parallel)
+        group, holders = self._mesh.group("model"), self._mesh.group("context")
+        if self.stepped is not None and self.stepped.is_sharded:
+            group, holders = self._mesh.world, self._mesh.replica_levels(self._config.data_parallel_replicas)[1]
+        # Of the ranks that hold the same gradients the first one counts them.
+        mine = mine if holders.rank == 0 else []
+        return global_norm(mine, group=group, device=self._device)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -169,16 +198,28 @@ class Engine:
         yield
         self._buckets.reduce(0)
         self._buckets.finish()
+        if self.stepped is not None:
+            self.stepped.install()
 
     def close(self) -> None:
         """Detach from the module."""
         if self._buckets is not None:
+            if self._arrivals is not None:
+                self._arrivals.close()
             self._buckets.close()
-            self._buckets = None
+            self._buckets = self.stepped = self._arrivals = None
+        if self._checks is not None:
+            self.observers.remove(self._checks)
+            self._checks = None
         self._unscope()
         self._take_randomness()
 
     def _give_randomness(self) -> Callable[[], None]:
+        if self._keyed_dropout is not None:
+            undo = contextlib.ExitStack()
+            undo.callback(give_randomness(self._module, self._keyed_dropout))
+            undo.callback(self._keyed_dropout.attach(self._module))
+            return undo.close
         layout, split = self._mesh.layout, self._parallel.split_blocks
         if layout.tensor_parallel_size == 1 or (layout.sequence_parallel and split is None):
             return lambda: None
@@ -187,6 +228,8 @@ class Engine:
 
     def _start_gradients(self) -> None:
         assert self._buckets is not None
+        assert self._checks is not None
+        self._checks.check_trainable()
         if self._fresh:
             self._buckets.zero()
             self._fresh = False
@@ -194,21 +237,26 @@ class Engine:
 
     # ---- training -----------------------------------------------------------------------------------------------------
 
-    def training_step(self, context: Context, args: Sequence[Any]) -> Any:
+    def training_step(self, context: Context, args: Sequence[Any], *, loss_scale: float = 1.0) -> Any:
         """One batch of one replica.
 
         Args:
             context: The precision plugin's context for one call of the user's step.
             args: What Lightning passes to ``training_step``, the batch first.
+            loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's gradients keep.
         """
         self._compare_batch(args[0])
+        if self._arrivals is not None:
+            self._arrivals.begin()
         if self.runs_backward_itself:
-            return self._scheduled_training_step(context, args)
+            return self._scheduled_training_step(context, args, loss_scale)
         return self._straight_training_step(context, args)
 
     def _straight_training_step(self, context: Context, args: Sequence[Any]) -> Any:
-        with self._step_randomness(), context():
+        with self._step_randomness(), context(), self._same_dropout(args[0]):
             output = self._module.training_step(*args)
+        if self._config.check_finite is not None:
+            self._losses = [loss_and_weight(output)[0].detach()]
         group = self._mesh.group("replica_sum")
         if group.size > 1:
             _, tokens = loss_and_weight(output)
@@ -219,7 +267,7 @@ class Engine:
                 self._factor = tokens / total.clamp(min=1)
         return output
 
-    def _scheduled_training_step(self, context: Context, args: Sequence[Any]) -> Any:
+    def _scheduled_training_step(self, context: Context, args: Sequence[Any], loss_scale: float) -> Any:
         assert self._buckets is not None
         self._start_gradients()
         buckets, windows = self._buckets, self._module.trainer.accumulate_grad_batches
@@ -231,10 +279,12 @@ class Engine:
             args,
             buckets=buckets,
             scale=1 / (windows * self._mesh.group("replica_sum").size),
+            loss_scale=loss_scale,
             reduce_gradients=reduces,
         )
         self._runtime.run(self._schedule(job.count, training=True), job)
         report = self._shared_report(job)
+        self._losses = job.losses
         scale = 1 / (report.weight * windows) if report.counted and report.weight else None
         if reduces:
             buckets.finish(scale)
@@ -267,6 +317,7 @@ class Engine:
 
     def evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
         """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
+        self.parameters_needed()
         if self._mesh.group("pipeline").size == 1 and self._context_parallel is None:
             with context():
                 return gather_full(getattr(self._module, hook)(*args))
@@ -302,6 +353,7 @@ class Engine:
             device=self._device,
             context_parallel=self._context_parallel,
             randomness=self._randomness,
+            keyed_dropout=self._keyed_dropout,
             attending=[stage for stage, (start, stop) in enumerate(self._parallel.ranges or [(0, 1)]) if start < stop],
             **training,
         )
@@ -348,6 +400,12 @@ class Engine:
         self._randomness.begin()
         with seeded(derive_seed(*self._step_seed("training_step"), 0, 0), self._device):
             yield
+
+    def _same_dropout(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+        if self._keyed_dropout is None:
+            return contextlib.nullcontext()
+        step = self._step_seed("training_step")[1:3]
+        return self._keyed_dropout.forward(batch, tensors=iterate_tensors(batch), samples=batch_size(batch), step=step)
 
     def _compare_batch(self, batch: Any) -> None:
         """Once a fit: all ranks of a replica must read the same samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lightning_ptdp.context_parallel import ContextForward, ContextParallel
 from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients
-from lightning_ptdp.engine.batch import map_tensors, merge_outputs, signature
+from lightning_ptdp.engine.batch import iterate_tensors, map_tensors, merge_outputs, signature
 from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
 from lightning_ptdp.engine.report import LogRecorder, MetricState, StepReport, average_calls
+from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.random import derive_seed, seeded
 from lightning_ptdp.tensor_parallel import SplitRandomness, gather_full
@@ -60,10 +61,15 @@ class LightningJob:
         context: The precision plugin's context for one call of the step.
         seed: What random numbers depend on: (run, step, replica).
         randomness: Random numbers of tensor-parallel regions.
+        keyed_dropout: What drops the same in every layout, if anything does.
         device: Where the model is.
         buckets: Where gradients go; None when not training.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
+        loss_scale: Factor on every loss; stays in the gradients.
         reduce_gradients: Whether this step completes an optimizer step.
+
+    Attributes:
+        losses: Of the microbatches that this rank has seen the end of.
         context_parallel: Cuts microbatches along time, if anything does.
         attending: Stages with blocks, which call attention.
     """
@@ -78,10 +84,12 @@ class LightningJob:
         arguments: Sequence[Any],
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         seed: tuple[object, ...],
-        randomness: SplitRandomness,
+        randomness: SplitRandomness | KeyedDropout,
+        keyed_dropout: KeyedDropout | None = None,
         device: torch.device,
         buckets: GradientBuckets | LooseGradients | None = None,
         scale: float = 1.0,
+        loss_scale: float = 1.0,
         reduce_gradients: bool = False,
         context_parallel: ContextParallel | None = None,
         attending: Container[int] = (0,),
@@ -89,12 +97,12 @@ class LightningJob:
         self.training = hook == "training_step"
         self._module, self._hook, self._microbatches, self._sizes = module, hook, microbatches, sizes
         self._arguments, self._context, self._seed, self._device = arguments, context, seed, device
-        self._buckets, self._scale, self._reduces = buckets, scale, reduce_gradients
+        self._buckets, self._scale, self._loss_scale, self._reduces = buckets, scale, loss_scale, reduce_gradients
         self._outputs: list[Any] = [None] * len(sizes)
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self._tokens: list[Any] = [None] * len(sizes)
-        self._randomness = randomness
+        self._randomness, self._keyed_dropout = randomness, keyed_dropout
         self._context_parallel, self._attending = context_parallel, attending
         self._slices: list[ContextForward | None] = [None] * len(sizes)
         self._shares: list[Tensor | float] = [1.0] * len(sizes)
@@ -115,15 +123,30 @@ class LightningJob:
         batch = self._microbatches[microbatch]
         self._randomness.begin()
         with seeded(seed, self._device), LogRecorder(self._module) as recorder, self._context():
-            if self._context_parallel is None:
+            if self._context_parallel is None and self._keyed_dropout is None:
                 output = step(batch, *self._arguments)
             else:
-                attends = stage in self._attending
-                with self._context_parallel.forward(self._module, batch, expects_attention=attends) as part:
-                    self._slices[microbatch] = part
-                    output = step(part.batch, *self._arguments)
+                with self._own_part(stage, microbatch) as part:
+                    output = step(part, *self._arguments)
         self._calls[microbatch] = recorder.calls
         return output
+
+    @contextlib.contextmanager
+    def _own_part(self, stage: int, microbatch: int) -> Iterator[Any]:
+        """What this rank sees of the microbatch, and what stands for torch's functions meanwhile."""
+        batch = self._microbatches[microbatch]
+        with contextlib.ExitStack() as stack:
+            if self._context_parallel is not None:
+                attends = stage in self._attending
+                part = stack.enter_context(self._context_parallel.forward(self._module, batch, expects_attention=attends))
+                self._slices[microbatch] = part
+            if self._keyed_dropout is not None and self.training:
+                stack.enter_context(
+                    self._keyed_dropout.forward(
+                        batch, tensors=iterate_tensors(batch), samples=self._sizes[microbatch], step=self._seed[1:3]
+                    )
+                )
+            yield batch if self._context_parallel is None else part.batch
 
     def finish(self, microbatch: int, output: Any) -> Tensor | None:
         """Keep the output; when training, the loss to differentiate: scaled, and weighted by samples or tokens."""
@@ -139,13 +162,13 @@ class LightningJob:
             share = self._shares[microbatch] = part.share(loss.detach())
             # Without a label in this slice the mean is 0/0, and weighs nothing.
             loss = torch.where(share > 0, loss, torch.zeros_like(loss)) * share
-        self._losses.append(loss.detach())
+        self.losses.append(loss.detach())
         self._outputs[microbatch] = _detached(output)
         if tokens is None:
-            return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale)
+            return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale * self._loss_scale)
         # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
         # A mean over no tokens may be 0/0, and its weight of zero must not turn that into nan gradients.
-        return torch.where(tokens > 0, loss, torch.zeros_like(loss)) * tokens
+        return torch.where(tokens > 0, loss, torch.zeros_like(loss)) * (tokens * self._loss_scale)
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
         """Start reductions as the buckets of this stage fill."""
@@ -153,8 +176,8 @@ class LightningJob:
             self._buckets.arm(stage, awaited)
 
     def gradient_complete(self, parameter: Tensor) -> None:
-        """A bucket may be full."""
-        if self._reduces and self._buckets is not None:
+        """A bucket may be full, if its reductions have been armed."""
+        if self._buckets is not None:
             self._buckets.complete(parameter)
 
     def reduce(self, stage: int) -> None:
@@ -171,7 +194,7 @@ class LightningJob:
         report = StepReport(calls=average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut))
         report.metrics = [self._metric_state(call.metric) for call in report.calls if call.metric is not None]
         if self.training:
-            losses = torch.stack([loss.float() for loss in self._losses]).tolist()
+            losses = torch.stack([loss.float() for loss in self.losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
             report.weight, report.counted = sum(weights), counted
         report.extras = self._extras(shares)

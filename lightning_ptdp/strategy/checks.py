@@ -11,7 +11,7 @@ from torch import nn
 from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import check_sequence
-from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.layout import ParallelLayout, nearest_divisors
 from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parallelize import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
@@ -71,10 +71,16 @@ def check_trainer(module: Any, trainer: Any, config: PTDPConfig, layout: Paralle
                 "LightningModule.backward is overridden, but under tensor or pipeline parallelism the schedule runs the backward. Use "
                 "torch.autograd hooks or on_after_backward instead"
             )
-    if str(trainer.precision).startswith("16-") and layout.model_parallel_size > 1:
+    nodes, replicas = config.data_parallel_replicas, layout.data_parallel_size
+    if replicas % nodes:
         raise refuse(
-            f"precision={trainer.precision!r} needs a loss scale that all ranks of the model agree on, which this version does not do "
-            "yet; use precision='bf16-mixed' or '32-true', or tensor_parallel_size=1 and pipeline_parallel_size=1"
+            f"data_parallel_replicas={nodes} does not divide the data_parallel_size of {replicas}: every node must hold as many replicas; "
+            f"use one of {nearest_divisors(replicas, nodes)}"
+        )
+    if str(trainer.precision) == "16-true" and not config.master_weights:
+        raise refuse(
+            "precision='16-true' with master_weights=False: updates of float16 parameters are mostly rounded away, and their loss scale "
+            "cannot be divided out in float16; use master_weights=True, precision='16-mixed' or precision='bf16-true'"
         )
 
 

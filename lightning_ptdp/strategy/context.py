@@ -1,4 +1,4 @@
-"""The strategy's part in context parallelism: making it, and refusing what can be seen to be impossible."""
+"""What stands for torch's functions while a step runs: made for a rank, and refused where it can be seen to be impossible."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch import nn
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel, ContextParallelError, check_heads
+from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import ProcessMesh
 
-__all__ = ["check_context_parallel", "make_context_parallel"]
+__all__ = ["check_context_parallel", "make_context_parallel", "make_keyed_dropout"]
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head")
 
@@ -26,6 +27,15 @@ def make_context_parallel(config: PTDPConfig, mesh: ProcessMesh) -> ContextParal
         sequence_dims=config.sequence_dims or {},
         needs_positions=config.context_parallel_positions,
         sequence_parallel_size=config.tensor_parallel_size if config.sequence_parallel else 1,
+    )
+
+
+def make_keyed_dropout(config: PTDPConfig, mesh: ProcessMesh, seed: int) -> KeyedDropout | None:
+    """What drops the same in every layout; None if nothing does."""
+    if not config.keyed_dropout:
+        return None
+    return KeyedDropout(
+        tensor=mesh.group("tensor"), context=mesh.group("context"), sequence_parallel=config.sequence_parallel, seed=seed
     )
 
 

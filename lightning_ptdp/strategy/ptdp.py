@@ -21,7 +21,10 @@ from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.checkpoint import OnDamage
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
+from lightning_ptdp.data_parallel import check_elementwise
 from lightning_ptdp.engine import Engine
+from lightning_ptdp.engine.arrivals import readers_between_steps
+from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize
@@ -30,8 +33,9 @@ from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.recompute import JoinedContexts, apply_recomputation
 from lightning_ptdp.strategy.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
 from lightning_ptdp.strategy.collectives import WorldCollectives
-from lightning_ptdp.strategy.context import make_context_parallel
+from lightning_ptdp.strategy.context import make_context_parallel, make_keyed_dropout
 from lightning_ptdp.strategy.launch import make_launcher
+from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.samplers import seed_random_sampler
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
@@ -75,7 +79,20 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             ``configure_parallel()``, else found automatically (pipeline) or an error (tensor parallelism).
         meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
         seed: Decides initial weights of such modules and dropout; default: torch's seed (``seed_everything``) on rank 0.
+        keyed_dropout: Drop the same elements in every layout, for comparing layouts; slower (``lightning_ptdp.keyed_dropout``).
         bucket_mb: Size of a gradient bucket in MiB.
+        shard_optimizer: Each replica keeps the optimizer states of its part of the parameters only, updates that part, and gathers
+            the rest (ZeRO-1, arXiv 1910.02054). The optimizer must work element by element.
+        master_weights: Let the optimizer step on float32 copies of parameters in half precision ("bf16-true", "16-true").
+        gradient_dtype: In what the gradients of such parameters are accumulated: "float32" or the "parameter" dtype.
+        reduce_dtype: In what gradients are summed over the replicas: "float32", "bfloat16" or "float16". Default: as accumulated.
+        data_parallel_replicas: Number of nodes (or other islands of fast links) that the replicas stand in, in order; gradients are
+            then summed in two levels, and a sharded optimizer is sharded inside a node only.
+        inter_node_reduce_dtype: In what gradients cross between nodes. Default: as inside them.
+        overlap_parameter_gather: Let parameters arrive while the next step's forward runs. Default: if nobody but Lightning reads
+            them between the steps.
+        check_finite: What to do with a step whose loss or gradient is NaN or infinite: "raise" NonFiniteError with the first parameter,
+            rank and microbatch, "skip" the update with a warning that says the same, or nothing. Under float16 the loss scale skips.
         timeout_s: Limit in seconds of every wait for another rank.
         start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or "forkserver".
         process_group_backend: "nccl" or "gloo"; default by device.
@@ -115,7 +132,16 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         plan: ParallelPlan | None = None,
         meta_init: bool = True,
         seed: int | None = None,
+        keyed_dropout: bool = False,
         bucket_mb: float = 25.0,
+        shard_optimizer: bool = False,
+        master_weights: bool = True,
+        gradient_dtype: str = "float32",
+        reduce_dtype: str | None = None,
+        data_parallel_replicas: int = 1,
+        inter_node_reduce_dtype: str | None = None,
+        overlap_parameter_gather: bool | None = None,
+        check_finite: str | None = None,
         timeout_s: float = 1800.0,
         start_method: str = "popen",
         process_group_backend: str | None = None,
@@ -143,7 +169,16 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             plan=plan,
             meta_init=meta_init,
             seed=seed,
+            keyed_dropout=keyed_dropout,
             bucket_mb=bucket_mb,
+            shard_optimizer=shard_optimizer,
+            master_weights=master_weights,
+            gradient_dtype=gradient_dtype,  # type: ignore[arg-type]
+            reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
+            data_parallel_replicas=data_parallel_replicas,
+            inter_node_reduce_dtype=inter_node_reduce_dtype,  # type: ignore[arg-type]
+            overlap_parameter_gather=overlap_parameter_gather,
+            check_finite=check_finite,  # type: ignore[arg-type]
             timeout_s=timeout_s,
             start_method=start_method,  # type: ignore[arg-type]
             process_group_backend=process_group_backend,
@@ -157,6 +192,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         self._engine: Engine | None = None
         self._weight_gradients = WeightGradients()
         self._context_parallel: ContextParallel | None = None
+        self._keyed_dropout: KeyedDropout | None = None
         self._watchdog: Watchdog | None = None
         self._stop_request: StopRequest | None = None
         self._seed = 0
@@ -290,11 +326,12 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             weight_gradients=self._weight_gradients,
             watchdog=self._watchdog,
             context_parallel=self._context_parallel,
+            keyed_dropout=self._keyed_dropout,
             seed=self._seed,
             device=self.root_device,
         )
         if fitting:
-            self._engine.prepare_gradients()
+            self._prepare_optimization(trainer)
         self.setup_precision_plugin()
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)
@@ -315,10 +352,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         )
         if self.layout.model_parallel_size > 1:
             module.__dict__[CUT_MARK] = self.layout.describe()
-        context_fn: Any = self._weight_gradients.recomputation
         self._context_parallel = make_context_parallel(self.config, self.mesh)
-        if self._context_parallel is not None:
-            context_fn = JoinedContexts((context_fn, self._context_parallel.recomputation))
+        self._keyed_dropout = make_keyed_dropout(self.config, self.mesh, self._seed)
+        others = [part.recomputation for part in (self._context_parallel, self._keyed_dropout) if part is not None]
+        recomputation = self._weight_gradients.recomputation
         apply_recomputation(
             module,
             policy=self.config.recompute,
@@ -327,7 +364,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             ranges=self.parallel.ranges,
             selective=plan.selective,
             shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,
-            context_fn=context_fn,
+            context_fn=JoinedContexts((recomputation, *others)) if others else recomputation,
         )
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -350,6 +387,18 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
                 "configure_optimizers returned several optimizers; the ptdp strategy trains with one. Use parameter groups of one "
                 "optimizer"
             ) from error
+
+    def _prepare_optimization(self, trainer: Any) -> None:
+        """Gradients, what the optimizer steps on, and the loss scale."""
+        assert self._engine is not None
+        (optimizer,) = self.optimizers
+        if self.config.shard_optimizer and self.layout.data_parallel_size * self.layout.context_parallel_size > 1:
+            check_elementwise(optimizer, device=self.root_device)
+        overlaps = self.config.overlap_parameter_gather
+        if overlaps is None:
+            overlaps = not readers_between_steps(trainer, self._names)
+        self._engine.prepare_gradients(optimizer, overlaps=overlaps)
+        prepare_loss_scaling(self.precision_plugin, optimizer, device=self.root_device)
 
     def model_to_device(self) -> None:
         """Move this rank's part."""

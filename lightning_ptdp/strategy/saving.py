@@ -18,6 +18,7 @@ from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.checkpoint import (
     BackgroundSaver,
     CheckpointError,
+    Placed,
     choose_checkpoint,
     complete_checkpoints,
     load_optimizer,
@@ -34,6 +35,9 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.checkpoint.latest import LATEST
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import Stepped
+from lightning_ptdp.engine import Engine
+from lightning_ptdp.engine.gradients import sharding_of
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
@@ -41,6 +45,7 @@ from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces, slice_full
 __all__ = ["ModelSpaceSaving"]
 
 _MODEL = "model/"
+_MASTER = "master"  # the name of a float32 copy among the optimizer's states
 _PATIENCE = timedelta(minutes=1)
 
 
@@ -53,6 +58,7 @@ class ModelSpaceSaving(WorldCollectives):
     _names: LightningNames
     config: PTDPConfig
     parallel: ParallelModel | None
+    _engine: Engine | None
     _loading: Path | None = None
     _saver: BackgroundSaver | None = None
 
@@ -67,7 +73,7 @@ class ModelSpaceSaving(WorldCollectives):
         inner = getattr(optimizer, "_optimizer", optimizer)
         with self.waiting_in("saving the optimizer's parameter groups"):
             with same_outcome("reading the optimizer's parameter groups"):
-                groups = optimizer_groups(inner, self.parallel.names)
+                groups = optimizer_groups(inner, self._optimizer_records()[0])
             return {"groups": merge_groups(gather(groups))}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -90,9 +96,11 @@ class ModelSpaceSaving(WorldCollectives):
         assert self.parallel is not None
         state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         with same_outcome(doing):
-            tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
+            tensors: dict[str, tuple[Tensor, Placed]] = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
+            names, shardings = self._optimizer_records()
             for index, optimizer in enumerate(self.optimizers if "optimizer_states" in state else ()):
-                tensors |= optimizer_tensors(optimizer, names=self.parallel.names, shardings=self.parallel.shardings, index=index)
+                masters = {entry.value: {_MASTER: entry.value.detach()} for entry in self._stepped() if entry.target is not None}
+                tensors |= optimizer_tensors(optimizer, names=names, shardings=shardings, index=index, extra=masters)
         metadata = {
             "layout": self.layout.describe(),
             "aliases": dict(self.parallel.aliases),
@@ -184,6 +192,7 @@ class ModelSpaceSaving(WorldCollectives):
                 load_tensors(self._loading, tensors, strict=strict, prefix=_MODEL if strict else None)
         else:
             self._load_whole(checkpoint["state_dict"], strict=strict)
+        self._parameters_set()
 
     def load_weights(self, path: Any, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> list[str]:
         """Fill this rank's part of the model from a checkpoint of any layout, and nothing else; collective, after ``setup``.
@@ -205,6 +214,7 @@ class ModelSpaceSaving(WorldCollectives):
         missing = load_tensors(
             self.broadcast(str(path)), tensors, strict=strict, prefix=_MODEL if strict and not rename else None, rename=found
         )
+        self._parameters_set()
         return [name.removeprefix(_MODEL) for name in missing]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -219,16 +229,40 @@ class ModelSpaceSaving(WorldCollectives):
         if self._loading is None:
             self._load_indexed_optimizer(checkpoint)
             return
+        names, shardings = self._optimizer_records()
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             with self.waiting_in(f"loading optimizer {index} from {self._loading}"):
-                load_optimizer(
-                    self._loading,
-                    optimizer,
-                    names=self.parallel.names,
-                    shardings=self.parallel.shardings,
-                    groups=saved["groups"],
-                    index=index,
-                )
+                load_optimizer(self._loading, optimizer, names=names, shardings=shardings, groups=saved["groups"], index=index)
+                self._take_masters(optimizer)
+
+    def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:
+        """Names of the optimizer's tensors, and by name how they sit in the full parameters."""
+        assert self.parallel is not None
+        names, shardings = dict(self.parallel.names), dict[str, Placed](self.parallel.shardings)
+        for stepped in self._stepped():
+            name = names[stepped.value] = self.parallel.records[stepped.parameter].name
+            shardings[name] = sharding_of(stepped, self.parallel)
+        return names, shardings
+
+    def _take_masters(self, optimizer: Any) -> None:
+        """Give masters that were loaded as states to what the optimizer steps on here, a parameter in float32 included."""
+        with torch.no_grad():
+            for value, state in list(optimizer.state.items()):
+                if _MASTER in state:
+                    value.copy_(state.pop(_MASTER))
+                    if not state:
+                        del optimizer.state[value]
+        if self._engine is not None and self._engine.stepped is not None:
+            self._engine.stepped.publish()
+
+    def _parameters_set(self) -> None:
+        """The parameters have new values, which masters have to take."""
+        if self._engine is not None and self._engine.stepped is not None:
+            self._engine.stepped.reload()
+
+    def _stepped(self) -> list[Stepped]:
+        stepped = self._engine.stepped if self._engine is not None else None
+        return stepped.entries if stepped is not None else []
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole, uncut model's state on the CPU of every rank; collective over the world, for models that fit."""
@@ -248,6 +282,8 @@ class ModelSpaceSaving(WorldCollectives):
     def whole_state_dict(self, module: Any) -> Iterator[None]:
         """While in the context, ``module.state_dict()`` is the whole, uncut model's (collective; used to bring the trained weights
         back to the process that started the ranks)."""
+        if self._engine is not None:
+            self._engine.parameters_needed()
         if self.parallel is None or self.layout.model_parallel_size == 1:
             yield
             return
@@ -262,6 +298,8 @@ class ModelSpaceSaving(WorldCollectives):
         """Local parameters and persistent buffers under their global names."""
         assert self.parallel is not None
         found: dict[str, tuple[Tensor, Sharding]] = {}
+        if self._engine is not None:
+            self._engine.parameters_needed()
         for key, value in self.lightning_module.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 raise ValueError(

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._lightning import StrategyBase
-from lightning_ptdp.data_parallel import global_norm
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.progress import Observers
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.strategy.precision import loss_scale
 from lightning_ptdp.strategy.stopping import StopRequest
 
 __all__ = ["ScheduledSteps"]
@@ -39,7 +39,8 @@ class ScheduledSteps(StrategyBase):
         with self._during("step"):
             if self._stop_request is not None:
                 self._stop_request.heed(dist.group.WORLD, self.root_device)
-            return self._engine.training_step(self.precision_plugin.train_step_context, (*args, *kwargs.values()))
+            context, scale = self.precision_plugin.train_step_context, loss_scale(self.precision_plugin)
+            return self._engine.training_step(context, (*args, *kwargs.values()), loss_scale=scale)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
@@ -47,9 +48,13 @@ class ScheduledSteps(StrategyBase):
         if self._engine.runs_backward_itself:
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
             self._engine.install_gradients()
-            return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        with self._during("step"), self._engine.reducing():
-            return super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
+            output = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        else:
+            with self._during("step"), self._engine.reducing():
+                output = super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
+        with self._during("checking the gradients of step"):
+            self._engine.check_gradients(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
+        return output
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step; the next batch starts from zero gradients."""
@@ -108,17 +113,10 @@ class ScheduledSteps(StrategyBase):
         self._precision_plugin = plugin
 
     def compute_gradient_norm(self) -> Tensor:
-        """2-norm of the whole model's gradient, each parameter counted once; collective over the replica's ranks."""
-        assert self.mesh is not None
-        assert self.parallel is not None
-        mine = [
-            part
-            for p, record in self.parallel.records.items()
-            if record.counted and p.grad is not None
-            for part in record.sharding.counted(p.grad)
-        ]
+        """2-norm of the whole model's gradient, each parameter counted once; collective over the world."""
+        assert self._engine is not None
         with self._during("gradient norm of step"):
-            return global_norm(mine, group=self.mesh.group("model"), device=self.root_device)
+            return self._engine.gradient_norm()
 
     def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
         self.gradient_norm = self.compute_gradient_norm()

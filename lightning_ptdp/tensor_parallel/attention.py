@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.linear import RowParallelLinear, column_linear
-from lightning_ptdp.tensor_parallel.randomness import SplitRandomness
+from lightning_ptdp.tensor_parallel.randomness import Randomness
 from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["ParallelMultiheadAttention", "why_not"]
@@ -53,7 +53,7 @@ class ParallelMultiheadAttention(nn.Module):
         self.dropout, self.batch_first = dropout, batch_first
         self.group, self.sequence_parallel = group, sequence_parallel
         self.weight_gradients: WeightGradients | None = None
-        self.randomness: SplitRandomness | None = None
+        self.randomness: Randomness | None = None
         # nn.TransformerEncoderLayer asks for it before it hands all weights to a fused kernel, which would not know of the group.
         self._qkv_same_embed_dim = False
         self.in_proj_weight = in_proj_weight

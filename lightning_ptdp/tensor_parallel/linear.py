@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from lightning_ptdp.tensor_parallel.randomness import SplitRandomness
+from lightning_ptdp.tensor_parallel.randomness import Randomness
 from lightning_ptdp.weight_gradients import WeightGradients, autocast_dtype
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_linear", "row_linear"]
@@ -67,7 +67,7 @@ class ColumnParallelLinear(nn.Module):
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradients | None = None
-        self.randomness: SplitRandomness | None = None
+        self.randomness: Randomness | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 
@@ -121,7 +121,7 @@ class RowParallelLinear(nn.Module):
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradients | None = None
-        self.randomness: SplitRandomness | None = None
+        self.randomness: Randomness | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 

@@ -13,14 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lightning_ptdp.random import derive_seed
 
-__all__ = ["SplitRandomness", "give_randomness"]
+__all__ = ["Randomness", "SplitRandomness", "give_randomness"]
+
+
+class Randomness(Protocol):
+    """What is told of the borders of tensor-parallel regions."""
+
+    def enter(self) -> None:
+        """What follows is split."""
+
+    def leave(self) -> None:
+        """What follows is the same on all members again."""
 
 
 class SplitRandomness:
@@ -61,7 +71,7 @@ class SplitRandomness:
             torch.cuda.set_rng_state(device_state, self._device)
 
 
-def give_randomness(module: nn.Module, randomness: SplitRandomness, *, blocks: nn.Module | None = None) -> Callable[[], None]:
+def give_randomness(module: nn.Module, randomness: Randomness, *, blocks: nn.Module | None = None) -> Callable[[], None]:
     """Let a module draw from the member's own stream where it is split, in training.
 
     Args:
@@ -84,12 +94,12 @@ def give_randomness(module: nn.Module, randomness: SplitRandomness, *, blocks: n
     return partial(_take_back, layers)
 
 
-def _enter(randomness: SplitRandomness, module: nn.Module, _args: Any) -> None:
+def _enter(randomness: Randomness, module: nn.Module, _args: Any) -> None:
     if module.training:
         randomness.enter()
 
 
-def _leave(randomness: SplitRandomness, *_: Any) -> None:
+def _leave(randomness: Randomness, *_: Any) -> None:
     randomness.leave()
 
 

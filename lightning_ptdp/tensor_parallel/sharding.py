@@ -104,6 +104,12 @@ class Sharding:
         """The numbers of copies, above one, that pieces have."""
         return tuple(sorted({piece.copies for piece in self.pieces if piece.copies > 1}))
 
+    def boxes(self, local: Tensor) -> Iterator[tuple[Shape, Tensor]]:
+        """(offset in the full tensor, view of ``local``) of every rectangle that is here."""
+        for piece in self.pieces:
+            if 0 not in piece.size or 0 in self.full_shape:
+                yield piece.full, local[piece.local_slices]
+
     def counted(self, local: Tensor) -> list[Tensor]:
         """Views of a tensor of the local shape that together leave out what an earlier member holds as well."""
         if not self.copies:

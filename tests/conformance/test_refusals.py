@@ -52,7 +52,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"callbacks": [EMAWeightAveraging()]}, ["EMAWeightAveraging", "pipeline_parallel_size=1"]),
         ({"callbacks": [LearningRateFinder()]}, ["LearningRateFinder", "pipeline_parallel_size=1"]),
         ({"callbacks": [BatchSizeFinder()]}, ["BatchSizeFinder", "pipeline_parallel_size=1"]),
-        ({"precision": "16-true"}, ["16-true", "bf16-mixed"]),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
@@ -61,6 +60,12 @@ def test_a_cut_model_refuses_before_it_starts(settings: dict[str, Any], words: l
         make_trainer(PIPELINE, **settings).fit(LitTunable(), loader())
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_float16_without_masters_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="'16-true' with master_weights=False"):
+        make_trainer(Place(world_size=2, layout={"master_weights": False}), precision="16-true").fit(LitTunable(), loader())
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, Reduction, global_norm
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import Group, ProcessMesh
 from tests.pool import Pool
@@ -27,7 +27,7 @@ def _sum_over_replicas(rank: int, bucket_bytes: int, batches: int) -> float:
     inputs = [[torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * b + r)) for r in range(2)] for b in range(batches)]
     buckets = GradientBuckets(
         [BucketEntry(p, chunk=0) for p in model.parameters()],
-        group=Group(dist.group.WORLD, (0, 1), rank),
+        reduction=Reduction(inner=Group(dist.group.WORLD, (0, 1), rank)),
         bucket_bytes=bucket_bytes,
     )
     buckets.zero()
@@ -62,7 +62,7 @@ def test_sums_equal_one_process_also_for_unused_parameters(bucket_bytes: int, ba
 def test_stash_scales_each_batch_on_its_own(loose: bool) -> None:
     weight = nn.Parameter(torch.ones(3))
     entries = [BucketEntry(weight, chunk=0)]
-    buckets = LooseGradients(entries) if loose else GradientBuckets(entries, group=Group())
+    buckets = LooseGradients(entries) if loose else GradientBuckets(entries, reduction=Reduction(inner=Group()))
     buckets.zero()
     buckets.install()
     (weight * 2).sum().backward()
@@ -82,7 +82,8 @@ def _sum_after_all_batches(rank: int) -> list[list[float]]:
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     entries = [BucketEntry(parameters[0], chunk=0), BucketEntry(parameters[1], chunk=None)]
     layout = ParallelLayout(world_size=2)
-    buckets = GradientBuckets(entries, group=ProcessMesh.create(layout=layout, rank=rank).group("replica_sum"))
+    replicas = ProcessMesh.create(layout=layout, rank=rank).group("replica_sum")
+    buckets = GradientBuckets(entries, reduction=Reduction(inner=replicas))
     buckets.zero()
     buckets.install()
     for _ in range(2):

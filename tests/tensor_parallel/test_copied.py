@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, Reduction, global_norm
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import Group, ProcessMesh
 from lightning_ptdp.tensor_parallel import Column, assemble_full, slice_full
@@ -47,7 +47,7 @@ def check_gradients(rank: int) -> None:
     expected = torch.tensor([1.0 + rank] * 4 + [(rank // 2 * 2) * 2 + 3.0] * 4)
     full_square = 4 * (1 + 4 + 9 + 16) + 4 * (9 + 49)
     for make in (
-        lambda entries: GradientBuckets(entries, group=Group()),
+        lambda entries: GradientBuckets(entries, reduction=Reduction(inner=Group())),
         lambda entries: LooseGradients(entries),
     ):
         weight, unused = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))

@@ -1,0 +1,220 @@
+"""Data parallelism at d = 2: our strategy beside what Lightning and torch have, in the same processes, in turns.
+
+Run: python ci/benchmarks/data_parallel.py [--rounds 6] [--steps 2] [--only 10]
+
+The same GPT with AdamW on two gloo processes, a thread each. Whole optimizer states on every rank: ours and Lightning's DDPStrategy.
+Sharded ones: ours (``shard_optimizer=True``), DDPStrategy with ZeroRedundancyOptimizer, and FSDP2 (which also shards parameters and
+gradients, and gathers twice a step). FSDP2 runs in a bare loop, the others inside Trainer.fit.
+
+How much of the reduction is hidden behind the backward: 1 - (what the step still waits for when its backward is over) / (what the same
+reductions take with nothing beside them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from harness import Comparison, compare, report
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from turns import BareLoop, Contestant, TrainerLoop
+
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.data_parallel import GradientBuckets
+from lightning_ptdp.models import GPT, GPTConfig
+
+SIZES = {
+    "10 M": GPTConfig.gpt2(
+        vocabulary_size=8192, sequence_length=128, num_layers=8, hidden_size=256, num_heads=8, tie_embeddings=False
+    ),
+    "50 M": GPTConfig.gpt2(
+        vocabulary_size=8192, sequence_length=128, num_layers=13, hidden_size=512, num_heads=8, tie_embeddings=False
+    ),
+}
+BATCH, RATE = 8, 1e-4
+ENOUGH = 10**6  # batches; the contestants stop when nobody asks for more
+
+
+def token_loss(model: torch.nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Lit(L.LightningModule):
+    """The GPT; its optimizer is whole or torch's sharded one."""
+
+    def __init__(self, config: GPTConfig, redundancy: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.model, self.redundancy = GPT(config), redundancy
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return token_loss(self.model, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.redundancy:
+            return ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class=torch.optim.AdamW, lr=RATE)
+        return torch.optim.AdamW(self.model.parameters(), lr=RATE)
+
+
+def in_trainer(config: GPTConfig, batch: Tensor, strategy: Callable[[], Any], *, redundancy: bool = False) -> Contestant:
+    def fit(turns: L.Callback) -> None:
+        trainer = L.Trainer(
+            strategy=strategy(),
+            accelerator="cpu",
+            devices=2,
+            max_steps=ENOUGH,
+            callbacks=[turns],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(Lit(config, redundancy), torch.utils.data.DataLoader(Same(batch), batch_size=None))
+
+    return TrainerLoop(fit)
+
+
+class Same(torch.utils.data.Dataset):
+    """One batch, again and again."""
+
+    def __init__(self, batch: Tensor) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return ENOUGH
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.batch
+
+
+def fsdp2(config: GPTConfig, batch: Tensor) -> Contestant:
+    model = Lit(config).model
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        token_loss(model, batch).backward()
+        optimizer.step()
+
+    return BareLoop(step)
+
+
+def least(seconds: float) -> float:
+    """Of the ranks: the one that comes last waits for nobody, only for the reductions."""
+    value = torch.tensor(seconds)
+    dist.all_reduce(value, op=dist.ReduceOp.MIN)
+    return float(value)
+
+
+class Waits:
+    """Times what is left of the reductions when the backward is over, and all of them with nothing beside."""
+
+    def __init__(self) -> None:
+        self.left: list[float] = []
+        self.alone: list[float] = []
+        self.watching = False
+        finish = GradientBuckets.finish
+
+        def timed(buckets: GradientBuckets, scale: Tensor | float | None = None) -> None:
+            start = time.perf_counter()
+            finish(buckets, scale)
+            if self.watching:
+                self.left.append(least(time.perf_counter() - start))
+                dist.barrier()
+                start = time.perf_counter()
+                buckets.reduce_all()
+                finish(buckets)
+                self.alone.append(least(time.perf_counter() - start))
+
+        GradientBuckets.finish = timed  # type: ignore[method-assign]
+
+
+def contestants(config: GPTConfig, batch: Tensor, *, sharded: bool) -> dict[str, Contestant]:
+    """Ours first."""
+    found: dict[str, Contestant] = {}
+    # popen: everyone is here already, and nobody has to start anything.
+    found["ours"] = in_trainer(config, batch, lambda: PTDPStrategy(shard_optimizer=sharded, overlap_parameter_gather=sharded))
+    if sharded:
+        found["DDP + ZeroRedundancyOptimizer"] = in_trainer(config, batch, DDPStrategy, redundancy=True)
+        found["FSDP2"] = fsdp2(config, batch)
+    else:
+        found["DDPStrategy"] = in_trainer(config, batch, DDPStrategy)
+    return found
+
+
+def worker(rank: int, store: str, size: str, sharded: bool, rounds: int, steps: int, results: Any) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    generator = torch.Generator().manual_seed(rank)
+    config = SIZES[size]
+    batch = torch.randint(0, config.vocabulary_size, (BATCH, config.sequence_length + 1), generator=generator)
+    waits = Waits()
+    engines = contestants(config, batch, sharded=sharded)
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(rounds + 1):
+        names = list(engines) if turn % 2 else list(reversed(engines))
+        for name in names:
+            seconds = engines[name].steps(steps)
+            if turn:  # the first turn warms up
+                times[name].append(seconds)
+    waits.watching = True
+    engines["ours"].steps(max(steps, 3))
+    if rank == 0:
+        results.put((times, 1 - statistics.median(waits.left) / statistics.median(waits.alone)))
+    dist.barrier()
+    os._exit(0)  # the Trainers' threads wait for a turn that does not come
+
+
+def rows(size: str, *, sharded: bool, rounds: int, steps: int) -> list[Comparison]:
+    """Step time beside every peer of the same memory class; prints how much of the reduction was hidden."""
+    results = mp.get_context("fork").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (os.path.join(folder, "store"), size, sharded, rounds, steps, results)
+        mp.start_processes(worker, arguments, nprocs=2, start_method="fork")
+    times, hidden = results.get()
+    kind = "sharded" if sharded else "whole"
+    print(f"{size}, {kind} optimizer: {hidden:.0%} of the reduction hidden behind the backward", flush=True)
+    ours = times.pop("ours")
+    return [
+        compare(name=f"step, {size}, {kind} optimizer", ours=ours, peer=peer, peer_name=name, unit="s")
+        for name, peer in times.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--only", default="", help="only sizes with this in their name: '10', '50'")
+    options = parser.parse_args()
+    found: list[Comparison] = []
+    for size in SIZES:
+        if options.only in size:
+            for sharded in (False, True):
+                found += rows(size, sharded=sharded, rounds=options.rounds, steps=options.steps)
+    report("Data parallelism, d = 2", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Several engines in one process, a few steps of each in turn: Trainers on threads of their own, and bare loops."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import lightning.pytorch as L
+import torch.distributed as dist
+
+__all__ = ["BareLoop", "Contestant", "TrainerLoop"]
+
+
+class Contestant(Protocol):
+    """An engine that trains when it is asked to."""
+
+    def steps(self, count: int) -> float:
+        """Seconds that one of ``count`` steps took, from a barrier to a barrier."""
+
+
+class BareLoop:
+    """Calls a function for every step."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+
+    def steps(self, count: int) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            self._step()
+        dist.barrier()
+        return (time.perf_counter() - start) / count
+
+
+class TrainerLoop(L.Callback):
+    """A ``Trainer.fit`` on a thread, which runs only while it is asked for steps.
+
+    Args:
+        fit: Fits with the callback that it is given; the data must last.
+    """
+
+    def __init__(self, fit: Callable[[L.Callback], Any]) -> None:
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._left, self._error = 0, [None]
+        self._thread = threading.Thread(target=self._run, args=(fit,), daemon=True)
+        self._thread.start()
+        self._await()
+
+    def steps(self, count: int) -> float:
+        self._left = count
+        dist.barrier()
+        start = time.perf_counter()
+        self._go.release()
+        self._await()
+        dist.barrier()
+        return (time.perf_counter() - start) / count
+
+    def on_train_start(self, *_: Any) -> None:
+        self._hand_over()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._left -= 1
+        if not self._left:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._done.release()
+        self._go.acquire()
+
+    def _await(self) -> None:
+        self._done.acquire()
+        if self._error[0] is not None:
+            raise self._error[0]
+
+    def _run(self, fit: Callable[[L.Callback], Any]) -> None:
+        try:
+            fit(self)
+        except BaseException as error:
+            self._error[0] = error
+            self._done.release()

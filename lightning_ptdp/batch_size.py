@@ -1,0 +1,164 @@
+"""The arithmetic of batches, in one place: global batch = b * m * d, and its ramp-up over steps.
+
+b is the micro-batch size, m the number of microbatches of a replica's step, d the number of replicas (arXiv 2104.04473, section 2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_ptdp.layout import nearest_divisors
+
+__all__ = ["BatchPlan", "RampUp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Sizes of the batches of a step.
+
+    Attributes:
+        micro_batch_size: b, samples of a microbatch.
+        num_microbatches: m, microbatches of a replica's step.
+        data_parallel_size: d, replicas.
+    """
+
+    micro_batch_size: int
+    num_microbatches: int
+    data_parallel_size: int
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples that one replica reads for a step: b * m."""
+        return self.micro_batch_size * self.num_microbatches
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step: b * m * d."""
+        return self.replica_batch * self.data_parallel_size
+
+    @classmethod
+    def derive(
+        cls,
+        *,
+        data_parallel_size: int,
+        global_batch: int | None = None,
+        micro_batch_size: int | None = None,
+        num_microbatches: int | None = None,
+    ) -> BatchPlan:
+        """The plan from any two of the global batch, b and m; all three must agree.
+
+        Raises:
+            ValueError: Fewer than two are given, one is not positive, or they do not divide; names what would work.
+        """
+        given = {
+            "global_batch": global_batch,
+            "micro_batch_size": micro_batch_size,
+            "num_microbatches": num_microbatches,
+            "data_parallel_size": data_parallel_size,
+        }
+        for field, value in given.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{field}={value!r} must be a positive integer")
+        if sum(value is not None for value in (global_batch, micro_batch_size, num_microbatches)) < 2:
+            raise ValueError(
+                f"global_batch={global_batch}, micro_batch_size={micro_batch_size} and num_microbatches={num_microbatches}: give two of "
+                "them, the third follows from global_batch = micro_batch_size * num_microbatches * data_parallel_size"
+            )
+        if global_batch is None:
+            assert micro_batch_size is not None and num_microbatches is not None
+            return cls(
+                micro_batch_size=micro_batch_size, num_microbatches=num_microbatches, data_parallel_size=data_parallel_size
+            )
+        if micro_batch_size is None:
+            assert num_microbatches is not None
+            micro_batch_size = _quotient(global_batch, "num_microbatches", num_microbatches, data_parallel_size)
+        derived = _quotient(global_batch, "micro_batch_size", micro_batch_size, data_parallel_size)
+        if num_microbatches is not None and num_microbatches != derived:
+            product = micro_batch_size * num_microbatches * data_parallel_size
+            raise ValueError(
+                f"global_batch={global_batch} is not micro_batch_size * num_microbatches * data_parallel_size = {micro_batch_size} * "
+                f"{num_microbatches} * {data_parallel_size} = {product}; leave one out, or use num_microbatches={derived}"
+            )
+        return cls(micro_batch_size=micro_batch_size, num_microbatches=derived, data_parallel_size=data_parallel_size)
+
+
+def _quotient(global_batch: int, field: str, value: int, replicas: int) -> int:
+    """``global_batch / (value * replicas)``."""
+    unit = value * replicas
+    if global_batch % unit == 0:
+        return global_batch // unit
+    sizes = sorted({global_batch // unit * unit, -(-global_batch // unit) * unit} - {0})
+    mend = f"use global_batch={' or '.join(map(str, sizes))}"
+    if global_batch % replicas == 0:
+        mend += f", or {field}={' or '.join(map(str, nearest_divisors(global_batch // replicas, value)))}"
+    raise ValueError(
+        f"global_batch={global_batch} is not divisible by {field} * data_parallel_size = {value} * {replicas}; {mend}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampUp:
+    """A global batch that grows from ``start`` to ``stop`` in equal steps over the first ``samples`` samples.
+
+    GPT-3 grew it from 32 k to 3.2 M tokens over the first 4 to 12 billion (arXiv 2005.14165, section 2.3). Everything else follows from
+    the number of steps taken: how many samples were consumed, and so where the data stream is, whatever the layout.
+
+    Attributes:
+        start: Global batch of the first step.
+        stop: Global batch after the ramp.
+        increment: By how much it grows at once.
+        samples: Over how many samples.
+
+    Raises:
+        ValueError: A field is not positive, ``stop`` is smaller than ``start``, or the increment does not fit between them.
+    """
+
+    start: int
+    stop: int
+    increment: int
+    samples: int
+
+    def __post_init__(self) -> None:
+        for field in ("start", "stop", "increment", "samples"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)!r} must be a positive integer")
+        if self.stop < self.start:
+            raise ValueError(f"stop={self.stop} is smaller than start={self.start}; the global batch can only grow")
+        if (self.stop - self.start) % self.increment:
+            near = nearest_divisors(self.stop - self.start, self.increment)
+            raise ValueError(
+                f"increment={self.increment} does not divide stop - start = {self.stop} - {self.start}; use increment="
+                f"{' or '.join(map(str, near))}"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All global batches, in their order."""
+        return tuple(range(self.start, self.stop + 1, self.increment))
+
+    def plans(self, *, data_parallel_size: int, micro_batch_size: int) -> tuple[BatchPlan, ...]:
+        """The plan of every size.
+
+        Raises:
+            ValueError: A size is not divisible by ``micro_batch_size * data_parallel_size``.
+        """
+        return tuple(
+            BatchPlan.derive(data_parallel_size=data_parallel_size, global_batch=size, micro_batch_size=micro_batch_size)
+            for size in self.sizes
+        )
+
+    def global_batch(self, consumed: int) -> int:
+        """The size of the step that begins after ``consumed`` samples."""
+        grown = len(self.sizes) - 1
+        return self.sizes[min(grown, consumed * grown // self.samples)]
+
+    def consumed(self, steps: int) -> int:
+        """Samples that the first ``steps`` steps take."""
+        total = 0
+        for _ in range(steps):
+            size = self.global_batch(total)
+            if size == self.stop:
+                break
+            total += size
+            steps -= 1
+        return total + steps * self.stop

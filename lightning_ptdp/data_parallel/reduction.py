@@ -1,0 +1,111 @@
+"""How one flat buffer of gradients is summed over the replicas: at once, into shards, or in two levels.
+
+With n ranks in nodes of k, the flat sum sends every element over the slow links between nodes about 2 (n - 1) / n times a rank; in two
+levels each rank sends only its k-th of the buffer across (Horovod's hierarchical all-reduce)::
+
+    inside a node    reduce-scatter       rank i holds the node's sum of part i
+    between nodes    all-reduce of part i over the ranks i of all nodes
+    inside a node    all-gather           left out when the optimizer only wants part i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp.data_parallel.exchange import Work, own_part, start_all_gather, start_reduce_scatter
+from lightning_ptdp.mesh import Group
+
+__all__ = ["Pending", "Reduction"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """A sum over ``inner`` x ``outer``.
+
+    Attributes:
+        inner: Ranks that are close to each other: all of them, if there is one level.
+        outer: The ranks with this rank's place in the other nodes; one rank if there is one level.
+        scatter: Leave each rank with the sum of its own part only.
+        dtype: What is sent; None: the buffer's own.
+        outer_dtype: What is sent between nodes; None: ``dtype``.
+    """
+
+    inner: Group
+    outer: Group = field(default_factory=Group)
+    scatter: bool = False
+    dtype: torch.dtype | None = None
+    outer_dtype: torch.dtype | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks that are summed over."""
+        return self.inner.size * self.outer.size
+
+    @property
+    def parts(self) -> int:
+        """Into how many equal parts a buffer has to be divisible."""
+        return self.inner.size if self._splits else 1
+
+    @property
+    def _splits(self) -> bool:
+        return self.inner.size > 1 and (self.scatter or self.outer.size > 1)
+
+    def mine(self, buffer: Tensor) -> Tensor:
+        """The view of ``buffer`` that holds the sum afterwards: this rank's part of it, or all."""
+        return own_part(buffer, self.inner) if self.scatter else buffer
+
+    def start(self, buffer: Tensor) -> Pending:
+        """Sum ``buffer`` in place; all ranks must start the same buffers in the same order."""
+        return Pending(self._steps(buffer))
+
+    def start_gather(self, buffer: Tensor) -> Pending:
+        """Fill the parts of ``buffer`` that ``mine`` leaves out from the ranks that own them."""
+        return Pending(iter([start_all_gather(buffer, self.inner)] if self.scatter and self.inner.size > 1 else []))
+
+    def _steps(self, buffer: Tensor) -> Iterator[Work]:
+        """One collective after the other; each has to be waited for before the next one is asked for."""
+        sent = buffer if self.dtype is None else buffer.to(self.dtype)
+        part = own_part(sent, self.inner) if self._splits else sent
+        if self._splits:
+            yield start_reduce_scatter(sent, self.inner)
+        elif self.inner.size > 1:
+            yield _all_reduce(sent, self.inner)
+        if self.outer.size > 1:
+            across = part if self.outer_dtype is None else part.to(self.outer_dtype)
+            yield _all_reduce(across, self.outer)
+            if across is not part:
+                part.copy_(across)
+        if self._splits and not self.scatter:
+            yield start_all_gather(sent, self.inner)
+        if sent is not buffer:
+            self.mine(buffer).copy_(self.mine(sent))
+
+
+def _all_reduce(buffer: Tensor, group: Group) -> Work:
+    work: Work | None = dist.all_reduce(buffer, group=group.handle, async_op=True)
+    assert work is not None
+    return work
+
+
+class Pending:
+    """A chain of collectives, one of which is under way."""
+
+    def __init__(self, steps: Iterator[Work]) -> None:
+        self._steps = steps
+        self.work = next(steps, None)
+
+    def advance(self) -> None:
+        """Wait for the collective under way and start the one after it, if any."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = next(self._steps, None)
+
+    def wait(self) -> None:
+        """Return when the last one is done."""
+        while self.work is not None:
+            self.advance()

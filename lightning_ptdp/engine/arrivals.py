@@ -1,0 +1,98 @@
+"""Parameters of a sharded optimizer's last step arrive while the next forward already runs.
+
+A block of a repeated container waits for its own parameters when it is called; all others are waited for before the step. A block that
+was not called in the step before (somebody calls its parts instead, or skips it) counts among the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_ptdp._lightning import LightningNames
+from lightning_ptdp.data_parallel import SteppedParameters
+
+__all__ = ["Arrivals", "readers_between_steps"]
+
+_HOOKS = ("on_train_", "on_validation_", "on_before_", "on_after_", "on_sanity_", "optimizer_", "lr_scheduler_", "on_save_")
+
+
+class Arrivals:
+    """Waits for parameters where they are needed.
+
+    Args:
+        module: The LightningModule, whose ``state_dict`` and ``load_state_dict`` wait for all.
+        stepped: What gathers them.
+        overlaps: Let blocks wait for their own.
+    """
+
+    def __init__(self, module: nn.Module, stepped: SteppedParameters, *, overlaps: bool) -> None:
+        self._stepped, self._module = stepped, module
+        self._called: set[nn.Module] = set()
+        self._hooks: list[Any] = [
+            module.register_state_dict_pre_hook(lambda *_: stepped.wait()),
+            module.register_load_state_dict_pre_hook(lambda *_: stepped.wait()),
+        ]
+        self._blocks = {block: list(block.parameters()) for block in _blocks(module)} if overlaps else {}
+        self._hooks += [block.register_forward_pre_hook(self._enter) for block in self._blocks]
+
+    def begin(self) -> None:
+        """A step begins: wait for what no block will wait for."""
+        late = {id(p) for block in self._called for p in self._blocks[block]}
+        self._called.clear()
+        self._stepped.wait([p for p in self._module.parameters() if id(p) not in late])
+
+    def ended(self) -> None:
+        """The optimizer has stepped: start to send."""
+        self._stepped.wait()
+        self._stepped.publish()
+        if not self._blocks:
+            self._stepped.wait()
+
+    def close(self) -> None:
+        """Wait for all and detach from the module."""
+        self._stepped.wait()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, block: nn.Module, _: Any) -> None:
+        self._called.add(block)
+        self._stepped.wait(self._blocks[block])
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost lists' members that have parameters."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            yield from (block for block in child.children() if any(True for _ in block.parameters()))
+        else:
+            yield from _blocks(child)
+
+
+def readers_between_steps(trainer: Any, names: LightningNames) -> list[str]:
+    """Who may read parameters between an optimizer's step and the next forward: the user's hooks and callbacks, by class name."""
+    base = trainer.lightning_module.__class__
+    own = [] if not any(_overrides(base, name, names.LightningModule) for name in _hooks_of(base)) else [base.__name__]
+    return own + [
+        type(callback).__name__
+        for callback in trainer.callbacks
+        if isinstance(callback, names.WeightAveragingCallbacks)
+        or (
+            type(callback).__module__.split(".")[0] not in _HARMLESS
+            and any(_overrides(type(callback), name, names.Callback) for name in _hooks_of(type(callback)))
+        )
+    ]
+
+
+_HARMLESS = ("lightning", "pytorch_lightning", "lightning_ptdp")
+"""Packages whose callbacks read parameters through the strategy only, if at all."""
+
+
+def _hooks_of(cls: type) -> list[str]:
+    return [name for name in dir(cls) if name.startswith(_HOOKS)]
+
+
+def _overrides(cls: type, name: str, base: Any) -> bool:
+    return getattr(cls, name) is not getattr(base, name, None)

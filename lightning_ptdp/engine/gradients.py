@@ -1,0 +1,103 @@
+"""Which gradients a rank keeps, how they are summed, and what the optimizer steps on: from the layout and the options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import (
+    HALF,
+    BucketEntry,
+    FlatSharding,
+    GradientBuckets,
+    LooseGradients,
+    Reduction,
+    Stepped,
+    SteppedParameters,
+)
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.tensor_parallel import Sharding
+
+__all__ = ["counted_gradients", "make_gradients", "make_stepped", "needs_masters", "sharding_of"]
+
+
+def needs_masters(config: PTDPConfig, parallel: ParallelModel) -> bool:
+    """Whether the optimizer shall step on float32 copies."""
+    return config.master_weights and any(p.dtype in HALF for p in parallel.records if p.requires_grad)
+
+
+def make_gradients(
+    *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, launched: Callable[[int | None, Any], None]
+) -> GradientBuckets | LooseGradients:
+    """Buckets where something has to be summed over replicas or tensor ranks, else gradients as autograd makes them."""
+    tensor = mesh.group("tensor")
+    entries = [
+        BucketEntry(
+            parameter=parameter,
+            chunk=record.stages[0] if len(record.stages) == 1 else None,
+            sums=tensor if record.sharding.partial and tensor.size > 1 else None,
+            shared=record.shared,
+            copied=record.copied,
+        )
+        for parameter, record in sorted(parallel.records.items(), key=lambda item: item[1].order)
+        if parameter.requires_grad
+    ]
+    widen = config.master_weights and config.gradient_dtype == "float32"
+    if mesh.group("replica_sum").size == 1 and not any(entry.sums for entry in entries):
+        return LooseGradients(entries, widen=widen)
+    return GradientBuckets(
+        entries,
+        reduction=_reduction(config, mesh),
+        bucket_bytes=int(config.bucket_mb * 2**20),
+        widen=widen,
+        launched=launched,
+    )
+
+
+def _reduction(config: PTDPConfig, mesh: ProcessMesh) -> Reduction:
+    inner, outer = mesh.replica_levels(config.data_parallel_replicas)
+    return Reduction(
+        inner=inner,
+        outer=outer,
+        scatter=config.shard_optimizer and inner.size > 1,
+        dtype=_dtype(config.reduce_dtype),
+        outer_dtype=_dtype(config.inter_node_reduce_dtype),
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def make_stepped(
+    gradients: GradientBuckets | LooseGradients, *, config: PTDPConfig, parallel: ParallelModel
+) -> SteppedParameters | None:
+    """What the optimizer steps on; None if that is the parameters."""
+    masters = needs_masters(config, parallel)
+    scatters = isinstance(gradients, GradientBuckets) and gradients.reduction.scatter
+    return SteppedParameters(gradients, masters=masters) if masters or scatters else None
+
+
+def sharding_of(stepped: Stepped, parallel: ParallelModel) -> Sharding | FlatSharding:
+    """How a tensor of the optimizer sits in the full parameter."""
+    whole = parallel.records[stepped.parameter].sharding
+    return whole if stepped.shard is None else FlatSharding(whole=whole, shard=stepped.shard)
+
+
+def counted_gradients(stepped: SteppedParameters | None, *, parallel: ParallelModel) -> list[Tensor]:
+    """Gradients, or views of them, that this rank counts in the norm."""
+    if stepped is None:
+        mine: list[tuple[Any, Any, Tensor | None]] = [(p, record.sharding, p.grad) for p, record in parallel.records.items()]
+    else:
+        mine = [(entry.parameter, sharding_of(entry, parallel), entry.value.grad) for entry in stepped.entries]
+    return [
+        part
+        for parameter, sharding, gradient in mine
+        if parallel.records[parameter].counted and gradient is not None
+        for part in sharding.counted(gradient)
+    ]

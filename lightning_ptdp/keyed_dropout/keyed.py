@@ -1,0 +1,255 @@
+"""Puts dropout by key in the place of torch's, for the time of a forward.
+
+An element's key is made of: the run's seed and the step; its sample; the module that asks and how often that has asked in this call; its
+place in the whole activation, of which this rank may hold a part::
+
+    activation                          dimension 1               the last dimension
+    (b, ..., h)  hidden state           positions in the sequence channels; from r h on behind a column layer
+    (b, n, s, s) attention weights      heads, from r n on        keys; dimension 2: positions of the queries
+
+Shapes: b samples, s tokens, h channels, n heads, r this rank's place in the tensor group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_ptdp.context_parallel import positions, sequence_length
+from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.random import derive_seed
+
+__all__ = ["KeyedDropout", "KeyedDropoutError"]
+
+_OTHERS = {
+    getattr(F, name) for name in ("alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "rrelu")
+}
+
+
+class KeyedDropoutError(ValueError):
+    """The model drops something of which it cannot be said what it is."""
+
+
+@dataclass
+class _Running:
+    """One forward: of which samples, and who is being called (name, dropouts so far), outermost first."""
+
+    seed: int
+    samples: Tensor
+    length: int | None
+    calls: list[list[Any]] = field(default_factory=list)
+
+
+class KeyedDropout:
+    """Dropout of one rank; also what tells of tensor-parallel regions (``SplitRandomness`` has the same methods).
+
+    Args:
+        tensor: The tensor group.
+        context: The context group.
+        sequence_parallel: Whether activations are split along the sequence outside of tensor-parallel regions.
+        seed: Of the run.
+    """
+
+    def __init__(self, *, tensor: Group, context: Group, sequence_parallel: bool, seed: int) -> None:
+        self._tensor, self._context, self._sequence_parallel, self._seed = tensor, context, sequence_parallel, seed
+        self._inside = False
+        self._running: _Running | None = None
+
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        """Follow the calls of a module's modules; returns a function that undoes it."""
+        handles = []
+        for name, child in module.named_modules():
+            handles.append(child.register_forward_pre_hook(partial(self._entered, name), prepend=True))
+            handles.append(child.register_forward_hook(self._left, always_call=True))
+
+        def detach() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return detach
+
+    def begin(self) -> None:
+        """A step begins outside of regions."""
+        self._inside = False
+
+    def enter(self) -> None:
+        """What follows is split over the tensor group."""
+        self._inside = True
+
+    def leave(self) -> None:
+        """What follows is whole."""
+        self._inside = False
+
+    @contextlib.contextmanager
+    def forward(self, batch: Any, *, tensors: Iterable[Tensor], samples: int, step: tuple[object, ...]) -> Iterator[None]:
+        """Around the forward of a microbatch.
+
+        Args:
+            batch: The microbatch, whole along time.
+            tensors: What it holds.
+            samples: b.
+            step: Tells steps apart.
+
+        Raises:
+            ValueError: There are no samples to tell apart.
+        """
+        try:
+            length = sequence_length(batch)
+        except ValueError:
+            length = None
+        self._running = _Running(derive_seed(self._seed, *step), sample_keys(tensors, samples), length)
+        try:
+            with _Mode(self):
+                yield
+        finally:
+            self._running = None
+
+    def recomputation(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """Contexts of a forward and of its recomputation: the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
+        running = self._running
+        if running is None:
+            return contextlib.nullcontext(), contextlib.nullcontext()
+        again = _Running(running.seed, running.samples, running.length, [list(call) for call in running.calls])
+        return contextlib.nullcontext(), self._again(again, self._inside)
+
+    @contextlib.contextmanager
+    def _again(self, running: _Running, inside: bool) -> Iterator[None]:
+        outer, self._running, self._inside = (self._running, self._inside), running, inside
+        try:
+            with _Mode(self):
+                yield
+        finally:
+            self._running, self._inside = outer
+
+    def _entered(self, name: str, *_: Any) -> None:
+        if self._running is not None:
+            self._running.calls.append([name, 0])
+
+    def _left(self, *_: Any) -> None:
+        if self._running is not None and self._running.calls:
+            self._running.calls.pop()
+
+    # ---- what torch's functions become --------------------------------------------------------------------------------
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """``F.dropout``."""
+        if not training or p == 0.0 or self._running is None:
+            return input
+        kept = self._kept(input, p)
+        return input.mul_(kept) if inplace else input * kept
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``F.scaled_dot_product_attention``, with its weights written out where some of them are dropped."""
+        if dropout_p == 0.0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if self._context.size > 1:
+            raise KeyedDropoutError(
+                f"keyed_dropout=True with attention dropout of {dropout_p} and context_parallel_size={self._context.size}: no rank "
+                "holds the attention weights of a whole row; set the attention's dropout "
+                "to 0, or use keyed_dropout=False"
+            )
+        copies = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
+        weights = scores.softmax(-1)
+        return (weights * self._kept(weights, dropout_p)) @ value
+
+    def _kept(self, x: Tensor, p: float) -> Tensor:
+        """0 for what is dropped, 1 / (1 - p) for what is kept, of the shape and dtype of ``x``."""
+        running = self._running
+        assert running is not None
+        caller, samples = self._caller(), running.samples.to(x.device)
+        if p == 1.0:
+            return torch.zeros_like(x)
+        if x.dim() < 2 or x.size(0) != samples.numel():
+            raise KeyedDropoutError(
+                f"keyed_dropout=True: dropout on {tuple(x.shape)} in '{caller[0]}', where a microbatch has {samples.numel()} "
+                "samples: samples must be along dimension 0; use keyed_dropout=False"
+            )
+        key = derive_seed(running.seed, *caller)
+        indices = [self._places(x, dim).view([-1 if d == dim else 1 for d in range(x.dim())]) for dim in range(1, x.dim())]
+        drawn = uniform(samples.view([-1] + [1] * (x.dim() - 1)) ^ key, indices)
+        return (drawn >= p).to(x.dtype) / (1 - p)
+
+    def _caller(self) -> tuple[str, int]:
+        """Innermost module, and how often it has asked before in this call."""
+        assert self._running is not None
+        if not self._running.calls:
+            return "", 0
+        call = self._running.calls[-1]
+        call[1] += 1
+        return call[0], call[1]
+
+    def _places(self, x: Tensor, dim: int) -> Tensor:
+        """Where the elements along a dimension are in the whole activation."""
+        own = torch.arange(x.size(dim), device=x.device)
+        heads = x.dim() == 4
+        if dim == (2 if heads else 1) and x.dim() > 2:
+            return self._positions(own)
+        split = 1 if heads else x.dim() - 1
+        if dim == split and self._inside and not self._is_slice(x):
+            return own + self._tensor.rank * x.size(dim)
+        return own
+
+    def _positions(self, own: Tensor) -> Tensor:
+        """Places in the whole sequence of tokens 0, 1, ... here."""
+        running, context, tensor = self._running, self._context, self._tensor
+        assert running is not None
+        if running.length is None:
+            return own
+        places = positions(running.length, context.rank, context.size, device=own.device)
+        if own.numel() == places.numel():
+            return places
+        if self._sequence_parallel and own.numel() * tensor.size == places.numel():
+            return places.chunk(tensor.size)[tensor.rank]
+        return own
+
+    def _is_slice(self, x: Tensor) -> bool:
+        """Whether ``x`` is a slice of the sequence, with all channels."""
+        running = self._running
+        assert running is not None
+        if not self._sequence_parallel or running.length is None or x.dim() != 3:
+            return False
+        return x.size(1) * self._tensor.size * self._context.size == running.length
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, keyed: KeyedDropout) -> None:
+        super().__init__()
+        self._replaced = {F.dropout: keyed.dropout, F.scaled_dot_product_attention: keyed.attention}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _OTHERS and kwargs.get("training", True):
+            raise KeyedDropoutError(f"keyed_dropout=True does not know {function.__name__}; use keyed_dropout=False")
+        if function is F.multi_head_attention_forward and kwargs.get("training", True) and kwargs.get("dropout_p", 0.0):
+            raise KeyedDropoutError(
+                "keyed_dropout=True does not see the dropout inside of nn.MultiheadAttention on one process; build it with dropout=0, or "
+                "use keyed_dropout=False"
+            )
+        return self._replaced.get(function, function)(*args, **kwargs)

@@ -1,0 +1,68 @@
+"""Random numbers as a function of indices: no stream, no state.
+
+The hash is SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), applied once an
+index, in int64 whose products wrap around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["mix", "sample_keys", "uniform"]
+
+_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
+_FIRST, _SECOND = -4658895280553007687, -7723592293110705685  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; torch's keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(key: Tensor, index: Tensor) -> Tensor:
+    """A new key (broadcast shape, int64) from a key and an index."""
+    z = (key ^ (index * _GAMMA)) + _GAMMA
+    z = (z ^ _shifted(z, 30)) * _FIRST
+    z = (z ^ _shifted(z, 27)) * _SECOND
+    return z ^ _shifted(z, 31)
+
+
+def uniform(key: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """Numbers in [0, 1), float32, one for each combination of ``indices``, tensors that broadcast against each other and ``key``."""
+    for index in indices:
+        key = mix(key, index)
+    return _shifted(key, 40).to(torch.float32) * 2.0**-24
+
+
+def sample_keys(tensors: Iterable[Tensor], samples: int) -> Tensor:
+    """A key (b) int64 of each sample's content: the same for the same sample, in whatever batch and place it is.
+
+    Args:
+        tensors: Of a batch; those with b entries along dimension 0 count.
+        samples: b.
+
+    Raises:
+        ValueError: No tensor has a sample a row.
+    """
+    keys: Tensor | None = None
+    for number, tensor in enumerate(t for t in tensors if t.dim() and t.size(0) == samples):
+        rows = _bits(tensor.detach()).reshape(samples, -1)
+        places = torch.arange(rows.size(1), device=rows.device)
+        part = mix(rows, places + (number << 40)).sum(1)
+        keys = part if keys is None else mix(keys, part)
+    if keys is None:
+        raise ValueError(
+            f"keyed_dropout=True tells samples apart by their content, but the batch holds no tensor of {samples} samples; use a batch of "
+            "tensors with samples along dimension 0, or keyed_dropout=False"
+        )
+    return keys
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The elements as int64, equal if and only if they are."""
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return x.double().view(torch.int64) if x.is_floating_point() else x.to(torch.int64)

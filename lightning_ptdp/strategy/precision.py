@@ -1,0 +1,77 @@
+"""Lightning's precision plugins with a loss scale that all ranks agree on.
+
+An overflow may be seen by one rank only: the one with that stage, that slice of a matrix, or that shard of the gradients. Left alone,
+its scaler would skip the step that the others take. So what a scaler has found is maximized over the world before anyone acts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp._torch import found_inf
+
+__all__ = ["loss_scale", "prepare_loss_scaling"]
+
+_INITIAL_SCALE = 2.0**12
+"""Of "16-true". There the loss is in float16 too, whose largest number is 65504: torch's own 2^16 would overflow every first step."""
+
+
+def prepare_loss_scaling(plugin: Any, optimizer: Any, *, device: torch.device) -> None:
+    """Give "16-true" a dynamic loss scale, which Lightning's plugin lacks, and make any scaler's decisions those of all ranks.
+
+    The optimizer must step on gradients in float32: its parameters are, or have masters.
+
+    Raises:
+        ValueError: The scaler is switched off, so that small gradients would vanish without a word.
+    """
+    if getattr(plugin, "precision", None) == "16-true" and getattr(plugin, "scaler", None) is None:
+        plugin.scaler = torch.amp.GradScaler(device.type, init_scale=_INITIAL_SCALE)
+        plugin.pre_backward = partial(_pre_backward, plugin, plugin.pre_backward)
+        plugin.optimizer_step = partial(_optimizer_step, plugin)
+        plugin.state_dict, plugin.load_state_dict = plugin.scaler.state_dict, plugin.scaler.load_state_dict
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None:
+        return
+    if not scaler.is_enabled():
+        raise ValueError(
+            f"precision={plugin.precision!r} with a GradScaler that is not enabled on {device.type}: gradients below 6e-8 would become "
+            "zero; enable it, or use precision='bf16-mixed', 'bf16-true' or '32-true'"
+        )
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        # A fused step would unscale by itself, unseen by clipping and by the other ranks.
+        optimizer._step_supports_amp_scaling = False
+    if not isinstance(scaler.unscale_, partial):
+        scaler.unscale_ = partial(_unscale_together, scaler, scaler.unscale_, device)
+
+
+def loss_scale(plugin: Any) -> float:
+    """What losses are multiplied with before the backward; 1 without a scaler."""
+    scaler = getattr(plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _unscale_together(scaler: Any, unscale: Callable[[Any], None], device: torch.device, optimizer: Any) -> None:
+    unscale(optimizer)
+    found = found_inf(scaler, optimizer, device)
+    if dist.is_initialized():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def _pre_backward(plugin: Any, plain: Callable[..., Tensor], tensor: Tensor, module: Any) -> Tensor:
+    return plain(plugin.scaler.scale(tensor), module)
+
+
+def _optimizer_step(plugin: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    """In the order of Lightning's "16-mixed": backward, unscale, hooks and clipping, step unless something overflowed."""
+    closure()
+    plugin.scaler.unscale_(optimizer)
+    plugin._after_closure(model, optimizer)
+    output = plugin.scaler.step(optimizer, **kwargs)
+    plugin.scaler.update()
+    return output

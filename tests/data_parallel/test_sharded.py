@@ -1,0 +1,201 @@
+"""The user's optimizer on shards: any elementwise one, its groups and schedulers kept, the promised bytes a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, Reduction, SteppedParameters, check_elementwise
+from lightning_ptdp.data_parallel.shards import Shard
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import Group, ProcessMesh
+from tests.pool import Pool
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+}
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 2)).to(dtype)
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def _sharded(model: nn.Module, group: Group, **options: Any) -> tuple[GradientBuckets, SteppedParameters]:
+    buckets = GradientBuckets(
+        [BucketEntry(p, chunk=0) for p in model.parameters()],
+        reduction=Reduction(inner=group, scatter=True, **options),
+        bucket_bytes=3000,
+    )
+    return buckets, SteppedParameters(buckets, masters=True)
+
+
+def _inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _difference(rank: int, name: str, size: int) -> float:
+    model, reference = _model(), _model()
+    buckets, stepped = _sharded(model, Group(dist.group.WORLD, tuple(range(size)), rank))
+    optimizer, plain = OPTIMIZERS[name](_groups(model)), OPTIMIZERS[name](_groups(reference))
+    check_elementwise(optimizer, device=torch.device("cpu"))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, plain)]
+    stepped.adopt(optimizer)
+    for step in range(4):
+        buckets.zero()
+        buckets.install()
+        buckets.arm(0)
+        model(_inputs(step, rank)).square().mean().backward()
+        buckets.reduce(0)
+        buckets.finish(scale=1 / size)
+        stepped.install()
+        assert all(p.grad is None for p in model.parameters()), "a parameter shows the gradient of one replica"
+        optimizer.step()
+        stepped.publish()
+        plain.zero_grad()
+        sum(reference(_inputs(step, r)).square().mean() / size for r in range(size)).backward()
+        plain.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        stepped.wait()
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(float(plain.param_groups[0]["lr"]))
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    return max(float((a - b).abs().max()) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_elementwise_optimizer_steps_as_on_whole_parameters(name: str, pool: Pool) -> None:
+    for difference in pool.run(_difference, world_size=3, args=(name, 3)):
+        assert difference < 2e-6
+
+
+def _shampoo_like(parameters: Any) -> Optimizer:
+    class ByNorm(torch.optim.SGD):
+        """Scales a matrix by its norm, as LARS and LAMB do."""
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = parameter.grad / parameter.grad.norm()
+            return super().step(closure)
+
+    return ByNorm(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.Adafactor(p), ["Adafactor", "element by element"]),
+        (lambda p: torch.optim.LBFGS(p), ["LBFGS", "fails on one"]),
+        (lambda p: torch.optim.Muon(p), ["Muon", "fails on one"]),
+        (_shampoo_like, ["ByNorm", "differs from that of the whole matrix"]),
+    ],
+    ids=["adafactor", "lbfgs", "muon", "by norm"],
+)
+def test_an_optimizer_that_needs_whole_matrices_is_refused(make: Callable[[Any], Optimizer], words: list[str]) -> None:
+    optimizer = make([nn.Parameter(torch.ones(3, 3))])
+    with pytest.raises(ValueError) as error:
+        check_elementwise(optimizer, device=torch.device("cpu"))
+    for word in [*words, "shard_optimizer=False"]:
+        assert word in str(error.value)
+    assert not optimizer.state, "the trial left something behind"
+
+
+def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
+    """(bytes of parameters, gradients, masters and AdamW's states; parameters) of bf16 training on this rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(200, 200, dtype=torch.bfloat16) for _ in range(4)))
+    group = Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), rank)
+    buckets = GradientBuckets(
+        [BucketEntry(p, chunk=0) for p in model.parameters()], reduction=Reduction(inner=group, scatter=sharded)
+    )
+    stepped = SteppedParameters(buckets, masters=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped.adopt(optimizer)
+    buckets.zero()
+    buckets.install()
+    model(torch.ones(2, 200, dtype=torch.bfloat16)).sum().backward()
+    buckets.reduce_all()
+    buckets.finish()
+    stepped.install()
+    optimizer.step()
+    stepped.publish()
+    stepped.wait()
+    held = [*model.parameters(), *(bucket.buffer for bucket in buckets.buckets())]
+    held += [value for group in optimizer.param_groups for value in group["params"]]
+    held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}
+    return sum(storages.values()), sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("size", "sharded"), [(1, False), (2, False), (2, True), (4, True)])
+def test_bytes_a_parameter_are_18_or_6_and_12_over_d(size: int, sharded: bool, pool: Pool) -> None:
+    expected = 6 + 12 / size if sharded else 18
+    for held, parameters in pool.run(_bytes, world_size=size, args=(size, sharded)):
+        assert held / parameters == pytest.approx(expected, rel=0.02)
+
+
+def _two_levels(rank: int, scatter: bool, compress: bool) -> tuple[float, float]:
+    """Largest difference to the flat sum, and to what it would be in bfloat16 between nodes at worst."""
+    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=4), rank=rank)
+    inner, outer = mesh.replica_levels(2)
+    reduction = Reduction(inner=inner, outer=outer, scatter=scatter, outer_dtype=torch.bfloat16 if compress else None)
+    buffers = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    mine, total = buffers[rank].clone(), sum(buffers)
+    reduction.start(mine).wait()
+    found, wanted = reduction.mine(mine), reduction.mine(total)  # type: ignore[arg-type]
+    assert found.numel() == (32 if scatter else 64)
+    if scatter:
+        reduction.start_gather(mine).wait()
+        found, wanted = mine, total  # type: ignore[assignment]
+    return float((found - wanted).abs().max()), float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("compress", [False, True])
+def test_two_levels_equal_the_flat_sum(scatter: bool, compress: bool, pool: Pool) -> None:
+    for difference, largest in pool.run(_two_levels, world_size=4, args=(scatter, compress)):
+        assert difference < (largest * 2**-7 if compress else 2e-6)
+        assert not compress or difference > 1e-5
+
+
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),
+)
+def test_rectangles_of_a_range_cover_it_once(shape: tuple[int, ...], cut: list[float]) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    start, stop = (round(part * whole.numel()) for part in cut)
+    flat = whole.flatten()[start:stop]
+    shard = Shard(shape, start, stop)
+    seen = []
+    for offset, extent, position in shard.rectangles():
+        box = whole[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
+        assert torch.equal(box.flatten(), flat[position : position + box.numel()])
+        seen += box.flatten().tolist()
+    assert sorted(seen) == flat.tolist()
+    assert len(list(shard.rectangles())) <= max(1, 2 * len(shape) - 1)

@@ -1,0 +1,52 @@
+"""Numbers that are a function of indices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_ptdp.keyed_dropout.keys import mix, sample_keys, uniform
+
+
+def reference(key: int, index: int) -> int:
+    """SplitMix64's finalizer in Python's integers."""
+    mask = (1 << 64) - 1
+    z = ((key ^ (index * 0x9E3779B97F4A7C15)) + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def test_the_hash_is_the_published_one() -> None:
+    keys, indices = torch.tensor([0, 1, -5, 2**62]), torch.tensor([0, 7, 123456789, 2**40])
+    found = mix(keys, indices).tolist()
+    for key, index, value in zip(keys.tolist(), indices.tolist(), found, strict=True):
+        assert value % 2**64 == reference(key % 2**64, index)
+
+
+def test_numbers_are_uniform_and_independent_of_their_neighbours() -> None:
+    x = uniform(torch.tensor([[3], [4]]).view(2, 1, 1), [torch.arange(200).view(1, -1, 1), torch.arange(300).view(1, 1, -1)])
+    assert x.shape == (2, 200, 300)
+    assert 0 <= float(x.min()) < 1e-3
+    assert 0.999 < float(x.max()) < 1
+    # Of n = 120 000 numbers: the mean's deviation is 1/sqrt(12 n), a correlation's 1/sqrt(n); five of each.
+    assert abs(float(x.mean()) - 0.5) < 5 / (12 * x.numel()) ** 0.5
+    for other in (x.roll(1, 1), x.roll(1, 2), x.flip(0)):
+        correlation = torch.corrcoef(torch.stack([x.flatten(), other.flatten()]))[0, 1]
+        assert abs(float(correlation)) < 5 / x.numel() ** 0.5
+
+
+def test_a_sample_has_its_key_in_any_batch() -> None:
+    tokens, weights = torch.randint(50, (6, 9)), torch.randn(6)
+    whole = sample_keys([tokens, weights], 6)
+    part = sample_keys([tokens[[4, 1]], weights[[4, 1]]], 2)
+    assert torch.equal(part, whole[[4, 1]])
+    assert len(set(whole.tolist())) == 6
+    changed = tokens.clone()
+    changed[2, 3] += 1
+    assert (sample_keys([changed, weights], 6) != whole).tolist() == [i == 2 for i in range(6)]
+
+
+def test_a_batch_without_samples() -> None:
+    with pytest.raises(ValueError, match="no tensor of 3 samples"):
+        sample_keys([torch.ones(4)], 3)

@@ -1,0 +1,62 @@
+"""global batch = b * m * d, whichever two are given, and a ramp that depends on the samples consumed only."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ptdp.batch_size import BatchPlan, RampUp
+
+SIZES = st.integers(1, 64)
+
+
+@given(b=SIZES, m=SIZES, d=SIZES)
+def test_any_two_give_the_third(b: int, m: int, d: int) -> None:
+    plan = BatchPlan(micro_batch_size=b, num_microbatches=m, data_parallel_size=d)
+    assert plan.global_batch == b * m * d
+    for left_out in ("global_batch", "micro_batch_size", "num_microbatches", None):
+        known = {"global_batch": plan.global_batch, "micro_batch_size": b, "num_microbatches": m}
+        known.pop(left_out or "", None)
+        assert BatchPlan.derive(data_parallel_size=d, **known) == plan
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"global_batch": 12, "micro_batch_size": 4, "data_parallel_size": 2}, ["12", "4 * 2", "8 or 16", "2 or 3 or 6"]),
+        ({"global_batch": 12, "num_microbatches": 5, "data_parallel_size": 1}, ["num_microbatches", "10 or 15"]),
+        ({"global_batch": 16, "micro_batch_size": 2, "num_microbatches": 3, "data_parallel_size": 2}, ["16", "= 12", "=4"]),
+        ({"global_batch": 16, "data_parallel_size": 2}, ["two of them"]),
+        ({"global_batch": 0, "micro_batch_size": 2, "data_parallel_size": 2}, ["global_batch=0", "positive"]),
+    ],
+)
+def test_what_does_not_fit_says_what_would(sizes: dict[str, int], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        BatchPlan.derive(**sizes)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_ramp_grows_with_the_samples() -> None:
+    ramp = RampUp(start=8, stop=32, increment=8, samples=90)
+    taken, sizes = 0, []
+    for step in range(10):
+        assert ramp.consumed(step) == taken
+        sizes.append(ramp.global_batch(taken))
+        taken += sizes[-1]
+    assert sizes == [8, 8, 8, 8, 16, 16, 24, 24, 32, 32]
+    assert [plan.num_microbatches for plan in ramp.plans(data_parallel_size=2, micro_batch_size=4)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"start": 8, "stop": 4, "increment": 1, "samples": 9}, "stop=4 is smaller than start=8"),
+        ({"start": 8, "stop": 20, "increment": 5, "samples": 9}, "increment=5 does not divide stop - start = 20 - 8"),
+        ({"start": 8, "stop": 16, "increment": 8, "samples": 0}, "samples=0 must be a positive integer"),
+    ],
+)
+def test_impossible_ramps(fields: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RampUp(**fields)

@@ -1,0 +1,108 @@
+"""NaN on one rank, parameters without gradients, parameters that change their mind: all named."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from lightning_ptdp.engine.gradient_checks import NonFiniteError
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.conformance.toys import LitNet, loader
+from tests.pool import Pool
+
+P, M, Z = "pipeline_parallel_size", "num_microbatches", "shard_optimizer"
+
+
+class LitPoisoned(LitNet):
+    """The second microbatch of the second step on the last rank has a loss of nan."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.calls = getattr(self, "calls", 0) + 1
+        poisoned = self.trainer.global_rank == self.trainer.world_size - 1 and self.calls == 4
+        loss = output["loss"] if isinstance(output, dict) else output
+        return loss * float("nan") if poisoned else loss
+
+
+class LitUnused(LitNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = torch.nn.Linear(2, 2)
+
+
+class LitFreezes(LitNet):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            next(self.parameters()).requires_grad_(False)
+
+
+def _fit(
+    rank: int, module: type[L.LightningModule], world_size: int, layout: dict[str, Any], accumulate: int = 1
+) -> tuple[str, list[str], bool]:
+    """(what was raised, what was warned of, whether all weights are finite)."""
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(**layout),
+        accelerator="cpu",
+        devices=world_size,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    raised = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module(), loader())
+        except (NonFiniteError, ValueError) as error:
+            raised = f"{type(error).__name__}: {error}"
+    finite = all(value.isfinite().all() for value in trainer.lightning_module.state_dict().values())
+    return raised, [str(warning.message) for warning in caught], bool(finite)
+
+
+@pytest.mark.parametrize("layout", [{}, {P: 2, M: 2, "schedule": "zb_h1"}], ids=["one", "zb_h1"])
+def test_nobody_is_named_who_has_a_gradient(layout: dict[str, Any], pool: Pool) -> None:
+    size = layout.get(P, 1)
+    for _, texts, _ in pool.run(_fit, world_size=size, args=(LitNet, size, {**layout, "check_finite": "raise"}, 2)):
+        assert not [text for text in texts if "no loss depends" in text]
+
+
+def test_one_process_without_microbatches_is_checked_too(pool: Pool) -> None:
+    ((raised, _, finite),) = pool.run(_fit, world_size=1, args=(LitPoisoned, 1, {"check_finite": "raise"}))
+    assert "the loss of microbatch 0 on rank 0" in raised
+    assert finite
+
+
+PLACES = {"one": (1, {M: 2}), "d2": (2, {M: 2}), "d2 sharded": (2, {M: 2, Z: True}), "p2": (2, {P: 2, M: 2})}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_nan_is_traced_to_its_rank_and_microbatch(name: str, pool: Pool) -> None:
+    world_size, layout = PLACES[name]
+    ranks = pool.run(_fit, world_size=world_size, args=(LitPoisoned, world_size, {**layout, "check_finite": "raise"}))
+    for raised, _, finite in ranks:
+        assert raised.startswith("NonFiniteError: the gradient of '")
+        assert f"the loss of microbatch 1 on rank {world_size - 1}" in raised
+        assert finite
+    ranks = pool.run(_fit, world_size=world_size, args=(LitPoisoned, world_size, {**layout, "check_finite": "skip"}))
+    assert all(finite and not raised for raised, _, finite in ranks)
+    assert any("a step was skipped: the gradient of '" in text for text in ranks[0][1])
+
+
+@pytest.mark.parametrize("name", ["d2", "d2 sharded"])
+def test_parameters_without_a_gradient_are_named_once(name: str, pool: Pool) -> None:
+    told = [text for _, texts, _ in pool.run(_fit, world_size=2, args=(LitUnused, 2, PLACES[name][1])) for text in texts]
+    assert [text.split(" (")[0] for text in told if "no loss depends" in text] == ["no loss depends on spare.bias, spare.weight"]
+
+
+def test_a_parameter_that_is_frozen_after_set_up_is_refused(pool: Pool) -> None:
+    for raised, _, _ in pool.run(_fit, world_size=2, args=(LitFreezes, 2, {Z: True})):
+        assert raised.startswith("ValueError: requires_grad of '")
+        assert "has become False" in raised
