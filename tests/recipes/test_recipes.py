@@ -124,20 +124,17 @@ def test_data_and_batches_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names(shared=True))
-def test_every_key_of_a_recipe_is_commented_or_plain(name: str) -> None:
-    """A recipe tells what it is, has a base, and says of every number where it is from or what it is."""
+def test_a_recipe_tells_what_it_is_and_has_a_base(name: str) -> None:
     text = (recipe_folder() / f"{name}.yaml").read_text()
     assert text.startswith("# ")
-    assert "\t" not in text and all(len(line) <= 140 for line in text.splitlines())
+    assert all(len(line) <= 140 for line in text.splitlines())
     assert (BASE_KEY in yaml.safe_load(text)) == (name != "common")
     assert resolve_config(find_config(name)).values
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("gpt/nano", "gpt/llama-nano")])
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_keeps_its_runs_apart(name: str) -> None:
-    experiment = parsed(name)["trainer"]["logger"]["init_args"]["experiment_name"]
-    assert experiment == name.replace("/", "-")
-    assert sum(parsed(other)["trainer"]["logger"]["init_args"]["experiment_name"] == experiment for other in RECIPES) == 1
+    assert parsed(name)["trainer"]["logger"]["init_args"]["experiment_name"] == name.replace("/", "-")
 
 
 def test_one_device_instead_of_many() -> None:
