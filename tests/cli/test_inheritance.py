@@ -173,12 +173,12 @@ def test_show_resolved_tells_where_every_value_comes_from(ptdp: Run, tmp_path: P
 
 
 def test_show_resolved_of_a_class_named_again_and_of_an_entry_added(ptdp: Run) -> None:
-    overrides = ["--trainer.strategy=lightning_ptdp.PTDPStrategy", "--trainer.callbacks+=RichProgressBar"]
+    overrides = ["--data=TextDataModule", "--trainer.callbacks+=RichProgressBar"]
     code, out, err = ptdp("recipes", "show", "gpt/nano", "--resolved", *overrides)
     assert code == 0, err
     origins = origins_of(out)
-    assert origins["class_path: lightning_ptdp.PTDPStrategy"] == "command line"
-    assert origins["virtual_pipeline_size: 2"] == "gpt/nano"
+    assert origins["class_path: lightning_ptdp.data.TextDataModule"] == "command line"
+    assert origins["data_dir: ptdp-data/python-8k"] == "gpt/nano"
     assert origins["class_path: lightning.pytorch.callbacks.RichProgressBar"] == "command line"
     assert origins["class_path: lightning.pytorch.callbacks.ModelCheckpoint"] == "common"
 
