@@ -136,7 +136,8 @@ class Engine:
         self._checks = GradientChecks(
             config=self._config, mesh=self._mesh, parallel=self._parallel, gradients=self._buckets, stepped=self.stepped
         )
-        self.observers.add(self._checks)
+        if self._config.check_finite is not None:
+            self.observers.add(self._checks)
 
     def install_gradients(self) -> None:
         """Show the gradients that ``training_step`` computed to Lightning and the optimizer."""
