@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.cli.errors import UserError, nearest
-from lightning_ptdp.cli.recipes import find_config
+from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.recipe_files import find_config
 
 if TYPE_CHECKING:
     from lightning_ptdp.models.gpt_config import GPTConfig
@@ -130,16 +131,7 @@ def _names(text: str) -> list[str]:
 def _read(name: str | None) -> Mapping[str, Any]:
     if name is None:
         return {}
-    import yaml
-
-    path = find_config(name)
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
-    if not isinstance(config, Mapping):
-        raise UserError(f"{path} is not a configuration of ptdp fit: it has no keys")
-    return config
+    return resolve_config(find_config(name)).values
 
 
 def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:

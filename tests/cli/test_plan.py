@@ -108,7 +108,7 @@ def test_a_bert_is_planned_as_a_gpt_of_its_sizes(ptdp: Run) -> None:
     ("text", "words"),
     [
         ("[1, 2", "is not YAML"),
-        ("3", "it has no keys"),
+        ("3", "mine.yaml"),
         ("trainer: {}", "has no model.init_args.config"),
         (
             "model: {init_args: {config: {num_layer: 3}}}",

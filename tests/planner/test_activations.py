@@ -51,7 +51,7 @@ def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str,
 
 
 @pytest.mark.parametrize(("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"])
-def test_formulas_are_within_5_percent_of_what_is_kept(pool: Pool, t: int, sequence_parallel: bool) -> None:
+def test_formulas_are_within_1_percent_of_what_is_kept(pool: Pool, t: int, sequence_parallel: bool) -> None:
     for results in pool.run(measured, world_size=t, args=(t, sequence_parallel)):
         assert len(results) == len(MODELS) * len(PRECISIONS) * (4 if t > 1 and not sequence_parallel else 3)
         for (name, precision, policy), kept in results.items():
@@ -64,7 +64,7 @@ def test_formulas_are_within_5_percent_of_what_is_kept(pool: Pool, t: int, seque
                 distribute_saved_activations=policy == "full, in parts",
             )
             layer = layer_activations(small_job(MODELS[name], precision=precision), how, fused_rms_norm=False)
-            assert layer.held == pytest.approx(kept, rel=0.05), (name, precision, policy, layer.held / kept)
+            assert layer.held == pytest.approx(kept, rel=0.01), (name, precision, policy, layer.held / kept)
 
 
 HEAD = GPTConfig.gpt2(**{**SIZES, "vocabulary_size": 509})
