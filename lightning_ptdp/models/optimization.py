@@ -1,4 +1,4 @@
-"""AdamW with decay groups, and a learning rate that warms up and then falls along a cosine."""
+"""AdamW with decay groups, and a learning rate that warms up and then falls."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["AdamWConfig", "build_adamw", "build_schedule", "decay_groups", "learning_rate_factor", "resolve_decay_steps"]
+__all__ = ["AdamWConfig", "Decay", "build_adamw", "build_schedule", "decay_groups", "learning_rate_factor", "resolve_decay_steps"]
+
+
+Decay = Literal["cosine", "linear"]
+"""How the learning rate falls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +29,9 @@ class AdamWConfig:
         eps: Added to the root of the running square.
         weight_decay: Decoupled decay (arXiv 1711.05101) of parameters with two or more dimensions.
         warmup_steps: Optimizer steps of linear warm-up; the first step already has 1/warmup_steps of the peak.
-        decay_steps: Optimizer step, counted from 0, at which the cosine reaches its end; None: the Trainer's number of steps.
-        min_lr_ratio: Learning rate at the end of the cosine and after it, over the peak.
+        decay: After the warm-up the learning rate falls along a "cosine" (GPT) or a straight line, "linear" (BERT).
+        decay_steps: Optimizer step, counted from 0, at which the fall reaches its end; None: the Trainer's number of steps.
+        min_lr_ratio: Learning rate at the end of the fall and after it, over the peak.
 
     Raises:
         ValueError: A value out of range; the message names the field.
@@ -37,6 +42,7 @@ class AdamWConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     warmup_steps: int = 0
+    decay: Decay = "cosine"
     decay_steps: int | None = None
     min_lr_ratio: float = 0.1
 
@@ -46,6 +52,8 @@ class AdamWConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers, each at least 0 and below 1, for example (0.9, 0.95)")
+        if self.decay not in ("cosine", "linear"):
+            raise ValueError(f"decay={self.decay!r} must be 'cosine' or 'linear'")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
         if self.decay_steps is not None and self.decay_steps < max(self.warmup_steps, 1):
@@ -74,12 +82,15 @@ def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
 
 
-def learning_rate_factor(step: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float) -> float:
+def learning_rate_factor(
+    step: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float, decay: Decay = "cosine"
+) -> float:
     """Learning rate of optimizer step ``step`` (from 0) over the peak."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    height = 1 - progress if decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return min_lr_ratio + (1 - min_lr_ratio) * height
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, decay_steps: int) -> LambdaLR:
@@ -87,13 +98,17 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, dec
     # A partial, not a closure: it can be pickled, and LambdaLR does not store its arguments in checkpoints,
     # so that a resumed run follows the configuration that it was given.
     factor = partial(
-        learning_rate_factor, warmup_steps=config.warmup_steps, decay_steps=decay_steps, min_lr_ratio=config.min_lr_ratio
+        learning_rate_factor,
+        warmup_steps=config.warmup_steps,
+        decay_steps=decay_steps,
+        min_lr_ratio=config.min_lr_ratio,
+        decay=config.decay,
     )
     return LambdaLR(optimizer, factor)
 
 
 def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
-    """The step at which the cosine ends: the configuration's, or else the Trainer's last one.
+    """The step at which the learning rate has fallen: the configuration's, or else the Trainer's last one.
 
     Raises:
         ValueError: Neither is known.
