@@ -170,6 +170,8 @@ def tiny_options(arguments: list[str], shared: Path) -> list[str]:
         return []
     recipe = arguments[arguments.index("--config") + 1]
     if Path(recipe).is_file():
+        recipe = yaml.safe_load(Path(recipe).read_text(encoding="utf-8")).get("base")
+    if recipe is None:  # the page's own file, which is tiny as it is
         return []
     sizes = {"vocabulary_size": 320, "sequence_length": 32}
     options: dict[str, Any] = {f"model.config.{name}": value for name, value in (sizes | {"hidden_size": 32}).items()}
