@@ -7,6 +7,7 @@ A comment in front of a block, invisible to readers, says what is different when
     <!-- test: exit 2 -->                  the last command of the block must end with this code
     <!-- test: Trainer(devices=2) -->      calls of this name get these arguments too
     <!-- test: with --trainer.max_steps 2 -->  ptdp gets these arguments too
+    <!-- test: in one process -->          ptdp fits without a layout, where the block does not speak of one
 
 Blocks of one page share a folder and, if they are Python, their names, to which ``Trainer`` and ``PTDPStrategy`` belong from the start.
 A block with a title (``title="train.py"``) is first written
@@ -33,6 +34,8 @@ NOT_RUN = "not run: "
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?P<rest>[^`]*)$")
 _ORDER = re.compile(r"^ *<!-- test: (?P<order>.+?) -->$")
 _LANGUAGES = ("python", "bash", "yaml")
+_DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")
+_ONE_PROCESS = ["--trainer.devices=1", *(f"--trainer.strategy.{degree}=1" for degree in _DEGREES)]
 _USES_A_RECIPE = ("fit", "validate", "test", "prepare")
 
 
@@ -149,7 +152,7 @@ def _run_python(block: Block, names: dict[str, Any]) -> None:
 
 def _run_shell(block: Block, shared: Path) -> None:
     commands = [words for line in block.code.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
-    added = shlex.split(block.value("with") or "")
+    added = shlex.split(block.value("with") or "") + (_ONE_PROCESS if "in one process" in block.orders else [])
     wanted = int(block.value("exit") or 0)
     for number, words in enumerate(commands):
         words = [_of_this_run(word) for word in words]
