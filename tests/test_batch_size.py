@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +17,8 @@ SIZES = st.integers(1, 64)
 def test_any_two_give_the_third(b: int, m: int, d: int) -> None:
     plan = BatchPlan(micro_batch_size=b, num_microbatches=m, data_parallel_size=d)
     assert plan.global_batch == b * m * d
-    for left_out in ("global_batch", "micro_batch_size", "num_microbatches", None):
-        known = {"global_batch": plan.global_batch, "micro_batch_size": b, "num_microbatches": m}
+    for left_out in ("global_batch_size", "micro_batch_size", "num_microbatches", None):
+        known = {"global_batch_size": plan.global_batch, "micro_batch_size": b, "num_microbatches": m}
         known.pop(left_out or "", None)
         assert BatchPlan.derive(data_parallel_size=d, **known) == plan
 
@@ -24,11 +26,11 @@ def test_any_two_give_the_third(b: int, m: int, d: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"global_batch": 12, "micro_batch_size": 4, "data_parallel_size": 2}, ["12", "4 * 2", "8 or 16", "2 or 3 or 6"]),
-        ({"global_batch": 12, "num_microbatches": 5, "data_parallel_size": 1}, ["num_microbatches", "10 or 15"]),
-        ({"global_batch": 16, "micro_batch_size": 2, "num_microbatches": 3, "data_parallel_size": 2}, ["16", "= 12", "=4"]),
-        ({"global_batch": 16, "data_parallel_size": 2}, ["two of them"]),
-        ({"global_batch": 0, "micro_batch_size": 2, "data_parallel_size": 2}, ["global_batch=0", "positive"]),
+        ({"global_batch_size": 12, "micro_batch_size": 4, "data_parallel_size": 2}, ["12", "4 * 2", "8 or 16", "2 or 3 or 6"]),
+        ({"global_batch_size": 12, "num_microbatches": 5, "data_parallel_size": 1}, ["num_microbatches", "10 or 15"]),
+        ({"global_batch_size": 16, "micro_batch_size": 2, "num_microbatches": 3, "data_parallel_size": 2}, ["16", "= 12", "=4"]),
+        ({"global_batch_size": 16, "data_parallel_size": 2}, ["two of them"]),
+        ({"global_batch_size": 0, "micro_batch_size": 2, "data_parallel_size": 2}, ["global_batch_size=0", "positive"]),
     ],
 )
 def test_what_does_not_fit_says_what_would(sizes: dict[str, int], words: list[str]) -> None:
@@ -60,3 +62,41 @@ def test_a_ramp_grows_with_the_samples() -> None:
 def test_impossible_ramps(fields: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RampUp(**fields)
+
+
+RAMPS = st.builds(
+    lambda start, increment, growths, samples: RampUp(
+        start=start, stop=start + increment * growths, increment=increment, samples=samples
+    ),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(0, 6),
+    st.integers(1, 300),
+)
+
+
+@given(ramp=RAMPS, first=st.integers(0, 40), count=st.integers(0, 60), rest=st.integers(0, 100))
+def test_stretches_and_steps_are_what_step_after_step_gives(ramp: RampUp, first: int, count: int, rest: int) -> None:
+    taken = [first]
+    for _ in range(count):
+        taken.append(taken[-1] + ramp.global_batch(taken[-1]))
+    assert ramp.consumed(count, start=first) == taken[-1] - first
+    assert ramp.steps(taken[-1] - first, start=first) == count
+    size, alike = ramp.stretch(first)
+    sizes = [later - earlier for earlier, later in pairwise(taken)]
+    assert all(other == size for other in sizes[:alike])
+    assert alike is None or alike >= len(sizes) or sizes[alike] > size
+    enough = ramp.steps(rest, start=first)
+    assert ramp.consumed(enough, start=first) <= rest < ramp.consumed(enough + 1, start=first)
+
+
+@given(ramp=RAMPS, surplus=st.integers(0, 30), epochs=st.integers(1, 12))
+def test_epochs_follow_one_another(ramp: RampUp, surplus: int, epochs: int) -> None:
+    samples, taken, steps = ramp.stop + surplus, 0, 0
+    for _ in range(epochs):
+        here = ramp.epoch_steps(taken, samples=samples)
+        inside = taken + ramp.consumed(here - 1, start=taken)
+        assert ramp.epoch_steps(inside, samples=samples) == here
+        taken, steps = taken + ramp.consumed(here, start=taken), steps + here
+    assert ramp.steps_of_epochs(epochs, samples=samples) == steps
+    assert ramp.consumed(steps) == taken
