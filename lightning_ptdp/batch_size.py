@@ -61,8 +61,8 @@ class BatchPlan:
                 raise ValueError(f"{field}={value!r} must be a positive integer")
         if sum(value is not None for value in (global_batch_size, micro_batch_size, num_microbatches)) < 2:
             raise ValueError(
-                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} and num_microbatches="
-                f"{num_microbatches}: give two of them, the third follows from global_batch_size = micro_batch_size * num_microbatches * data_parallel_size"
+                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} and num_microbatches={num_microbatches}: "
+                "give two of them, the third follows from global_batch_size = micro_batch_size * num_microbatches * data_parallel_size"
             )
         if global_batch_size is None:
             assert micro_batch_size is not None and num_microbatches is not None
@@ -77,7 +77,8 @@ class BatchPlan:
             product = micro_batch_size * num_microbatches * data_parallel_size
             raise ValueError(
                 f"global_batch_size={global_batch_size} is not micro_batch_size * num_microbatches * data_parallel_size = "
-                f"{micro_batch_size} * {num_microbatches} * {data_parallel_size} = {product}; leave one out, or use num_microbatches={derived}"
+                f"{micro_batch_size} * {num_microbatches} * {data_parallel_size} = {product}; leave one out, or use "
+                f"num_microbatches={derived}"
             )
         return cls(micro_batch_size=micro_batch_size, num_microbatches=derived, data_parallel_size=data_parallel_size)
 

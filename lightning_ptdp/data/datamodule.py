@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_ptdp.batch_size import BatchPlan
+from lightning_ptdp.batch_size import BatchPlan, RampUp
 from lightning_ptdp.data.batch_options import BatchOptions, RampUpOptions
 from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.config import PrepareConfig
@@ -122,6 +122,11 @@ class TextDataModule(LightningDataModule):
     def batch_size(self) -> int:
         """Samples in a batch of one replica, after the ramp-up."""
         return self.batch_options.plan(self._replica()[0]).replica_batch
+
+    @property
+    def step_sizes(self) -> RampUp:
+        """The samples of every step, of all replicas."""
+        return self.batch_options.ramp(self._replica()[0])
 
     def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
         """The sizes of all steps that there will be on ``num_replicas`` replicas: one plan, or those of the ramp-up in their order.

@@ -118,6 +118,10 @@ class TokenLoader:
         """Steps in the whole of the epoch in which the position is; fewer in later epochs of a ramp-up."""
         return self.sizes.epoch_steps(self.consumed_samples, samples=len(self.stream))
 
+    def steps_of_epochs(self, epochs: int) -> int:
+        """Steps of the first so many epochs."""
+        return self.sizes.steps_of_epochs(epochs, samples=len(self.stream))
+
     def __iter__(self) -> Iterator[Batch]:
         for batch in _read(self.stream, _TrainingRows(self), self._num_workers, self._pin_memory):
             self._begun.append(self.consumed_samples)

@@ -8,7 +8,8 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.pipeline import Costs, simulate
+from lightning_ptdp.pipeline import Costs, Schedule, simulate
+from lightning_ptdp.pipeline.schedules import schedule_name
 from lightning_ptdp.summary import StageSummary, StrategySummary
 
 __all__ = ["summarize"]
