@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ptdp.batch_size import BatchPlan, RampUp
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.pipeline import build_schedule, dump_schedule
+from lightning_ptdp.strategy.checks import check_loader
 
 SIZES = st.integers(1, 64)
 
@@ -100,3 +105,42 @@ def test_epochs_follow_one_another(ramp: RampUp, surplus: int, epochs: int) -> N
         taken, steps = taken + ramp.consumed(here, start=taken), steps + here
     assert ramp.steps_of_epochs(epochs, samples=samples) == steps
     assert ramp.consumed(steps) == taken
+
+
+def test_the_strategy_follows_the_batch() -> None:
+    config = PTDPConfig(pipeline_parallel_size=2, micro_batch_size=4)
+    assert [config.microbatches(samples) for samples in (1, 4, 5, 16)] == [1, 1, 2, 4]
+    assert config.usual_microbatches is None
+    assert config.has_microbatches
+    assert PTDPConfig(pipeline_parallel_size=2).microbatches(100) == 8
+    assert not PTDPConfig().has_microbatches
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size=0 must be a positive integer"),
+        ({"micro_batch_size": 2, "num_microbatches": 4}, "num_microbatches=4 and micro_batch_size=2: give one of them"),
+    ],
+)
+def test_sizes_that_the_strategy_refuses(fields: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PTDPConfig(**fields)
+
+
+def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_path: Path) -> None:
+    class Data:
+        def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
+            ramp = RampUp(start=8, stop=16, increment=8, samples=90)
+            return ramp.plans(data_parallel_size=num_replicas, micro_batch_size=2)
+
+    layout = ParallelLayout(world_size=4, pipeline_parallel_size=2)
+    check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2), layout)
+    with pytest.raises(
+        ValueError, match=r"micro_batch_size=8 is larger than the batch of 4 samples .* use micro_batch_size=4 or less"
+    ):
+        check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=8), layout)
+    path = tmp_path / "order.csv"
+    dump_schedule(build_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=4), path)
+    with pytest.raises(ValueError, match="batch of 4 samples into 2 microbatches.*is written for num_microbatches=4"):
+        check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2, schedule=str(path)), layout)

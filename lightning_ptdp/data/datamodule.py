@@ -116,6 +116,7 @@ class TextDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.verify_hashes = verify_hashes
         self._train: TokenLoader | None = None
+        self._train_for: Any = None
         self._saved: dict[str, Any] = {}
 
     @property
@@ -188,7 +189,7 @@ class TextDataModule(LightningDataModule):
             loader.load_state_dict(self._saved)
         elif self._train is not None and self.trainer is not None and self.trainer.global_step:
             loader.load_state_dict(self._train.state_dict())
-        self._train, self._saved = loader, {}
+        self._train, self._train_for, self._saved = loader, self.trainer, {}
         return loader
 
     def val_dataloader(self) -> EvaluationLoader:
@@ -214,12 +215,16 @@ class TextDataModule(LightningDataModule):
         return self._train.state_dict() if self._train is not None else dict(self._saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint's place with the next training loader.
+        """Continue from a checkpoint's place, with this fit's training loader if there is one already, else with the next one.
 
         Raises:
-            DataError: Later, from ``train_dataloader``, if the place belongs to other data.
+            DataError: Now or from ``train_dataloader``, if the place belongs to other data.
         """
-        self._saved = dict(state_dict)
+        # A strategy that restores after its set-up does it when configure_optimizers has asked for the number of steps, and so for the loader.
+        if self._train is not None and self._train_for is self.trainer:
+            self._train.load_state_dict(state_dict)
+        else:
+            self._saved = dict(state_dict)
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         return TokenStream(self.data_dir, split=split, sequence_length=self.sequence_length, max_samples=max_samples)
