@@ -142,5 +142,5 @@ def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_p
         check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=8), layout)
     path = tmp_path / "order.csv"
     dump_schedule(build_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=4), path)
-    with pytest.raises(ValueError, match="batch of 4 samples into 2 microbatches.*is written for num_microbatches=4"):
+    with pytest.raises(ValueError, match=r"batch of 4 samples into 2 microbatches.*is written for num_microbatches=4"):
         check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2, schedule=str(path)), layout)

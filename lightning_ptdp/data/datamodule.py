@@ -220,7 +220,8 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: Now or from ``train_dataloader``, if the place belongs to other data.
         """
-        # A strategy that restores after its set-up does it when configure_optimizers has asked for the number of steps, and so for the loader.
+        # A strategy may restore after its set-up, in which configure_optimizers may have asked for the number of steps, and so for
+        # the loader.
         if self._train is not None and self._train_for is self.trainer:
             self._train.load_state_dict(state_dict)
         else:
