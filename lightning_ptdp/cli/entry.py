@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from lightning_ptdp.cli.errors import Terminated, UserError, explain, nearest, terminate_on_sigterm, worker_failure
-from lightning_ptdp.cli.recipes import resolve_configs
+from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.version import __version__
 
 __all__ = ["main"]
@@ -27,7 +27,8 @@ _VERBS = {
     "generate": ("lightning_ptdp.cli.generate", "write text with a trained checkpoint"),
     "convert": ("lightning_ptdp.cli.convert", "to and from Hugging Face folders, state dicts and Lightning's single file"),
     "ckpt": ("lightning_ptdp.cli.checkpoint", "inspect, verify or reshard a checkpoint"),
-    "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one"),
+    "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one and where its values come from"),
+    "plan": ("lightning_ptdp.cli.plan", "the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8"),
     "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
 }
 
@@ -89,7 +90,8 @@ options:
   --debug        with any verb: show the whole traceback of an error
 
 A configuration is a YAML file or the name of a recipe (ptdp recipes list); every key of it can be set on the command line,
-for example --trainer.max_steps 20. ptdp fit --config gpt/nano --print_config shows the result."""
+for example --trainer.max_steps 20. Your own file may start from a recipe: base: gpt/124m, and below it what differs.
+ptdp recipes show gpt/nano --resolved shows every value and where it comes from."""
 
 
 def _report(error: Exception, debug: bool) -> int:

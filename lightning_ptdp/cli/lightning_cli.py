@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentError
 from typing import Any, Literal
 
+import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
@@ -24,7 +25,7 @@ from lightning_ptdp.cli.config_errors import dotted, readable
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import SampleOptions
 
-__all__ = ["PTDPCLI", "print_config"]
+__all__ = ["PTDPCLI", "parsed_values"]
 
 
 class PTDPCLI(LightningCLI):
@@ -95,13 +96,29 @@ class PTDPCLI(LightningCLI):
                 self.trainer_defaults["callbacks"].append(InitFrom(self.config.init_from))
 
 
-def print_config(file: str) -> None:
-    """Print the configuration in ``file`` with every default filled in."""
-    try:
-        PTDPCLI("fit", ["--config", file, "--print_config"])
-    except SystemExit as exit_:
-        if exit_.code:
-            raise
+class _ParsedOnly(PTDPCLI):
+    """A configuration whose classes are not built, so that it may be one for another machine; ``text`` is all of it as YAML."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        self.text = parser.dump(self.config, skip_none=False)
+        self.config.seed_everything = False  # nothing random follows
+
+    def before_instantiate_classes(self) -> None:
+        """Nothing is."""
+
+    def instantiate_classes(self) -> None:
+        """Nothing is."""
+
+
+def parsed_values(arguments: list[str]) -> dict[str, Any]:
+    """What ``ptdp fit`` would use: the configuration on a command line, checked by the parser, with every default filled in.
+
+    Raises:
+        UserError: A key, a class or a value is wrong.
+    """
+    values: dict[str, Any] = yaml.safe_load(_ParsedOnly("fit", arguments).text)
+    return values
 
 
 _CKPT_HELP = "Checkpoint to continue from (fit: with the whole state of training) or to evaluate."

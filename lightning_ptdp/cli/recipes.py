@@ -1,87 +1,67 @@
-"""Recipes: YAML files that come with the package, found by name."""
+"""``ptdp recipes``: what there is, and what is in it."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import re
 
-from lightning_ptdp.cli.errors import UserError, nearest
+from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.recipe_files import find_config, recipe_folder, recipe_names
 
-__all__ = ["find_config", "recipe_folder", "recipe_names", "resolve_configs", "run"]
+__all__ = ["run"]
 
-
-def recipe_folder() -> Path:
-    """Folder of the recipes: inside the installed package, or beside it in a checkout.
-
-    Raises:
-        FileNotFoundError: Neither exists; the installation is incomplete.
-    """
-    package = Path(__file__).resolve().parent.parent
-    for folder in (package / "recipes", package.parent / "recipes"):
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(f"no recipes in {package / 'recipes'} or {package.parent / 'recipes'}: install lightning-ptdp again")
-
-
-def recipe_names() -> list[str]:
-    """Names of all recipes, such as ``gpt/nano``, sorted."""
-    folder = recipe_folder()
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
-
-
-def find_config(name: str) -> Path:
-    """The file behind a ``--config`` value: a path, or a recipe with or without ``recipes/`` and ``.yaml``.
-
-    Raises:
-        UserError: Neither a file nor a recipe; the message names the nearest recipe.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    short = name.removeprefix("recipes/").removesuffix(".yaml")
-    if short in recipe_names():
-        return recipe_folder() / f"{short}.yaml"
-    raise UserError(
-        f"--config {name}: there is no such file, and no such recipe{nearest(short, recipe_names())} "
-        f"(recipes: {', '.join(recipe_names())})"
-    )
-
-
-def resolve_configs(arguments: list[str]) -> list[str]:
-    """The arguments with every ``--config`` value turned into the path of a file that exists."""
-    resolved, expects_value = [], False
-    for argument in arguments:
-        if expects_value:
-            argument, expects_value = str(find_config(argument)), False
-        elif argument in ("--config", "-c"):
-            expects_value = True
-        elif argument.startswith("--config="):
-            argument = f"--config={find_config(argument.removeprefix('--config='))}"
-        resolved.append(argument)
-    return resolved
+# The first line of every recipe; a test compares the count with the model's.
+_FIRST_LINE = re.compile(r"# (?P<count>[\d.]+ [KMBT]) parameters: (?P<summary>.+)")
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """``ptdp recipes list`` and ``ptdp recipes show NAME [--resolved]``."""
+    """``ptdp recipes list`` and ``ptdp recipes show NAME [--resolved [--key value …]]``."""
     parser = argparse.ArgumentParser(prog=f"ptdp {verb}", description="The recipes that come with lightning-ptdp.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("list", help="names and first lines of all recipes")
-    show = commands.add_parser("show", help="print a recipe as it is written")
+    commands.add_parser("list", help="name, size, layout and first line of every recipe")
+    show = commands.add_parser("show", help="print a recipe as it is written, or as ptdp fit would use it", allow_abbrev=False)
     show.add_argument("name", help="a recipe's name, such as gpt/nano, or a file")
-    show.add_argument("--resolved", action="store_true", help="print every value, defaults included, as ptdp fit would use it")
-    options = parser.parse_args(arguments)
+    show.add_argument(
+        "--resolved",
+        action="store_true",
+        help="print every value, bases and defaults included, and where it came from; takes the options of ptdp fit",
+    )
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and not (options.command == "show" and options.resolved):
+        raise UserError(f"{overrides[0]}: options of ptdp fit need --resolved, as in ptdp recipes show gpt/nano --resolved")
     if options.command == "list":
         _list()
     elif options.resolved:
-        from lightning_ptdp.cli.lightning_cli import print_config
+        from lightning_ptdp.cli.provenance import show_resolved
 
-        print_config(str(find_config(options.name)))
+        print(show_resolved(find_config(options.name, said=""), overrides), end="")
     else:
-        print(find_config(options.name).read_text(encoding="utf-8"), end="")
+        print(find_config(options.name, said="").read_text(encoding="utf-8"), end="")
     return 0
 
 
 def _list() -> None:
-    width = max((len(name) for name in recipe_names()), default=0)
-    for name in recipe_names():
-        first_line = (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-        print(f"{name:{width}}  {first_line.removeprefix('#').strip()}")
+    rows = [("name", "parameters", "devices", "layout", "model"), *sorted(map(_row, recipe_names()), key=_by_family_and_size)]
+    name, count, devices, layout, _ = (max(len(row[column]) for row in rows) for column in range(5))
+    for row in rows:
+        print(f"{row[0]:{name}}  {row[1]:>{count}}  {row[2]:>{devices}}  {row[3]:{layout}}  {row[4]}")
+
+
+def _by_family_and_size(row: tuple[str, ...]) -> tuple[str, float]:
+    """gpt/nano, gpt/124m, gpt/355m, …, gpt/megatron-1.2b, …"""
+    family = row[0].rpartition("-")[0] or row[0].rpartition("/")[0]
+    number, _, unit = row[1].partition(" ")
+    return family, float(number or 0) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[unit]
+
+
+def _row(name: str) -> tuple[str, str, str, str, str]:
+    file = recipe_folder() / f"{name}.yaml"
+    first = file.read_text(encoding="utf-8").partition("\n")[0]
+    match = _FIRST_LINE.fullmatch(first)
+    count, summary = match.group("count", "summary") if match else ("", first.removeprefix("#").strip())
+    trainer = resolve_config(file).values["trainer"]
+    options = trainer["strategy"]["init_args"]
+    t, p, v = (options.get(f"{key}_size", 1) for key in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline"))
+    devices = trainer["devices"] * trainer.get("num_nodes", 1)
+    return name, count, str(devices), f"t{t} p{p} v{v} d{devices // (t * p)}", summary

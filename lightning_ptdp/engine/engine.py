@@ -12,12 +12,9 @@ from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
-from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients, SteppedParameters, global_norm
 from lightning_ptdp.engine.agreement import check_same_batch
-from lightning_ptdp.engine.arrivals import Arrivals
 from lightning_ptdp.engine.batch import batch_size, iterate_tensors, map_tensors, microbatch_sizes, split_batch
-from lightning_ptdp.engine.gradient_checks import GradientChecks
-from lightning_ptdp.engine.gradients import counted_gradients, make_gradients, make_stepped, needs_masters
+from lightning_ptdp.engine.gradient_keeper import GradientKeeper
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight
 from lightning_ptdp.engine.metric_groups import load_metric_states, scope_metrics
 from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
@@ -55,7 +52,7 @@ class Engine:
 
     Attributes:
         observers: Are told of every action, wait and reduction.
-        stepped: What the optimizer steps on; None if that is the parameters.
+        gradients: This rank's gradients, and what the optimizer steps on.
     """
 
     def __init__(
@@ -100,12 +97,9 @@ class Engine:
         self._randomness = keyed_dropout or SplitRandomness(rank=mesh.group("tensor").rank, device=device)
         self._take_randomness = self._give_randomness()
         self._memory = ReportMemory()
-        self._buckets: GradientBuckets | LooseGradients | None = None
-        self.stepped: SteppedParameters | None = None
-        self._arrivals: Arrivals | None = None
-        self._checks: GradientChecks | None = None
-        self._losses: list[Tensor] = []
-        self._fresh, self._accumulates = True, False
+        self.gradients = GradientKeeper(
+            module=module, config=config, mesh=mesh, parallel=parallel, observers=self.observers, device=device
+        )
         self._factor: float | Tensor = 1.0
         self._compared = False
         self._unscope = scope_metrics(module, mesh) if mesh.layout.model_parallel_size > 1 else lambda: None
@@ -116,101 +110,21 @@ class Engine:
         several = self._config.pipeline_parallel_size > 1 or self._config.has_microbatches
         return several or self._context_parallel is not None
 
-    # ---- gradients ----------------------------------------------------------------------------------------------------
-
     def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:
-        """Make the gradient buckets, if gradients have to be summed or kept apart, and give the optimizer what it steps on."""
-        alone = self._mesh.layout.world_size == 1 and not self.runs_backward_itself
-        if alone and not needs_masters(self._config, self._parallel) and self._config.check_finite is None:
-            return
+        """Make what keeps and sums gradients, and give the optimizer what it steps on."""
         for child in self._module.modules():
             if "weight_gradients" in vars(child):
                 child.weight_gradients = self._weight_gradients
-        self._buckets = make_gradients(
-            config=self._config, mesh=self._mesh, parallel=self._parallel, launched=self.observers.reducing
-        )
-        self.stepped = make_stepped(self._buckets, config=self._config, parallel=self._parallel)
-        if self.stepped is not None:
-            self.stepped.adopt(optimizer)
-            self._arrivals = Arrivals(self._module, self.stepped, overlaps=overlaps and self.stepped.is_sharded)
-        self._checks = GradientChecks(
-            config=self._config, mesh=self._mesh, parallel=self._parallel, gradients=self._buckets, stepped=self.stepped
-        )
-        self.observers.add(self._checks)
-
-    def install_gradients(self) -> None:
-        """Show the gradients that ``training_step`` computed to Lightning and the optimizer."""
-        assert self._buckets is not None
-        self._buckets.install()
-        if self.stepped is not None and not self._accumulates:
-            self.stepped.install()
-
-    def gradients_used(self) -> None:
-        """The optimizer has stepped: the next batch starts from zero."""
-        self._fresh = True
-        if self._arrivals is not None:
-            self._arrivals.ended()
-
-    def check_gradients(self, optimizer: Any, *, scaled: bool = False) -> None:
-        """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
-        if self._checks is not None and not self._accumulates:
-            self._checks.complete(optimizer, losses=self._losses, norm=None if scaled else self.gradient_norm)
-
-    def parameters_needed(self) -> None:
-        """Somebody is about to read the parameters: wait until those of the last step are here."""
-        if self.stepped is not None:
-            self.stepped.wait()
-
-    def gradient_norm(self) -> Tensor:
-        """2-norm of the whole model's gradient, each parameter counted once; collective."""
-        mine = counted_gradients(self.stepped, parallel=self._parallel)
-        group, holders = self._mesh.group("model"), self._mesh.group("context")
-        if self.stepped is not None and self.stepped.is_sharded:
-            group, holders = self._mesh.world, self._mesh.replica_levels(self._config.data_parallel_replicas)[1]
-        # Of the ranks that hold the same gradients the first one counts them.
-        mine = mine if holders.rank == 0 else []
-        return global_norm(mine, group=group, device=self._device)
-
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Batches in this context do not complete an optimizer step."""
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
+        apart = self._mesh.layout.world_size > 1 or self.runs_backward_itself
+        self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss of a straight step with this replica's weight in the mean over replicas."""
         return loss * self._factor if self._mesh.group("replica_sum").size > 1 else loss
 
-    @contextlib.contextmanager
-    def reducing(self) -> Iterator[None]:
-        """Around Lightning's own backward: sum gradients over the replicas while it runs."""
-        if self._buckets is None:
-            yield
-            return
-        self._start_gradients()
-        if self._accumulates:
-            yield
-            return
-        self._buckets.arm(0)
-        yield
-        self._buckets.reduce(0)
-        self._buckets.finish()
-        if self.stepped is not None:
-            self.stepped.install()
-
     def close(self) -> None:
         """Detach from the module."""
-        if self._buckets is not None:
-            if self._arrivals is not None:
-                self._arrivals.close()
-            self._buckets.close()
-            self._buckets = self.stepped = self._arrivals = None
-        if self._checks is not None:
-            self.observers.remove(self._checks)
-            self._checks = None
+        self.gradients.close()
         self._unscope()
         self._take_randomness()
 
@@ -226,15 +140,6 @@ class Engine:
         blocks = None if split is None else self._module.get_submodule(split)
         return give_randomness(self._module, self._randomness, blocks=blocks)
 
-    def _start_gradients(self) -> None:
-        assert self._buckets is not None
-        assert self._checks is not None
-        self._checks.check_trainable()
-        if self._fresh:
-            self._buckets.zero()
-            self._fresh = False
-        self._buckets.install()
-
     # ---- training -----------------------------------------------------------------------------------------------------
 
     def training_step(self, context: Context, args: Sequence[Any], *, loss_scale: float = 1.0) -> Any:
@@ -246,8 +151,7 @@ class Engine:
             loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's gradients keep.
         """
         self._compare_batch(args[0])
-        if self._arrivals is not None:
-            self._arrivals.begin()
+        self.gradients.begin()
         if self.runs_backward_itself:
             return self._scheduled_training_step(context, args, loss_scale)
         return self._straight_training_step(context, args)
@@ -256,7 +160,7 @@ class Engine:
         with self._step_randomness(), context(), self._same_dropout(args[0]):
             output = self._module.training_step(*args)
         if self._config.check_finite is not None:
-            self._losses = [loss_and_weight(output)[0].detach()]
+            self.gradients.losses = [loss_and_weight(output)[0].detach()]
         group = self._mesh.group("replica_sum")
         if group.size > 1:
             _, tokens = loss_and_weight(output)
@@ -268,11 +172,9 @@ class Engine:
         return output
 
     def _scheduled_training_step(self, context: Context, args: Sequence[Any], loss_scale: float) -> Any:
-        assert self._buckets is not None
-        self._start_gradients()
-        buckets, windows = self._buckets, self._module.trainer.accumulate_grad_batches
+        buckets, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
         # Batches that weigh their tokens differently are scaled one by one, so their gradients cannot be reduced while they grow.
-        reduces = not self._accumulates and not buckets.has_stash
+        reduces = not self.gradients.accumulates and not buckets.has_stash
         job = self._job(
             "training_step",
             context,
@@ -284,26 +186,11 @@ class Engine:
         )
         self._runtime.run(self._schedule(job.count, training=True), job)
         report = self._shared_report(job)
-        self._losses = job.losses
+        self.gradients.losses = job.losses
         scale = 1 / (report.weight * windows) if report.counted and report.weight else None
-        if reduces:
-            buckets.finish(scale)
-        elif report.counted:
-            self._settle_counted(buckets, scale or 0.0)
-        elif not self._accumulates:
-            buckets.reduce_all()
-            buckets.finish()
-        buckets.park()
+        self.gradients.settle(reduced=reduces, counted=report.counted, scale=scale)
         self._replay(report)
         return self._training_output(report)
-
-    def _settle_counted(self, buckets: GradientBuckets | LooseGradients, scale: float) -> None:
-        if self._accumulates:
-            buckets.stash(scale)
-            return
-        buckets.unstash(scale)
-        buckets.reduce_all()
-        buckets.finish()
 
     def _training_output(self, report: StepReport) -> Any:
         mean = report.loss / report.weight if report.weight else 0.0
@@ -317,7 +204,7 @@ class Engine:
 
     def evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
         """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
-        self.parameters_needed()
+        self.gradients.parameters_needed()
         if self._mesh.group("pipeline").size == 1 and self._context_parallel is None:
             with context():
                 return gather_full(getattr(self._module, hook)(*args))

@@ -1,4 +1,4 @@
-"""AdamW with decay groups, and a learning rate that warms up and then falls along a cosine."""
+"""AdamW with decay groups, and a learning rate that warms up and then falls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 __all__ = [
     "AdamWConfig",
+    "Decay",
     "build_adamw",
     "build_schedule",
     "decay_groups",
@@ -21,6 +22,9 @@ __all__ = [
     "resolve_decay_steps",
     "samples_as_steps",
 ]
+
+Decay = Literal["cosine", "linear"]
+"""How the learning rate falls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +37,11 @@ class AdamWConfig:
         eps: Added to the root of the running square.
         weight_decay: Decoupled decay (arXiv 1711.05101) of parameters with two or more dimensions.
         warmup_steps: Optimizer steps of linear warm-up; the first step already has 1/warmup_steps of the peak.
-        decay_steps: Optimizer step, counted from 0, at which the cosine reaches its end; None: the Trainer's number of steps.
-        warmup_samples: The warm-up in training samples instead, for a global batch that ramps up (or that you change): as many steps as
-            these samples are enough for.
+        decay: After the warm-up the learning rate falls along a "cosine" (GPT) or a straight line, "linear" (BERT).
+        decay_steps: Optimizer step, counted from 0, at which the fall reaches its end; None: the Trainer's number of steps.
+        min_lr_ratio: Learning rate at the end of the fall and after it, over the peak.
+        warmup_samples: The warm-up in training samples instead, for a global batch that ramps up: as many steps as these are enough for.
         decay_samples: The same for ``decay_steps``.
-        min_lr_ratio: Learning rate at the end of the cosine and after it, over the peak.
 
     Raises:
         ValueError: A value out of range; the message names the field.
@@ -48,6 +52,7 @@ class AdamWConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     warmup_steps: int = 0
+    decay: Decay = "cosine"
     decay_steps: int | None = None
     min_lr_ratio: float = 0.1
     warmup_samples: int | None = None
@@ -59,6 +64,8 @@ class AdamWConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers, each at least 0 and below 1, for example (0.9, 0.95)")
+        if self.decay not in ("cosine", "linear"):
+            raise ValueError(f"decay={self.decay!r} must be 'cosine' or 'linear'")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
         for name, other in (("warmup", self.warmup_steps or None), ("decay", self.decay_steps)):
@@ -93,12 +100,15 @@ def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
 
 
-def learning_rate_factor(step: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float) -> float:
+def learning_rate_factor(
+    step: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float, decay: Decay = "cosine"
+) -> float:
     """Learning rate of optimizer step ``step`` (from 0) over the peak."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    height = 1 - progress if decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return min_lr_ratio + (1 - min_lr_ratio) * height
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, decay_steps: int) -> LambdaLR:
@@ -106,7 +116,11 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, dec
     # A partial, not a closure: it can be pickled, and LambdaLR does not store its arguments in checkpoints,
     # so that a resumed run follows the configuration that it was given.
     factor = partial(
-        learning_rate_factor, warmup_steps=config.warmup_steps, decay_steps=decay_steps, min_lr_ratio=config.min_lr_ratio
+        learning_rate_factor,
+        warmup_steps=config.warmup_steps,
+        decay_steps=decay_steps,
+        min_lr_ratio=config.min_lr_ratio,
+        decay=config.decay,
     )
     return LambdaLR(optimizer, factor)
 
@@ -115,7 +129,7 @@ def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:
     """``config`` with its lengths in samples, if there are any, as the steps that the Trainer's data module gives for so many.
 
     Raises:
-        ValueError: There is no data module that tells the size of its steps; or the cosine would end before the warm-up does.
+        ValueError: There is no data module that tells the size of its steps; or the fall would end before the warm-up does.
     """
     if config.warmup_samples is None and config.decay_samples is None:
         return config
@@ -139,7 +153,7 @@ def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:
 
 
 def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
-    """The step at which the cosine ends: the configuration's, or else the Trainer's last one.
+    """The step at which the learning rate has fallen: the configuration's, or else the Trainer's last one.
 
     Raises:
         ValueError: Neither is known.

@@ -431,7 +431,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     def __getstate__(self) -> dict[str, Any]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("mesh", "parallel", "_engine", "_watchdog", "_stop_request", "_context_parallel", "_saver")
+        of_a_run = ("mesh", "parallel", "_engine", "_watchdog", "_stop_request", "_context_parallel", "_keyed_dropout", "_saver")
         return {**state, **dict.fromkeys(of_a_run)}
 
 

@@ -252,16 +252,16 @@ class ModelSpaceSaving(WorldCollectives):
                     value.copy_(state.pop(_MASTER))
                     if not state:
                         del optimizer.state[value]
-        if self._engine is not None and self._engine.stepped is not None:
-            self._engine.stepped.publish()
+        if self._engine is not None and self._engine.gradients.stepped is not None:
+            self._engine.gradients.stepped.publish()
 
     def _parameters_set(self) -> None:
         """The parameters have new values, which masters have to take."""
-        if self._engine is not None and self._engine.stepped is not None:
-            self._engine.stepped.reload()
+        if self._engine is not None and self._engine.gradients.stepped is not None:
+            self._engine.gradients.stepped.reload()
 
     def _stepped(self) -> list[Stepped]:
-        stepped = self._engine.stepped if self._engine is not None else None
+        stepped = self._engine.gradients.stepped if self._engine is not None else None
         return stepped.entries if stepped is not None else []
 
     def gather_state_dict(self) -> dict[str, Tensor]:
@@ -283,7 +283,7 @@ class ModelSpaceSaving(WorldCollectives):
         """While in the context, ``module.state_dict()`` is the whole, uncut model's (collective; used to bring the trained weights
         back to the process that started the ranks)."""
         if self._engine is not None:
-            self._engine.parameters_needed()
+            self._engine.gradients.parameters_needed()
         if self.parallel is None or self.layout.model_parallel_size == 1:
             yield
             return
@@ -299,7 +299,7 @@ class ModelSpaceSaving(WorldCollectives):
         assert self.parallel is not None
         found: dict[str, tuple[Tensor, Sharding]] = {}
         if self._engine is not None:
-            self._engine.parameters_needed()
+            self._engine.gradients.parameters_needed()
         for key, value in self.lightning_module.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 raise ValueError(

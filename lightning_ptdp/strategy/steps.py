@@ -47,27 +47,27 @@ class ScheduledSteps(StrategyBase):
         assert self._engine is not None
         if self._engine.runs_backward_itself:
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-            self._engine.install_gradients()
+            self._engine.gradients.install()
             output = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         else:
-            with self._during("step"), self._engine.reducing():
+            with self._during("step"), self._engine.gradients.reducing():
                 output = super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
         with self._during("checking the gradients of step"):
-            self._engine.check_gradients(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
+            self._engine.gradients.check(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
         return output
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step; the next batch starts from zero gradients."""
         assert self._engine is not None
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._engine.gradients_used()
+        self._engine.gradients.used()
         return output
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """While accumulating: keep gradients local."""
         assert self._engine is not None
-        with self._engine.accumulating():
+        with self._engine.gradients.accumulating():
             yield
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ class ScheduledSteps(StrategyBase):
         """2-norm of the whole model's gradient, each parameter counted once; collective over the world."""
         assert self._engine is not None
         with self._during("gradient norm of step"):
-            return self._engine.gradient_norm()
+            return self._engine.gradients.norm()
 
     def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
         self.gradient_norm = self.compute_gradient_norm()

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_ptdp.cli import recipe_folder, recipes
+from lightning_ptdp.cli import recipe_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
 from lightning_ptdp.cli.errors import UserError, explain, nearest, worker_failure
 from lightning_ptdp.cli.generate import _build
+from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
 
 Run = Callable[..., tuple[int, str, str]]
 
-VERBS = ["fit", "validate", "test", "prepare", "generate", "convert", "ckpt", "recipes", "timeline"]
+VERBS = ["fit", "validate", "test", "prepare", "generate", "convert", "ckpt", "recipes", "plan", "timeline"]
 
 
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:
@@ -66,11 +67,6 @@ def test_recipes(ptdp: Run) -> None:
     assert resolved["model"]["init_args"]["optimizer"]["betas"] == [0.9, 0.95]
 
 
-def test_every_key_of_a_recipe_is_commented() -> None:
-    for name in recipes.recipe_names():
-        assert (recipe_folder() / f"{name}.yaml").read_text().startswith("# ")
-
-
 @pytest.mark.parametrize("name", ["gpt/nano", "gpt/nano.yaml", "recipes/gpt/nano.yaml"])
 @pytest.mark.parametrize("form", [["--config", "{}"], ["-c", "{}"], ["--config={}"]])
 def test_a_recipe_is_found_by_name_from_anywhere(
@@ -78,25 +74,25 @@ def test_a_recipe_is_found_by_name_from_anywhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = [part.format(name) for part in form]
-    wanted = [part.format(recipe_folder() / "gpt" / "nano.yaml") for part in form]
-    assert recipes.resolve_configs([*given, "--trainer.max_steps", "2"]) == [*wanted, "--trainer.max_steps", "2"]
+    merged = resolve_config(recipe_folder() / "gpt" / "nano.yaml")
+    assert resolve_configs([*given, "--trainer.max_steps", "2"]) == [f"--config={merged.text}", "--trainer.max_steps", "2"]
 
 
 def test_a_file_wins_over_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "nano").write_text("")
-    assert recipes.find_config("gpt/nano") == Path("gpt/nano")
+    assert recipe_files.find_config("gpt/nano") == Path("gpt/nano")
 
 
 def test_an_installed_package_has_its_recipes_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "lightning_ptdp" / "cli" / "recipes.py"
-    monkeypatch.setattr(recipes, "__file__", str(module))
+    module = tmp_path / "lightning_ptdp" / "cli" / "recipe_files.py"
+    monkeypatch.setattr(recipe_files, "__file__", str(module))
     with pytest.raises(FileNotFoundError, match="install lightning-ptdp again"):
-        recipes.recipe_folder()
+        recipe_files.recipe_folder()
     for folder in (tmp_path / "recipes", tmp_path / "lightning_ptdp" / "recipes"):
         folder.mkdir(parents=True)
-        assert recipes.recipe_folder() == folder
+        assert recipe_files.recipe_folder() == folder
 
 
 def test_nearest() -> None:

@@ -63,6 +63,13 @@ def test_learning_rate_at(step: int, expected: float) -> None:
     assert factor == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize(("step", "expected"), [(4, 0.5), (10, 1.0), (35, 0.8), (60, 0.6), (110, 0.2), (5000, 0.2)])
+def test_learning_rate_along_a_line(step: int, expected: float) -> None:
+    config = AdamWConfig(learning_rate=1.0, warmup_steps=10, min_lr_ratio=0.2, decay="linear")
+    (factor, _) = build_schedule(build_adamw(nn.Linear(2, 2), config), config, decay_steps=110).lr_lambdas
+    assert factor(step) == pytest.approx(expected, abs=1e-9)
+
+
 def test_without_warmup_the_first_step_has_the_peak() -> None:
     assert learning_rate_factor(0, warmup_steps=0, decay_steps=10, min_lr_ratio=0.0) == 1.0
     assert learning_rate_factor(10, warmup_steps=10, decay_steps=10, min_lr_ratio=0.5) == 1.0

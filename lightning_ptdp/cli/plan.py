@@ -1,0 +1,228 @@
+"""``ptdp plan``: the best layouts for a model and a number of devices, estimated without running anything."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_ptdp.cli.errors import UserError, nearest
+from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.recipe_files import find_config
+
+if TYPE_CHECKING:
+    from lightning_ptdp.models.gpt_config import GPTConfig
+    from lightning_ptdp.planner import Device, Job, Space
+
+__all__ = ["run"]
+
+_DESCRIPTION = """\
+Estimate memory and time of every layout that fits, and print the best with the strategy options to paste.
+
+The model is that of a recipe or a configuration file, or is given by its sizes; sizes that are given change those of the file. Times
+are estimates from data sheets: trust the order more than the numbers, and measure the first few with ptdp fit."""
+
+_EPILOG = """\
+examples:
+  ptdp plan --recipe gpt/nano --world 8 --device cpu
+  ptdp plan --layers 48 --hidden 8192 --heads 64 --vocabulary 51200 --sequence 2048 --world 512 --batch 1536 --device a100"""
+
+# option: (GPTConfig's field, what it is)
+_SIZES = {
+    "layers": ("num_layers", "l, transformer layers"),
+    "hidden": ("hidden_size", "h, width of the residual stream"),
+    "heads": ("num_heads", "attention heads"),
+    "kv-heads": ("num_kv_heads", "heads of keys and values"),
+    "ffn": ("ffn_hidden_size", "f, inner width of the feed-forward part"),
+    "vocabulary": ("vocabulary_size", "V, token ids"),
+    "sequence": ("sequence_length", "s, tokens of a sequence"),
+}
+_SHARED = (*(field for field, _ in _SIZES.values()), "dropout")
+# option: Space's field
+_SPACE = {
+    "tp": "tensor_parallel_sizes",
+    "pp": "pipeline_parallel_sizes",
+    "vpp": "virtual_pipeline_sizes",
+    "cp": "context_parallel_sizes",
+    "micro-batch": "micro_batch_sizes",
+}
+
+
+def run(verb: str, arguments: list[str]) -> int:
+    """Run ``ptdp plan``.
+
+    Raises:
+        UserError: The configuration holds no model that can be planned, or no layout fits.
+        ValueError: A size, device, precision or schedule makes no sense.
+    """
+    options = _parser(f"ptdp {verb}").parse_args(arguments)
+    config = _read(options.config)
+    # Imported here, since they take the seconds that an import of torch takes.
+    from lightning_ptdp.planner import search
+    from lightning_ptdp.planner.report import as_data, explain_rejected, table
+
+    job = _job(options, config)
+    plan = search(job, _space(options), count=options.top)
+    if options.json:
+        print(json.dumps(as_data(plan), indent=2))
+        return 0 if plan.best else 2
+    if plan.best:
+        print(table(plan))
+    if options.explain:
+        print(f"\n{explain_rejected(plan)}")
+    if not plan.best:
+        raise UserError(
+            f"no layout fits on {job.world_size} x {job.device.name} with {job.device.usable_bytes / 2**30:.3g} GiB each; --explain says "
+            "what each needs: use more --world, a --batch with more divisors, or fewer restrictions"
+        )
+    return 0
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = parser.add_argument_group("the model")
+    source = model.add_mutually_exclusive_group()
+    source.add_argument("--recipe", dest="config", metavar="NAME", help="a recipe (ptdp recipes list)")
+    source.add_argument("--config", "-c", metavar="FILE", help="a configuration of ptdp fit")
+    for name, (_, text) in _SIZES.items():
+        model.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    model.add_argument("--llama", action="store_true", help="the Llama layout: RMSNorm, rotary positions, SwiGLU, own head")
+
+    job = parser.add_argument_group("the job")
+    job.add_argument("--world", type=int, required=True, metavar="N", help="number of processes, one a device")
+    job.add_argument(
+        "--batch", type=int, metavar="B", help="sequences in an optimizer step, over all replicas (default: the file's)"
+    )
+    job.add_argument("--device", default="h100", help="a100, h100, h200 or cpu (default h100)")
+    job.add_argument(
+        "--memory", type=float, metavar="GIB", help="memory of a device that training can use (default: the device's)"
+    )
+    job.add_argument("--node-size", type=int, metavar="N", help="devices of a node (default: the device's)")
+    job.add_argument("--precision", help="Lightning's precision (default: the file's, else bf16-true, on a CPU 32-true)")
+
+    space = parser.add_argument_group("what is tried; several values separated by commas")
+    for name, field in _SPACE.items():
+        space.add_argument(f"--{name}", type=_integers, metavar="N,…", help=field)
+    space.add_argument("--schedule", type=_names, metavar="NAME,…", help="pipeline schedules")
+    space.add_argument("--recompute", type=_names, metavar="NAME,…", help="none, selective, full (default none,full)")
+    space.add_argument("--sequence-parallel", choices=("yes", "no"), help="default: wherever it can be")
+    space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where it must be")
+
+    shown = parser.add_argument_group("what is printed")
+    shown.add_argument("--top", type=int, default=8, metavar="N", help="how many of the best (default 8)")
+    shown.add_argument("--explain", action="store_true", help="why the others were rejected")
+    shown.add_argument("--json", action="store_true", help="all of it as JSON")
+    return parser
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _read(name: str | None) -> Mapping[str, Any]:
+    if name is None:
+        return {}
+    return resolve_config(find_config(name)).values
+
+
+def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
+    from lightning_ptdp.planner import Job, find_precision
+
+    model = _model(options, config)
+    trainer = config.get("trainer") or {}
+    precision = options.precision or trainer.get("precision") or ("32-true" if options.device == "cpu" else "bf16-true")
+    return Job(
+        model=model,
+        world_size=options.world,
+        global_batch_size=_batch(options, config),
+        device=_device(options),
+        precision=find_precision(str(precision)),
+        sequence_length=min(model.sequence_length, _inner(config, "data").get("sequence_length") or model.sequence_length),
+    )
+
+
+def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
+    from lightning_ptdp.models.gpt_config import GPTConfig
+
+    given = {field: getattr(options, name.replace("-", "_")) for name, (field, _) in _SIZES.items()}
+    given = {field: value for field, value in given.items() if value is not None}
+    if not config:
+        missing = [f"--{name}" for name in ("layers", "hidden", "heads", "sequence") if _SIZES[name][0] not in given]
+        if missing:
+            raise UserError(f"there is no model: give --recipe or --config, or also {', '.join(missing)}")
+        return GPTConfig.llama(**given) if options.llama else GPTConfig.gpt2(**given)
+    sizes = _inner(config, "model").get("config")
+    if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
+        return GPTConfig.gpt2(**{**_sizes_of_bert(sizes or {}), **given})
+    known = [field.name for field in dataclasses.fields(GPTConfig)]
+    if not isinstance(sizes, Mapping):
+        raise UserError(
+            f"{options.config} has no model.init_args.config: give the sizes as options, such as --layers 24 --hidden 2048"
+        )
+    for name in sizes:
+        if name not in known:
+            raise UserError(f"{options.config}: model.config.{name} is not one of a GPT's sizes{nearest(name, known)}")
+    return GPTConfig(**{**sizes, **given})
+
+
+def _sizes_of_bert(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """A BERT keeps and computes what a GPT of its sizes does, but for the attention's mask and the small parts around its head."""
+    from lightning_ptdp.models.bert_config import BertConfig
+
+    print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
+    bert = BertConfig(**sizes)
+    shared = {field.name for field in dataclasses.fields(BertConfig)} & set(_SHARED)
+    return {name: getattr(bert, name) for name in shared}
+
+
+def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
+    """Sequences in a step: as given, or those of the file's data and as many replicas as its trainer has."""
+    if options.batch is not None:
+        return int(options.batch)
+    data = _inner(config, "data")
+    if "micro_batch_size" not in data:
+        raise UserError("how large is a step? Give --batch, the number of sequences over all replicas")
+    trainer, layout = config.get("trainer") or {}, _inner(config.get("trainer") or {}, "strategy")
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
+    replica = 1
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+        replica *= layout.get(name, 1)
+    replicas = max(1, devices * nodes // replica) if isinstance(devices, int) else 1
+    accumulated = trainer.get("accumulate_grad_batches", 1)
+    return int(data["micro_batch_size"] * data.get("num_microbatches", 1) * replicas * accumulated)
+
+
+def _device(options: argparse.Namespace) -> Device:
+    from lightning_ptdp.planner import find_device
+
+    device = find_device(options.device)
+    if options.memory is not None:
+        device = dataclasses.replace(device, memory_bytes=options.memory * 2**30, reserved_bytes=0.0)
+    return device if options.node_size is None else dataclasses.replace(device, node_size=options.node_size)
+
+
+def _space(options: argparse.Namespace) -> Space:
+    from lightning_ptdp.planner import Space
+
+    given: dict[str, Any] = {field: getattr(options, name.replace("-", "_")) for name, field in _SPACE.items()}
+    given |= {"schedules": options.schedule, "recompute": options.recompute}
+    given |= {"sequence_parallel": None if options.sequence_parallel is None else options.sequence_parallel == "yes"}
+    if options.shard_optimizer is not None:
+        given["shard_optimizer"] = (options.shard_optimizer == "yes",)
+    return Space(**{field: value for field, value in given.items() if value is not None})
+
+
+def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """``config[key]``'s ``init_args``, or nothing."""
+    part = config.get(key)
+    arguments = part.get("init_args") if isinstance(part, Mapping) else None
+    return arguments if isinstance(arguments, Mapping) else {}

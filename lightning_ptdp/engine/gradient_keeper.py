@@ -1,0 +1,191 @@
+"""The gradients of one rank from batch to batch: started, accumulated, summed, shown to the optimizer, judged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients, SteppedParameters, global_norm
+from lightning_ptdp.engine.arrivals import Arrivals
+from lightning_ptdp.engine.gradient_checks import GradientChecks
+from lightning_ptdp.engine.gradients import counted_gradients, make_gradients, make_stepped, needs_masters
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.pipeline.progress import Observers
+
+__all__ = ["GradientKeeper"]
+
+
+class GradientKeeper:
+    """Gradients, what the optimizer steps on, and where the two are on their way.
+
+    Args:
+        module: The LightningModule, this rank's part.
+        config: The strategy's options.
+        mesh: This rank's place and groups.
+        parallel: What was made of the module.
+        observers: Are told of reductions.
+        device: This rank's device.
+
+    Attributes:
+        stepped: What the optimizer steps on; None if that is the parameters.
+        accumulates: The batches of now do not complete an optimizer step.
+        losses: Of the last batch's microbatches, on the rank that has them.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: Any,
+        config: PTDPConfig,
+        mesh: ProcessMesh,
+        parallel: ParallelModel,
+        observers: Observers,
+        device: torch.device,
+    ) -> None:
+        self._module, self._config, self._mesh, self._parallel = module, config, mesh, parallel
+        self._observers, self._device = observers, device
+        self._buckets: GradientBuckets | LooseGradients | None = None
+        self.stepped: SteppedParameters | None = None
+        self._arrivals: Arrivals | None = None
+        self._checks: GradientChecks | None = None
+        self.losses: Sequence[Tensor] = []
+        self._fresh, self.accumulates = True, False
+
+    def prepare(self, optimizer: Any, *, apart: bool, overlaps: bool = False) -> None:
+        """Make the gradient buckets and give the optimizer what it steps on.
+
+        Args:
+            optimizer: Lightning's one.
+            apart: Gradients have to be summed over ranks or kept from Lightning's sight; else autograd's own may do.
+            overlaps: Let parameters of a sharded optimizer arrive while the next forward runs.
+        """
+        if not apart and not needs_masters(self._config, self._parallel) and self._config.check_finite is None:
+            return
+        self._buckets = make_gradients(
+            config=self._config, mesh=self._mesh, parallel=self._parallel, launched=self._observers.reducing
+        )
+        self.stepped = make_stepped(self._buckets, config=self._config, parallel=self._parallel)
+        if self.stepped is not None:
+            self.stepped.adopt(optimizer)
+            self._arrivals = Arrivals(self._module, self.stepped, overlaps=overlaps and self.stepped.is_sharded)
+        self._checks = GradientChecks(
+            config=self._config, mesh=self._mesh, parallel=self._parallel, gradients=self._buckets, stepped=self.stepped
+        )
+        if self._config.check_finite is not None:
+            self._observers.add(self._checks)
+
+    def close(self) -> None:
+        """Detach from the module."""
+        if self._arrivals is not None:
+            self._arrivals.close()
+        if self._buckets is not None:
+            self._buckets.close()
+        if self._checks is not None:
+            self._observers.remove(self._checks)
+        self._buckets = self.stepped = self._arrivals = self._checks = None
+
+    # ---- a batch ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A batch begins: wait for the parameters that nothing in its forward will wait for."""
+        if self._arrivals is not None:
+            self._arrivals.begin()
+
+    def start(self) -> GradientBuckets | LooseGradients:
+        """Gradients are about to be computed; where they go."""
+        assert self._buckets is not None
+        assert self._checks is not None
+        self._checks.check_trainable()
+        if self._fresh:
+            self._buckets.zero()
+            self._fresh = False
+        self._buckets.install()
+        return self._buckets
+
+    def settle(self, *, reduced: bool, counted: bool, scale: float | None) -> None:
+        """A schedule has computed a batch's gradients: complete their sums, and put them out of Lightning's sight.
+
+        Args:
+            reduced: Reductions were launched while it ran.
+            counted: The batch weighs its tokens, so that its gradients are still to be scaled.
+            scale: Factor that does so; None: no token counted.
+        """
+        buckets = self._buckets
+        assert buckets is not None
+        if reduced:
+            buckets.finish(scale)
+        elif counted and self.accumulates:
+            buckets.stash(scale or 0.0)
+        else:
+            if counted:
+                buckets.unstash(scale or 0.0)
+            if not self.accumulates:
+                buckets.reduce_all()
+                buckets.finish()
+        buckets.park()
+
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Around Lightning's own backward: sum gradients over the replicas while it runs."""
+        if self._buckets is None:
+            yield
+            return
+        self.start()
+        if self.accumulates:
+            yield
+            return
+        self._buckets.arm(0)
+        yield
+        self._buckets.reduce(0)
+        self._buckets.finish()
+        if self.stepped is not None:
+            self.stepped.install()
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Batches in this context do not complete an optimizer step."""
+        self.accumulates = True
+        try:
+            yield
+        finally:
+            self.accumulates = False
+
+    # ---- a step of the optimizer --------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Show the gradients that a schedule computed to Lightning and the optimizer."""
+        assert self._buckets is not None
+        self._buckets.install()
+        if self.stepped is not None and not self.accumulates:
+            self.stepped.install()
+
+    def check(self, optimizer: Any, *, scaled: bool = False) -> None:
+        """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
+        if self._checks is not None and not self.accumulates:
+            self._checks.complete(optimizer, losses=self.losses, norm=None if scaled else self.norm)
+
+    def norm(self) -> Tensor:
+        """2-norm of the whole model's gradient, each parameter counted once; collective."""
+        mine = counted_gradients(self.stepped, parallel=self._parallel)
+        group, holders = self._mesh.group("model"), self._mesh.group("context")
+        if self.stepped is not None and self.stepped.is_sharded:
+            group, holders = self._mesh.world, self._mesh.replica_levels(self._config.data_parallel_replicas)[1]
+        # Of the ranks that hold the same gradients the first one counts them.
+        return global_norm(mine if holders.rank == 0 else [], group=group, device=self._device)
+
+    def used(self) -> None:
+        """The optimizer has stepped: the next batch starts from zero."""
+        self._fresh = True
+        if self._arrivals is not None:
+            self._arrivals.ended()
+
+    def parameters_needed(self) -> None:
+        """Somebody is about to read the parameters: wait until those of the last step are here."""
+        if self.stepped is not None:
+            self.stepped.wait()

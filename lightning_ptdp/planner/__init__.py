@@ -1,0 +1,57 @@
+"""Which layout to use: a model of memory and time, and a search over all layouts that fit. ``ptdp plan`` on the command line.
+
+    job = Job(model=GPTConfig.gpt2(), world_size=8, global_batch_size=64, device=find_device("h100"))
+    for candidate in search(job).best:
+        print(candidate.choice.options(), candidate.memory.total, candidate.time.total)
+
+Pure functions of sizes: nothing is run, and no device is needed. What is estimated (activations, parameters, memory; layers, links,
+schedules, steps) has a file each.
+"""
+
+from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
+from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, ClosedForm, least_microbatches
+from lightning_ptdp.planner.devices import DEVICES, Device, Link, find_device
+from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, find_precision
+from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
+from lightning_ptdp.planner.memory import RankMemory, fullest_rank, rank_memory, static_bytes
+from lightning_ptdp.planner.parameters import layer_parameters, layers_by_stage, stage_parameters
+from lightning_ptdp.planner.search import Candidate, Plan, search
+from lightning_ptdp.planner.space import Misfit, Space
+from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
+
+__all__ = [
+    "CLOSED_FORMS",
+    "Candidate",
+    "Choice",
+    "ClosedForm",
+    "DEVICES",
+    "Device",
+    "Job",
+    "LayerActivations",
+    "Link",
+    "Misfit",
+    "PRECISIONS",
+    "PassTime",
+    "Plan",
+    "Precision",
+    "RankMemory",
+    "Space",
+    "StepTime",
+    "find_device",
+    "find_precision",
+    "fullest_rank",
+    "head_time",
+    "input_time",
+    "layer_activations",
+    "layer_parameters",
+    "layer_time",
+    "layers_by_stage",
+    "least_microbatches",
+    "logits_bytes",
+    "rank_memory",
+    "search",
+    "simulated_step_time",
+    "stage_parameters",
+    "static_bytes",
+    "step_time",
+]

@@ -1,0 +1,118 @@
+"""Bytes that a transformer layer keeps for its backward, for one microbatch on one rank.
+
+The formulas of arXiv 2205.05198 (section 4 and table 2), adapted to fused attention, which keeps queries, keys, values, its output and
+one log-sum-exp a query and head instead of the s x s scores: the term 5 a s / h becomes 4 a / h. In 16 bits with dropout and without
+tensor parallelism that is ``s b h (34 + 4 a / h)``. What is kept, n = b s / c tokens, f inner channels, q and k the widths of the
+queries and of the keys, in elements::
+
+    everywhere alike, 1/t with sequence parallelism     split over t anyway
+    2 n h   inputs of the two norms                     n (q + 2 k)  queries, keys and values
+    2 n h   their outputs                               n (q + k)    rotated queries and keys (rotary positions only)
+    2 n h   masks of the two dropouts, 1 byte each      n q          output of the attention, and n a fp32 log-sum-exps
+                                                        2 n f        before and after GELU, or 4 n f: gate and up, SiLU, product
+
+It is what the kernels for CUDA keep, and with ``fused_rms_norm=False`` and ``dropout=0`` what torch keeps on a CPU: there RMSNorm is
+made of parts that keep its input and its normalized input in fp32, dropout keeps a mask of the activation's dtype, and attention with
+dropout keeps its scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.parameters import heads_a_rank, layer_matrices
+
+__all__ = ["LayerActivations", "layer_activations", "logits_bytes"]
+
+_LOG_SUM_EXP, _STATISTIC = 4, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerActivations:
+    """One layer and one microbatch.
+
+    Attributes:
+        kept: Bytes kept from the forward to the backward, under the chosen recomputation.
+        recomputed: Bytes that exist besides while the layer's backward runs, because they are computed again.
+        cast_weights: Bytes of weights in the computing precision that autocast keeps from the forward to the backward. Only without
+            tensor parallelism: our sharded layers cast again.
+    """
+
+    kept: float
+    recomputed: float
+    cast_weights: float
+
+    @property
+    def held(self) -> float:
+        """Everything held from the forward to the backward."""
+        return self.kept + self.cast_weights
+
+
+def layer_activations(job: Job, choice: Choice, *, fused_rms_norm: bool = True) -> LayerActivations:
+    """What one layer keeps of one microbatch.
+
+    Args:
+        job: Model and precision.
+        choice: Layout, microbatch and recomputation.
+        fused_rms_norm: RMSNorm is one kernel, which keeps its input and one number a token.
+    """
+    everything = _everything(job, choice, fused_rms_norm)
+    cast = 0.0
+    if job.precision.casts and choice.layout.tensor_parallel_size == 1:
+        cast = layer_matrices(job.model, 1) * job.precision.compute
+    if choice.recompute == "full":
+        return LayerActivations(kept=_block_input(job, choice), recomputed=everything + cast, cast_weights=0.0)
+    if choice.recompute == "selective":
+        # The core's inputs are kept to run it again, its output by the projection behind it.
+        inside = choice.tokens(job) * heads_a_rank(job.model, choice.layout.tensor_parallel_size)[0] * _LOG_SUM_EXP
+        return LayerActivations(kept=everything - inside, recomputed=inside, cast_weights=cast)
+    return LayerActivations(kept=everything, recomputed=0.0, cast_weights=cast)
+
+
+def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
+    """What the last stage holds for its norm, head and loss of one microbatch: (kept for the backward, on top of it while that starts).
+
+    The loss keeps its logits, or their log-softmax, in their own precision; autocast has it computed, and kept, in fp32. With a split
+    vocabulary the gradient is made in fp32 and then cast. (arXiv 2205.05198, section 4.3, counts 4 s b V / t.)
+    """
+    t, width = choice.layout.tensor_parallel_size, job.precision.compute
+    tokens = choice.tokens(job)
+    logits = tokens * -(-job.model.vocabulary_size // t)
+    norm = tokens * job.model.hidden_size * (job.precision.residual + width) / (t if choice.layout.sequence_parallel else 1)
+    kept = 4 if job.precision.casts and t == 1 else width
+    made = 4 if t > 1 else kept
+    return logits * kept + norm, logits * (made + (width if made != width else 0))
+
+
+def _everything(job: Job, choice: Choice, fused_rms_norm: bool) -> float:
+    model, precision, t = job.model, job.precision, choice.layout.tensor_parallel_size
+    tokens, h, f = choice.tokens(job), model.hidden_size, model.ffn_size / t
+    heads, kv_heads = heads_a_rank(model, t)
+    q, k = heads * model.head_dim, kv_heads * model.head_dim
+
+    norm_input, statistics = h * precision.residual, 2 * _STATISTIC
+    if model.norm == "rms":
+        norm_input, statistics = (norm_input if fused_rms_norm else 2 * h * 4), _STATISTIC
+    norm = norm_input + statistics + h * precision.compute
+    masks = 2 * h if model.dropout else 0
+    alike = (2 * norm + masks) / (t if choice.layout.sequence_parallel else 1)
+
+    # The values are a view of the fused product, so that rotated queries and keys come on top of the whole of it.
+    attention = (q + 2 * k) + (q + k if model.position == "rope" else 0) + q
+    inner = 2 * f if model.mlp == "gelu" else 4 * f
+    split = (attention + inner) * precision.compute + heads * _LOG_SUM_EXP
+    return tokens * (alike + split) + _rotary_tables(job, choice)
+
+
+def _rotary_tables(job: Job, choice: Choice) -> float:
+    """Cosines and sines of half the channels at each position."""
+    if job.model.position != "rope":
+        return 0.0
+    return job.sequence_length / choice.layout.context_parallel_size * job.model.head_dim * job.precision.compute
+
+
+def _block_input(job: Job, choice: Choice) -> float:
+    split = choice.layout.sequence_parallel or choice.distribute_saved_activations
+    whole = choice.tokens(job) * job.model.hidden_size * job.precision.residual
+    return whole / (choice.layout.tensor_parallel_size if split else 1)

@@ -1,0 +1,166 @@
+"""What is planned: the job (what shall be trained, on what) and a choice (how)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.models.gpt_config import GPTConfig
+from lightning_ptdp.pipeline.schedules import schedule_placement
+from lightning_ptdp.planner.devices import Device
+
+__all__ = ["PRECISIONS", "Choice", "Job", "Precision", "find_precision"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes an element takes under one of Lightning's precisions.
+
+    Attributes:
+        name: Lightning's ``precision``.
+        weight: A parameter.
+        compute: What matrix products read and write.
+        residual: The stream between the blocks: autocast leaves it as the embedding gives it.
+        gradient: A gradient, as it is accumulated.
+        state: The optimizer's: two moments of Adam, and a master copy where the parameter is in half precision.
+    """
+
+    name: str
+    weight: int
+    compute: int
+    residual: int
+    gradient: int = 4
+    state: int
+
+    @property
+    def casts(self) -> bool:
+        """Whether parameters are cast for each use (autocast)."""
+        return self.weight != self.compute
+
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "32-true": Precision(name="32-true", weight=4, compute=4, residual=4, state=8),
+        "bf16-mixed": Precision(name="bf16-mixed", weight=4, compute=2, residual=4, state=8),
+        "bf16-true": Precision(name="bf16-true", weight=2, compute=2, residual=2, state=12),
+        "16-mixed": Precision(name="16-mixed", weight=4, compute=2, residual=4, state=8),
+        "16-true": Precision(name="16-true", weight=2, compute=2, residual=2, state=12),
+    }
+)
+"""By Lightning's names. Half precision throughout takes 18 bytes a parameter, 6 + 12/d with a sharded optimizer; the others 16, 8 + 8/d."""
+
+
+def find_precision(name: str) -> Precision:
+    """The precision called ``name``; ``"32"`` and ``"bf16"`` mean what they mean to Lightning.
+
+    Raises:
+        ValueError: There is none; the message names the nearest.
+    """
+    full = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(str(name), str(name))
+    if full not in PRECISIONS:
+        near = difflib.get_close_matches(full, PRECISIONS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"precision={name!r} is unknown to the planner: {hint}It knows {', '.join(PRECISIONS)}")
+    return PRECISIONS[full]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model to be trained on some devices.
+
+    Attributes:
+        model: Its sizes.
+        world_size: Number of processes, one a device.
+        global_batch_size: B, sequences in an optimizer step, over all replicas.
+        device: What each process has.
+        precision: Of weights and arithmetic.
+        sequence_length: s in tokens; by default the longest that the model takes.
+
+    Raises:
+        ValueError: A size is not a positive integer, or the sequence is longer than the model takes.
+    """
+
+    model: GPTConfig
+    world_size: int
+    global_batch_size: int
+    device: Device
+    precision: Precision = field(default_factory=lambda: PRECISIONS["bf16-true"])
+    sequence_length: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sequence_length == 0:
+            object.__setattr__(self, "sequence_length", self.model.sequence_length)
+        for name in ("world_size", "global_batch_size", "sequence_length"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.sequence_length > self.model.sequence_length:
+            raise ValueError(
+                f"sequence_length={self.sequence_length} is longer than the model's {self.model.sequence_length}: use a model with a "
+                "greater sequence_length"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.global_batch_size * self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to lay out a job; the names are the strategy's options, and ``micro_batch_size`` is the data's.
+
+    Attributes:
+        layout: Degrees of parallelism.
+        micro_batch_size: b, samples in a microbatch.
+        num_microbatches: m, microbatches in a step of a replica.
+        schedule: Name of the pipeline schedule.
+        recompute: "none", "selective" or "full".
+        distribute_saved_activations: Keep 1/t of a recomputed block's input.
+        shard_optimizer: Spread the optimizer's state over the replicas (ZeRO-1).
+    """
+
+    layout: ParallelLayout
+    micro_batch_size: int
+    num_microbatches: int
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    distribute_saved_activations: bool = False
+    shard_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.layout.pipeline_parallel_size == 1 or self.layout.placement == schedule_placement(self.schedule), self
+
+    def tokens(self, job: Job) -> float:
+        """Tokens of a microbatch that one rank holds between blocks without sequence parallelism: b s / c."""
+        return self.micro_batch_size * job.sequence_length / self.layout.context_parallel_size
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of ``PTDPStrategy`` that are not the defaults, ``num_microbatches`` always among them."""
+        layout = self.layout
+        values = {
+            "tensor_parallel_size": (layout.tensor_parallel_size, 1),
+            "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
+            "virtual_pipeline_size": (layout.virtual_pipeline_size, 1),
+            "context_parallel_size": (layout.context_parallel_size, 1),
+            "sequence_parallel": (layout.sequence_parallel, False),
+            "num_microbatches": (self.num_microbatches, None),
+            "schedule": (self.schedule if layout.pipeline_parallel_size > 1 else "auto", "auto"),
+            "recompute": (self.recompute, "none"),
+            "distribute_saved_activations": (self.distribute_saved_activations, False),
+            "shard_optimizer": (self.shard_optimizer, False),
+        }
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+    def describe(self) -> str:
+        """Short form: ``t8 p2 d4 sp b1 m16 1f1b full``."""
+        parts = [self.layout.describe(), f"b{self.micro_batch_size} m{self.num_microbatches}"]
+        if self.layout.pipeline_parallel_size > 1:
+            parts.append(self.schedule)
+        if self.recompute != "none":
+            parts.append(self.recompute + (" 1/t" if self.distribute_saved_activations else ""))
+        return " ".join([*parts, *(["zero"] if self.shard_optimizer else [])])

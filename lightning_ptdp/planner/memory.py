@@ -1,0 +1,129 @@
+"""What the fullest rank of a layout holds, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
+from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
+from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.parameters import layer_matrices, layers_by_stage, stage_parameters
+
+__all__ = ["RankMemory", "fullest_rank", "rank_memory", "static_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Peak bytes of one rank, by what they are for.
+
+    Attributes:
+        pipeline_rank: Which rank of the pipeline.
+        parameters: Number of parameters, not bytes.
+        weights: The parameters.
+        gradients: Their gradients.
+        optimizer: Adam's moments and the master weights.
+        activations: What the layers keep for the backwards of all microbatches in flight.
+        logits: Final norm, head and loss.
+        working: What exists for a moment: a layer that is computed again, gradients between the operations of a layer.
+    """
+
+    pipeline_rank: int
+    parameters: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        """All parts together, in bytes."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts in bytes, by name."""
+        return {name: value for name, value in asdict(self).items() if name not in ("pipeline_rank", "parameters")}
+
+
+def static_bytes(job: Job, choice: Choice, parameters: float) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer state for ``parameters`` of them: what does not depend on the microbatches.
+
+    With a sharded optimizer a rank keeps the state of 1/(d c) of its parameters: 6 + 12/d bytes a parameter in half precision.
+    """
+    precision, layout = job.precision, choice.layout
+    shards = layout.data_parallel_size * layout.context_parallel_size if choice.shard_optimizer else 1
+    return parameters * precision.weight, parameters * precision.gradient, parameters * precision.state / shards
+
+
+def rank_memory(job: Job, choice: Choice, pipeline_rank: int) -> RankMemory:
+    """Peak memory of one pipeline rank (its tensor, context and data peers hold the same).
+
+    The stages of a rank are taken to be as large as the largest of them, and the parts to peak at once: an upper bound.
+    """
+    return _rank_memory(job, choice, pipeline_rank, layer_activations(job, choice), stage_parameters(job.model, choice.layout))
+
+
+def fullest_rank(job: Job, choice: Choice) -> RankMemory:
+    """Peak memory of the rank that needs most."""
+    layer, stages = layer_activations(job, choice), stage_parameters(job.model, choice.layout)
+    # Between the first and the last rank, what is held falls from rank to rank; remainders of layers may sit anywhere at the front.
+    layout = choice.layout
+    layers = layers_by_stage(job.model, layout.num_stages)
+    largest = max(range(layout.num_stages), key=lambda stage: layers[stage])
+    ranks = {0, min(1, layout.pipeline_parallel_size - 1), layout.rank_of_stage(largest), layout.last_stage_rank}
+    return max((_rank_memory(job, choice, rank, layer, stages) for rank in sorted(ranks)), key=lambda memory: memory.total)
+
+
+def _rank_memory(job: Job, choice: Choice, pipeline_rank: int, layer: LayerActivations, stages: tuple[int, ...]) -> RankMemory:
+    layout = choice.layout
+    mine = layout.stages_of(pipeline_rank)
+    layers = layers_by_stage(job.model, layout.num_stages)
+    held = _held(choice, pipeline_rank)
+    parameters = sum(stages[stage] for stage in mine)
+    weights, gradients, optimizer = static_bytes(job, choice, parameters)
+    logits = 0.0
+    if layout.num_stages - 1 in mine:
+        kept, besides = logits_bytes(job, choice)
+        # The last stage's backward follows its forward, except where all forwards come first.
+        logits = kept * (choice.num_microbatches if choice.schedule == "gpipe" else 1) + besides
+    return RankMemory(
+        pipeline_rank=pipeline_rank,
+        parameters=parameters,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=held * max(layers[stage] for stage in mine) * layer.held + _inputs(job, choice, layout, mine),
+        logits=logits,
+        working=layer.recomputed + _between_operations(job, choice),
+    )
+
+
+def _held(choice: Choice, pipeline_rank: int) -> int:
+    layout = choice.layout
+    p, v = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    if p == 1:
+        return 1
+    return CLOSED_FORMS[choice.schedule].held(p, v, choice.num_microbatches, pipeline_rank)
+
+
+def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int, ...]) -> float:
+    """What the embedding keeps, ids and the mask of its dropout; and without tensor parallelism autocast's copy of the head."""
+    model, total = job.model, 0.0
+    if 0 in stages:
+        alike = layout.tensor_parallel_size if layout.sequence_parallel else 1
+        masks = model.hidden_size / alike if model.dropout else 0
+        total += _held(choice, layout.rank_of_stage(0)) * choice.tokens(job) * (8 + masks)
+    if layout.num_stages - 1 in stages and job.precision.casts and layout.tensor_parallel_size == 1:
+        total += model.vocabulary_size * model.hidden_size * job.precision.compute
+    return total
+
+
+def _between_operations(job: Job, choice: Choice) -> float:
+    """Two gradients of a layer's widest activation, and two of the stream; and one matrix's gradient before it is added up."""
+    model, t = job.model, choice.layout.tensor_parallel_size
+    widest = (1 if model.mlp == "gelu" else 2) * model.ffn_size / t
+    gradients = choice.tokens(job) * (2 * widest + 2 * model.hidden_size) * job.precision.compute
+    return gradients + layer_matrices(model, t) / 3 * job.precision.compute

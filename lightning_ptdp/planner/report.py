@@ -1,0 +1,136 @@
+"""A plan as text and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_ptdp.models.gpt_size import num_parameters
+from lightning_ptdp.planner.job import Job
+from lightning_ptdp.planner.search import Candidate, Plan
+
+__all__ = ["as_data", "explain_rejected", "strategy_arguments", "table"]
+
+_GIB = 2**30
+
+
+def table(plan: Plan) -> str:
+    """The job in a line, the best layouts in a table, and the best one's memory, time and options; there must be one."""
+    assert plan.best
+    head = ("", "layout", "b", "m", "schedule", "recompute", "ZeRO", "step s", "TFLOP/s", "MFU", "bubble", "memory GiB")
+    rows = [head, *(_row(index, candidate) for index, candidate in enumerate(plan.best, 1))]
+    best = plan.best[0]
+    lines = [
+        _job(plan.job),
+        "",
+        _columns(rows),
+        "",
+        f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}), GiB of {_gib(plan.job.device.usable_bytes)}:",
+        "  " + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
+        "time of a step of 1:",
+        "  " + ", ".join(f"{name} {value / best.time.total:.1%}" for name, value in best.time.parts.items() if value),
+        "",
+        "to use 1:",
+        f"  {strategy_arguments(best)}",
+        f"  --data.micro_batch_size {best.choice.micro_batch_size} --data.num_microbatches {best.choice.num_microbatches}",
+    ]
+    return "\n".join(lines)
+
+
+def strategy_arguments(candidate: Candidate) -> str:
+    """The strategy of a candidate as Python: ``PTDPStrategy(tensor_parallel_size=2, num_microbatches=8)``."""
+    return "PTDPStrategy(" + ", ".join(f"{name}={value!r}" for name, value in candidate.choice.options().items()) + ")"
+
+
+def explain_rejected(plan: Plan) -> str:
+    """Why sizes were not taken, one line each; the same reason for several sizes is said once."""
+    reasons: dict[str, list[str]] = {}
+    for misfit in plan.rejected:
+        reasons.setdefault(misfit.reason, []).append(misfit.what)
+    rows = []
+    for reason, names in reasons.items():
+        names = list(dict.fromkeys(names))
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        rows.append(f"  {shown}: {reason}")
+    slower = [f"  {misfit.what}: {misfit.reason}" for misfit in plan.slower]
+    return "\n".join(["rejected:", *(rows or ["  nothing"]), "slower:", *(slower or ["  nothing"])])
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """The plan in plain dictionaries and lists, for JSON; times in seconds, memory in bytes."""
+    job = plan.job
+    return {
+        "job": {
+            "parameters": num_parameters(job.model),
+            "world_size": job.world_size,
+            "global_batch_size": job.global_batch_size,
+            "sequence_length": job.sequence_length,
+            "device": job.device.name,
+            "precision": job.precision.name,
+            "usable_bytes": job.device.usable_bytes,
+        },
+        "examined": plan.examined,
+        "best": [_candidate(candidate) for candidate in plan.best],
+        "rejected": [{"what": misfit.what, "reason": misfit.reason} for misfit in plan.rejected],
+        "slower": [{"what": misfit.what, "reason": misfit.reason} for misfit in plan.slower],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    layout, memory, time = candidate.choice.layout, candidate.memory, candidate.time
+    return {
+        "layout": layout.describe(),
+        "data_parallel_size": layout.data_parallel_size,
+        "schedule": candidate.choice.schedule if layout.pipeline_parallel_size > 1 else None,
+        "micro_batch_size": candidate.choice.micro_batch_size,
+        "strategy": candidate.choice.options(),
+        "memory": {"total": memory.total, "parameters": memory.parameters, **memory.parts},
+        "time": {"total": time.total, **time.parts},
+        "tflops": time.tflops,
+        "mfu": time.mfu,
+        "bubble": time.bubble_fraction,
+        "simulated": candidate.simulated,
+    }
+
+
+def _job(job: Job) -> str:
+    billions = num_parameters(job.model) / 1e9
+    size = f"{billions:.1f} B" if billions >= 1 else f"{billions * 1e3:.1f} M"
+    return (
+        f"{size} parameters, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x {job.sequence_length} tokens, "
+        f"{job.precision.name}"
+    )
+
+
+def _row(index: int, candidate: Candidate) -> tuple[str, ...]:
+    choice, time = candidate.choice, candidate.time
+    recompute = choice.recompute + (" 1/t" if choice.distribute_saved_activations else "")
+    return (
+        str(index),
+        choice.layout.describe(),
+        str(choice.micro_batch_size),
+        str(choice.num_microbatches),
+        choice.schedule if choice.layout.pipeline_parallel_size > 1 else "-",
+        recompute,
+        "yes" if choice.shard_optimizer else "no",
+        f"{time.total:.3g}",
+        f"{time.tflops:.3g}",
+        f"{time.mfu:.1%}",
+        f"{time.bubble_fraction:.1%}",
+        _gib(candidate.memory.total),
+    )
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    """Words to the left, numbers to the right."""
+    words = (1, 4, 5, 6)
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = (
+        "  ".join(c.ljust(w) if i in words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / _GIB:.3g}"

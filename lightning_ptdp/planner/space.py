@@ -1,0 +1,203 @@
+"""Which choices are looked at: the degrees that fit the sizes, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.pipeline.schedules import schedule_placement
+from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, least_microbatches
+from lightning_ptdp.planner.job import Job
+from lightning_ptdp.planner.parameters import layers_by_stage
+
+__all__ = ["Degrees", "Misfit", "Pipeline", "Space", "degrees", "pipelines"]
+
+_CONTEXT_FROM = 8192
+_MOST_CHUNKS = 8
+_TOO_FEW = "too few microbatches for it to be better than 1F1B: it wants p of them, zb_v 2 p"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may be tried; None means whatever makes sense for the job.
+
+    Attributes:
+        tensor_parallel_sizes: Default: the divisors of a node's size, since tensor parallelism over several nodes waits for their links
+            (arXiv 2104.04473, section 3.2).
+        pipeline_parallel_sizes: Default: all that fit.
+        virtual_pipeline_sizes: Default: 1, and up to 8 that give every stage the same number of layers.
+        context_parallel_sizes: Default: 1, and from 8192 tokens on also 2, 4 and 8.
+        micro_batch_sizes: Default: powers of two up to 32.
+        schedules: Names of closed_forms.py.
+        recompute: Tried in this order until one fits: later ones should hold less and take longer. Not by default: "selective", which
+            with fused attention frees the log-sum-exps only.
+        sequence_parallel: Default: wherever t > 1 divides the sequence; it holds less, and sends as much.
+        shard_optimizer: Tried in this order until one fits.
+
+    Raises:
+        ValueError: An unknown schedule or recomputation, or a size that is not a positive integer.
+    """
+
+    tensor_parallel_sizes: Sequence[int] | None = None
+    pipeline_parallel_sizes: Sequence[int] | None = None
+    virtual_pipeline_sizes: Sequence[int] | None = None
+    context_parallel_sizes: Sequence[int] | None = None
+    micro_batch_sizes: Sequence[int] | None = None
+    schedules: Sequence[str] = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
+    recompute: Sequence[Literal["none", "selective", "full"]] = ("none", "full")
+    sequence_parallel: bool | None = None
+    shard_optimizer: Sequence[bool] = (False, True)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_sizes") and value is not None and not all(isinstance(n, int) and n > 0 for n in value):
+                raise ValueError(f"{field.name}={list(value)} must hold positive integers")
+        for name, values, known in (
+            ("schedules", self.schedules, tuple(CLOSED_FORMS)),
+            ("recompute", self.recompute, ("none", "selective", "full")),
+        ):
+            for value in values:
+                if value not in known:
+                    raise ValueError(f"{name} holds {value!r}, which the planner does not know: it knows {', '.join(known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misfit:
+    """Sizes that cannot be used.
+
+    Attributes:
+        what: The sizes, such as ``t3``.
+        reason: Why.
+    """
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """t, c and p; the data-parallel size follows."""
+
+    t: int
+    c: int
+    p: int
+    d: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A schedule with its layout, and a microbatch."""
+
+    layout: ParallelLayout
+    schedule: str
+    micro_batch_size: int
+    num_microbatches: int
+
+
+def degrees(job: Job, space: Space) -> Iterator[Degrees | Misfit]:
+    """All (t, c, p) of the space, and why some of them are none."""
+    for t in _tensor_sizes(job, space):
+        misfit = _tensor_misfit(job, t)
+        if misfit is not None:
+            yield misfit
+            continue
+        for c in _context_sizes(job, space):
+            if job.world_size % (t * c) or job.sequence_length % (2 * c):
+                yield Misfit(
+                    what=f"t{t} c{c}", reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the sequence"
+                )
+                continue
+            yield from _pipeline_sizes(job, space, t, c)
+
+
+def pipelines(job: Job, space: Space, sizes: Degrees) -> Iterator[Pipeline | Misfit]:
+    """All schedules, chunks and microbatches for (t, c, p), and why some of them are none."""
+    of_replica = job.global_batch_size // sizes.d
+    split = sizes.t > 1 and job.sequence_length % (sizes.t * sizes.c) == 0
+    if space.sequence_parallel is not None:
+        if space.sequence_parallel and sizes.t > 1 and not split:
+            yield Misfit(
+                what=f"t{sizes.t}", reason=f"sequence parallelism: {sizes.t} does not divide {job.sequence_length} tokens"
+            )
+            return
+        split = space.sequence_parallel and sizes.t > 1
+    for schedule, v in _schedules(job, space, sizes.p):
+        layout = ParallelLayout(
+            world_size=job.world_size,
+            tensor_parallel_size=sizes.t,
+            pipeline_parallel_size=sizes.p,
+            virtual_pipeline_size=v,
+            context_parallel_size=sizes.c,
+            sequence_parallel=split,
+            placement=schedule_placement(schedule) if sizes.p > 1 else "loop",
+        )
+        for b in _micro_batches(space, of_replica):
+            m = of_replica // b
+            if sizes.p > 1 and m < least_microbatches(schedule, sizes.p):
+                yield Misfit(what=f"p{sizes.p} {schedule} m{m}", reason=_TOO_FEW)
+                continue
+            yield Pipeline(layout=layout, schedule=schedule, micro_batch_size=b, num_microbatches=m)
+
+
+def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
+    if space.tensor_parallel_sizes is not None:
+        return space.tensor_parallel_sizes
+    largest = min(job.device.node_size, job.world_size)
+    return [t for t in range(1, largest + 1) if job.device.node_size % t == 0 and job.world_size % t == 0]
+
+
+def _tensor_misfit(job: Job, t: int) -> Misfit | None:
+    model = job.model
+    for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads), ("ffn_hidden_size", model.ffn_size)):
+        copied = name == "num_kv_heads" and t % size == 0
+        if size % t and not copied:
+            return Misfit(what=f"t{t}", reason=f"{name}={size} is not divisible by it")
+    return None if job.world_size % t == 0 else Misfit(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
+
+
+def _context_sizes(job: Job, space: Space) -> Sequence[int]:
+    if space.context_parallel_sizes is not None:
+        return space.context_parallel_sizes
+    return (1,) if job.sequence_length < _CONTEXT_FROM else (1, 2, 4, 8)
+
+
+def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Degrees | Misfit]:
+    rest = job.world_size // (t * c)
+    divisors = [p for p in range(1, rest + 1) if rest % p == 0]
+    for p in divisors if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes:
+        if p not in divisors:
+            yield Misfit(what=f"t{t} c{c} p{p}", reason=f"it does not divide the world of {job.world_size}")
+        elif p > job.model.num_layers:
+            yield Misfit(what=f"t{t} c{c} p{p}", reason=f"{job.model.num_layers} layers cannot fill {p} stages")
+        elif job.global_batch_size % (rest // p):
+            reason = f"the global batch of {job.global_batch_size} is not divisible by d = {rest // p} replicas"
+            yield Misfit(what=f"t{t} c{c} p{p}", reason=reason)
+        else:
+            yield Degrees(t=t, c=c, p=p, d=rest // p)
+
+
+def _schedules(job: Job, space: Space, p: int) -> Iterator[tuple[str, int]]:
+    if p == 1:
+        yield "1f1b", 1
+        return
+    for schedule in space.schedules:
+        chunks = (2,) if schedule == "zb_v" else _chunks(job, space, p) if schedule == "interleaved_1f1b" else (1,)
+        for v in chunks:
+            wanted = space.virtual_pipeline_sizes is None or v in space.virtual_pipeline_sizes
+            if wanted and p * v <= job.model.num_layers:
+                yield schedule, v
+
+
+def _chunks(job: Job, space: Space, p: int) -> Sequence[int]:
+    if space.virtual_pipeline_sizes is not None:
+        return [v for v in space.virtual_pipeline_sizes if v > 1]
+    most = min(_MOST_CHUNKS, job.model.num_layers // p)
+    return [v for v in range(2, most + 1) if v == 2 or len(set(layers_by_stage(job.model, p * v))) == 1]
+
+
+def _micro_batches(space: Space, of_replica: int) -> Sequence[int]:
+    sizes = space.micro_batch_sizes if space.micro_batch_sizes is not None else [2**power for power in range(6)]
+    return [b for b in sizes if of_replica % b == 0]

@@ -1,0 +1,195 @@
+"""Seconds of an optimizer step, and what they are spent on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_ptdp.models.gpt_size import flops_per_sample
+from lightning_ptdp.pipeline.schedules import build_schedule
+from lightning_ptdp.pipeline.simulate import Costs, simulate
+from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
+from lightning_ptdp.planner.communication import pipeline_link, replica_link
+from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, input_time, layer_time
+from lightning_ptdp.planner.memory import static_bytes
+from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
+
+__all__ = ["StepTime", "simulated_step_time", "step_time"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A step of one rank, in seconds.
+
+    Attributes:
+        compute: Forwards and backwards of the slowest rank, recomputation included, without waiting.
+        tensor: Waiting for tensor and context parallelism.
+        bubble: The pipeline's bubble, waiting for slower stages included.
+        messages: Waiting for messages between stages.
+        gradients: Summing gradients over the replicas, and gathering parameters, as far as nothing hides it.
+        optimizer: The optimizer's step.
+        model_flops: Operations that the mathematics needs, of the whole job (metrics/flops.py).
+        hardware_flops: The same with the recomputed forward passes.
+        world_size: Number of devices.
+        peak: Operations a second of one device.
+    """
+
+    compute: float
+    tensor: float
+    bubble: float
+    messages: float
+    gradients: float
+    optimizer: float
+    model_flops: float
+    hardware_flops: float
+    world_size: int
+    peak: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts in seconds, by name."""
+        names = ("compute", "tensor", "bubble", "messages", "gradients", "optimizer")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def tflops(self) -> float:
+        """Operations a second and device, recomputation included, in units of 10^12: what arXiv 2104.04473 reports."""
+        return self.hardware_flops / self.total / self.world_size / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilization: operations that the mathematics needs, over what the devices could do."""
+        return self.model_flops / self.total / self.world_size / self.peak
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The bubble over the time of the computations and their collectives: the papers' (p - 1) / m."""
+        return self.bubble / (self.compute + self.tensor)
+
+
+def step_time(job: Job, choice: Choice) -> StepTime:
+    """The step by closed forms of the schedule's bubble (closed_forms.py): quick, for many candidates.
+
+    Raises:
+        KeyError: The schedule has no closed form; use ``simulated_step_time``.
+    """
+    layout, m = choice.layout, choice.num_microbatches
+    p, v = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    stages = _stages(job, choice)
+    ranks = [sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING) for rank in range(p)]
+    slowest = max(ranks, key=lambda rank: rank.forward + rank.backward)
+    bubble = messages = 0.0
+    if p > 1:
+        form = CLOSED_FORMS[choice.schedule]
+        mean = sum(ranks, NOTHING)
+        bubble = form.bubble(p, v, mean.forward / p, mean.backward / p, mean.weight / p)
+        messages = form.waits(p, v, m) * _message(job, choice)
+    return _whole_step(job, choice, stages, slowest, bubble=bubble, messages=messages)
+
+
+def simulated_step_time(job: Job, choice: Choice) -> StepTime:
+    """The step by the simulator, with the costs of each stage: exact for unequal stages, slow for large p v m.
+
+    Raises:
+        ValueError: The schedule does not take these sizes.
+    """
+    layout, m = choice.layout, choice.num_microbatches
+    stages = _stages(job, choice)
+    schedule = build_schedule(
+        choice.schedule,
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+        virtual_pipeline_size=layout.virtual_pipeline_size,
+        num_microbatches=m,
+    )
+    split = schedule.splits_backward
+
+    def length(latency: float) -> float:
+        costs = Costs(
+            forward=[stage.forward for stage in stages],
+            backward=[stage.backward - (stage.weight if split else 0.0) for stage in stages],
+            weight=[stage.weight for stage in stages],
+            latency=latency,
+        )
+        return float(simulate(schedule, costs).step_time)
+
+    ranks = [sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING) for rank in range(layout.pipeline_parallel_size)]
+    slowest = max(ranks, key=lambda rank: rank.forward + rank.backward)
+    without = length(0.0)
+    return _whole_step(
+        job,
+        choice,
+        stages,
+        slowest,
+        bubble=max(0.0, without - m * (slowest.forward + slowest.backward)),
+        messages=length(_message(job, choice)) - without,
+    )
+
+
+def _stages(job: Job, choice: Choice) -> list[PassTime]:
+    layer = layer_time(job, choice)
+    stages = [layer.times(count) for count in layers_by_stage(job.model, choice.layout.num_stages)]
+    stages[0] += input_time(job, choice)
+    stages[-1] += head_time(job, choice)
+    return stages
+
+
+def _whole_step(
+    job: Job, choice: Choice, stages: list[PassTime], slowest: PassTime, *, bubble: float, messages: float
+) -> StepTime:
+    layout, m = choice.layout, choice.num_microbatches
+    parameters = stage_parameters(job.model, layout)
+    fullest = max(sum(parameters[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_parallel_size))
+    waiting = m * slowest.communication
+    model = job.global_batch_size * flops_per_sample(job.model, sequence_length=job.sequence_length)
+    hardware = job.global_batch_size * flops_per_sample(
+        job.model, sequence_length=job.sequence_length, recompute=choice.recompute == "full"
+    )
+    return StepTime(
+        compute=m * (slowest.forward + slowest.backward) - waiting,
+        tensor=waiting,
+        bubble=bubble,
+        messages=messages,
+        gradients=_gradients(job, choice, fullest, hidden_behind=slowest.backward),
+        optimizer=_optimizer(job, choice, fullest),
+        model_flops=model,
+        hardware_flops=hardware,
+        world_size=job.world_size,
+        peak=job.device.peak(job.precision.compute),
+    )
+
+
+def _message(job: Job, choice: Choice) -> float:
+    """Seconds of one hidden state between stages: 1/t of it a rank, gathered at the other end unless the sequence is split."""
+    layout, t = choice.layout, choice.layout.tensor_parallel_size
+    nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.residual
+    return pipeline_link(layout, job.device).send(nbytes / t)
+
+
+def _gradients(job: Job, choice: Choice, parameters: int, *, hidden_behind: float) -> float:
+    """An all-reduce, or with a sharded optimizer a reduce-scatter and the gathering of the parameters.
+
+    The reductions start in the last microbatch's backward and hide behind half of it, the gathering behind as much of a forward.
+    """
+    group, weight, gradient = replica_link(choice.layout, job.device), job.precision.weight, job.precision.gradient
+    tied = 0.0
+    layout = choice.layout
+    if job.model.tie_embeddings and layout.last_stage_rank != layout.rank_of_stage(0):
+        rows = job.model.vocabulary_size / layout.tensor_parallel_size
+        tied = 2 * pipeline_link(layout, job.device).send(rows * job.model.hidden_size * gradient)
+    if choice.shard_optimizer:
+        reduced = max(0.0, group.all_gather(parameters * gradient) - hidden_behind / 2)
+        return tied + reduced + max(0.0, group.all_gather(parameters * weight) - hidden_behind / 4)
+    return tied + max(0.0, group.all_reduce(parameters * gradient) - hidden_behind / 2)
+
+
+def _optimizer(job: Job, choice: Choice, parameters: int) -> float:
+    """Every byte of weights, gradients and state is read, and all but the gradients written."""
+    weights, gradients, state = static_bytes(job, choice, parameters)
+    layout = choice.layout
+    share = 1 / (layout.data_parallel_size * layout.context_parallel_size) if choice.shard_optimizer else 1.0
+    return (share * (2 * weights + gradients) + 2 * state) / job.device.memory_bandwidth

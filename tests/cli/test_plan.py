@@ -1,0 +1,124 @@
+"""``ptdp plan``."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_ptdp import PTDPStrategy
+
+Run = Callable[..., tuple[int, str, str]]
+
+SIZES = ["--layers", "24", "--hidden", "2048", "--heads", "16", "--sequence", "2048"]
+
+
+def test_a_recipe(ptdp: Run) -> None:
+    code, out, err = ptdp("plan", "--recipe", "gpt/nano", "--world", "8", "--device", "cpu", "--top", "3", "--explain")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "1.9 M parameters, 8 x cpu, batch 32 x 128 tokens, 32-true"
+    assert " ".join(lines[2].split()) == "layout b m schedule recompute ZeRO step s TFLOP/s MFU bubble memory GiB"
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "3"]
+    assert "memory of the fullest rank of 1" in out
+    assert "t8: num_heads=4 is not divisible by it" in out
+    assert "times as long as the best" in out
+
+
+def test_what_is_printed_can_be_pasted(ptdp: Run) -> None:
+    _, out, _ = ptdp("plan", *SIZES, "--world", "64", "--batch", "128", "--tp", "4", "--pp", "4", "--recompute", "full")
+    line = next(line.strip() for line in out.splitlines() if line.strip().startswith("PTDPStrategy("))
+    call = ast.parse(line, mode="eval").body
+    options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    assert (options["tensor_parallel_size"], options["pipeline_parallel_size"], options["recompute"]) == (4, 4, "full")
+    assert PTDPStrategy(**options).config.layout(64).data_parallel_size == 4
+    assert f"--data.num_microbatches {options['num_microbatches']}" in out
+
+
+def test_json(ptdp: Run) -> None:
+    code, out, _ = ptdp("plan", *SIZES, "--llama", "--kv-heads", "4", "--world", "16", "--batch", "64", "--json", "--top", "2")
+    assert code == 0
+    data = json.loads(out)
+    assert data["job"]["world_size"] == 16
+    assert len(data["best"]) == 2
+    best = data["best"][0]
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "working")
+    assert best["memory"]["total"] == pytest.approx(sum(best["memory"][name] for name in parts))
+    assert 0 < best["mfu"] < 1
+    assert data["rejected"] and {"what", "reason"} == set(data["rejected"][0])
+
+
+def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
+    config = {
+        "trainer": {
+            "devices": 8,
+            "precision": "bf16-mixed",
+            "accumulate_grad_batches": 3,
+            "strategy": {"class_path": "lightning_ptdp.PTDPStrategy", "init_args": {"tensor_parallel_size": 2}},
+        },
+        "model": {"class_path": "LitGPT", "init_args": {"config": {"num_layers": 2, "hidden_size": 64, "num_heads": 4}}},
+        "data": {
+            "class_path": "TextDataModule",
+            "init_args": {"sequence_length": 256, "micro_batch_size": 2, "num_microbatches": 5},
+        },
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(config))
+    _, out, _ = ptdp("plan", "--config", str(path), "--world", "4")
+    assert "4 x h100-80gb, batch 120 x 256 tokens, bf16-mixed" in out.splitlines()[0]
+    _, wider, _ = ptdp("plan", "--config", str(path), "--world", "4", "--hidden", "4096", "--batch", "32")
+    assert wider.split()[:2] == ["612.8", "M"]
+    assert "batch 32 x" in wider.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--world", "8"], "there is no model: give --recipe or --config, or also --layers, --hidden, --heads, --sequence"),
+        ([*SIZES, "--world", "8"], "Give --batch"),
+        (["--recipe", "gpt/nan", "--world", "8"], "did you mean 'gpt/nano'"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--device", "h300"], "device='h300' is unknown: did you mean 'h200'"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--precision", "bf16-tru"], "did you mean 'bf16-true'"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--schedule", "1f1"], "schedules holds '1f1'"),
+        ([*SIZES, "--world", "0", "--batch", "8"], "world_size=0 must be a positive integer"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--heads", "7"], "hidden_size=2048 is not divisible by num_heads=7"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "1"], "no layout fits on 8 x h100-80gb with 1 GiB each"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--tp", "x"], "--tp"),
+        ([*SIZES, "--batch", "8"], "--world"),
+    ],
+)
+def test_mistakes(ptdp: Run, arguments: list[str], words: str) -> None:
+    code, _, err = ptdp("plan", *arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_a_bert_is_planned_as_a_gpt_of_its_sizes(ptdp: Run) -> None:
+    code, out, err = ptdp("plan", "--recipe", "bert/nano", "--world", "4", "--device", "cpu")
+    assert code == 0
+    assert "4 x cpu, batch" in out
+    assert "LitBert is planned as a GPT of the same sizes" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1, 2", "is not YAML"),
+        ("3", "mine.yaml"),
+        ("trainer: {}", "has no model.init_args.config"),
+        (
+            "model: {init_args: {config: {num_layer: 3}}}",
+            "model.config.num_layer is not one of a GPT's sizes; did you mean 'num_layers'",
+        ),
+    ],
+)
+def test_files_that_hold_no_model(ptdp: Run, tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    code, _, err = ptdp("plan", "--config", str(path), "--world", "8", "--batch", "8")
+    assert code == 2
+    assert words in err

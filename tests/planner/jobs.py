@@ -1,0 +1,77 @@
+"""Jobs that the tests of this folder share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.models import GPTConfig
+from lightning_ptdp.planner import Choice, Job, find_device, find_precision
+
+
+class Row(NamedTuple):
+    """A row of table 1 of arXiv 2104.04473."""
+
+    parameters: float  # in 10^9
+    heads: int
+    hidden: int
+    layers: int
+    tensor: int
+    pipeline: int
+    gpus: int
+    batch: int
+    tflops: int
+
+
+TABLE_1 = (
+    Row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
+    Row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    Row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
+    Row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    Row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+    Row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    Row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    Row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    Row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+    Row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+)
+
+
+def job_of(row: Row) -> Job:
+    """The row's model on its GPUs, in the paper's precision and with its dropout."""
+    model = GPTConfig.gpt2(
+        vocabulary_size=51200,
+        sequence_length=2048,
+        num_layers=row.layers,
+        hidden_size=row.hidden,
+        num_heads=row.heads,
+        dropout=0.1,
+    )
+    return Job(model=model, world_size=row.gpus, global_batch_size=row.batch, device=find_device("a100"))
+
+
+def choice_of(row: Row, **changes: Any) -> Choice:
+    """The row's layout: 1F1B, full recomputation, one sample a microbatch."""
+    layout = ParallelLayout(world_size=row.gpus, tensor_parallel_size=row.tensor, pipeline_parallel_size=row.pipeline)
+    options: dict[str, Any] = {"micro_batch_size": 1, "recompute": "full"} | changes
+    m = row.batch // (layout.data_parallel_size * options["micro_batch_size"])
+    return Choice(layout=layout, num_microbatches=m, **options)
+
+
+def small_job(model: GPTConfig, *, precision: str = "bf16-true", world_size: int = 1, batch: int = 8) -> Job:
+    """A job on H100s."""
+    return Job(
+        model=model,
+        world_size=world_size,
+        global_batch_size=batch,
+        device=find_device("h100"),
+        precision=find_precision(precision),
+    )
+
+
+def choice(*, world_size: int = 1, b: int = 2, m: int = 4, schedule: str = "1f1b", **options: Any) -> Choice:
+    """A choice; degrees of the layout and fields of ``Choice`` by name."""
+    kept = {key: options.pop(key) for key in ("recompute", "shard_optimizer", "distribute_saved_activations") if key in options}
+    placement = "v" if schedule == "zb_v" else "loop"
+    layout = ParallelLayout(world_size=world_size, placement=placement, **options)
+    return Choice(layout=layout, micro_batch_size=b, num_microbatches=m, schedule=schedule, **kept)

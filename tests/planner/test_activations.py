@@ -1,0 +1,139 @@
+"""The formulas of what a layer keeps, against the paper's, and against what our blocks do keep, counted by saved-tensor hooks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
+from lightning_ptdp.planner import layer_activations, logits_bytes
+from lightning_ptdp.recompute import apply_recomputation
+from lightning_ptdp.tensor_parallel import apply_plan
+from tests.planner.jobs import choice, small_job
+from tests.pool import Pool
+from tests.tensor_parallel.toy import tensor_group
+from tests.test_recompute import kept_bytes
+
+SIZES = {"vocabulary_size": 64, "sequence_length": 48, "num_layers": 1, "hidden_size": 64, "num_heads": 4}
+MODELS = {
+    "gpt2": GPTConfig.gpt2(**SIZES),
+    "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
+    "llama, one kv head": GPTConfig.llama(**SIZES, num_kv_heads=1),
+}
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+POLICIES = ("none", "selective", "full", "full, in parts")
+BATCH = 2
+
+
+def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str, str], int]:
+    """Bytes that our block keeps, by model, precision and recomputation."""
+    found = {}
+    for name, config in MODELS.items():
+        for precision in PRECISIONS:
+            for policy in POLICIES:
+                if policy == "full, in parts" and (t == 1 or sequence_parallel):
+                    continue
+                model, plan, group = GPT(config), gpt_plan(config, prefix=""), tensor_group(rank)
+                apply_plan(model, plan, group=group, sequence_parallel=sequence_parallel)
+                shard = group if policy == "full, in parts" else None
+                apply_recomputation(
+                    model, policy=policy.split(",")[0], blocks="blocks", selective=plan.selective, shard_input=shard
+                )
+                dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+                block = model.blocks[0].to(dtype)
+                length = SIZES["sequence_length"] // (t if sequence_parallel else 1)
+                x = torch.randn(BATCH, length, SIZES["hidden_size"], dtype=dtype, requires_grad=True)
+                with torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext():
+                    found[name, precision, policy] = kept_bytes(lambda x=x, block=block: block(x + 0), block.parameters())
+    return found
+
+
+@pytest.mark.parametrize(("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"])
+def test_formulas_are_within_1_percent_of_what_is_kept(pool: Pool, t: int, sequence_parallel: bool) -> None:
+    for results in pool.run(measured, world_size=t, args=(t, sequence_parallel)):
+        assert len(results) == len(MODELS) * len(PRECISIONS) * (4 if t > 1 and not sequence_parallel else 3)
+        for (name, precision, policy), kept in results.items():
+            how = choice(
+                world_size=t,
+                b=BATCH,
+                tensor_parallel_size=t,
+                sequence_parallel=sequence_parallel,
+                recompute=policy.split(",")[0],
+                distribute_saved_activations=policy == "full, in parts",
+            )
+            layer = layer_activations(small_job(MODELS[name], precision=precision), how, fused_rms_norm=False)
+            assert layer.held == pytest.approx(kept, rel=0.01), (name, precision, policy, layer.held / kept)
+
+
+HEAD = GPTConfig.gpt2(**{**SIZES, "vocabulary_size": 509})
+
+
+def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
+    """Bytes that the final norm, the head and the loss keep, by precision."""
+    found = {}
+    for precision in PRECISIONS:
+        model = GPT(HEAD)
+        apply_plan(model, gpt_plan(HEAD, prefix=""), group=tensor_group(rank), sequence_parallel=sequence_parallel)
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        model.to(dtype)
+        length = SIZES["sequence_length"]
+        x = torch.randn(BATCH, length // (t if sequence_parallel else 1), SIZES["hidden_size"], dtype=dtype, requires_grad=True)
+        labels = torch.randint(HEAD.vocabulary_size, (BATCH * length,))
+
+        def loss(model: GPT = model, x: torch.Tensor = x, labels: torch.Tensor = labels) -> torch.Tensor:
+            logits = model.head(model.norm(x + 0)).flatten(0, 1)
+            return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext():
+            found[precision] = kept_bytes(loss, model.parameters())
+    return found
+
+
+@pytest.mark.parametrize(("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"])
+def test_what_the_head_and_the_loss_keep(pool: Pool, t: int, sequence_parallel: bool) -> None:
+    how = choice(world_size=t, b=BATCH, tensor_parallel_size=t, sequence_parallel=sequence_parallel)
+    for results in pool.run(measured_head, world_size=t, args=(t, sequence_parallel)):
+        for precision, kept in results.items():
+            cast = HEAD.vocabulary_size * HEAD.hidden_size * 2 if (precision, t) == ("bf16-mixed", 1) else 0
+            expected = logits_bytes(small_job(HEAD, precision=precision), how)[0] + cast
+            assert expected == pytest.approx(kept, rel=0.05), (precision, expected / kept)
+
+
+@pytest.mark.parametrize(
+    ("how", "paper"),
+    [
+        # Bytes over s b h with t = 4 and 16 bits, less the scores, 5 a s / h (arXiv 2205.05198, table 2).
+        (choice(world_size=4), 34),
+        (choice(world_size=4, tensor_parallel_size=4), 10 + 24 / 4),
+        (choice(world_size=4, tensor_parallel_size=4, sequence_parallel=True), 34 / 4),
+        (choice(world_size=4, tensor_parallel_size=4, recompute="selective"), 10 + 24 / 4),
+        (choice(world_size=4, tensor_parallel_size=4, sequence_parallel=True, recompute="selective"), 34 / 4),
+        (choice(world_size=4, recompute="full"), 2),
+        (choice(world_size=4, tensor_parallel_size=4, recompute="full", distribute_saved_activations=True), 2 / 4),
+    ],
+)
+def test_the_papers_formulas_without_the_scores(how: object, paper: float) -> None:
+    model = GPTConfig.gpt2(sequence_length=2048, hidden_size=4096, num_heads=32, dropout=0.1)
+    layer = layer_activations(small_job(model), how)
+    assert layer.kept / (2 * 2048 * 4096) == pytest.approx(paper, rel=0.01)
+
+
+def test_context_parallelism_divides_everything() -> None:
+    model = GPTConfig.llama(sequence_length=8192, hidden_size=1024, num_heads=8, num_kv_heads=2)
+    one, four = (layer_activations(small_job(model, world_size=4), choice(world_size=4, context_parallel_size=c)) for c in (1, 4))
+    assert four.kept == one.kept / 4
+
+
+def test_only_the_computing_precision_of_autocast_is_kept_twice() -> None:
+    model = GPTConfig.gpt2(sequence_length=64, hidden_size=64, num_heads=4)
+    cast = {
+        (precision, t): layer_activations(
+            small_job(model, precision=precision), choice(world_size=2, tensor_parallel_size=t)
+        ).cast_weights
+        for precision in PRECISIONS
+        for t in (1, 2)
+    }
+    assert {key for key, value in cast.items() if value} == {("bf16-mixed", 1)}
+    assert cast["bf16-mixed", 1] == 12 * 64 * 64 * 2

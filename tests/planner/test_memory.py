@@ -1,0 +1,106 @@
+"""Parameters and memory of a rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.models import GPT, gpt_plan, num_parameters
+from lightning_ptdp.parallelize import layer_ranges
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.planner import (
+    fullest_rank,
+    layer_activations,
+    layer_parameters,
+    layers_by_stage,
+    rank_memory,
+    stage_parameters,
+    static_bytes,
+)
+from lightning_ptdp.tensor_parallel import apply_plan
+from tests.models.configs import VARIANTS
+from tests.planner.jobs import TABLE_1, Row, choice, choice_of, job_of, small_job
+from tests.pool import Pool
+from tests.tensor_parallel.toy import tensor_group
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_parameters_and_stages_are_the_modules_own(config: object) -> None:
+    with torch.device("meta"):
+        model = GPT(config)
+    assert sum(stage_parameters(config, ParallelLayout(world_size=1))) == num_parameters(config)
+    assert layer_parameters(config, 1) == sum(p.numel() for p in model.blocks[0].parameters())
+    plan = gpt_plan(config, prefix="")
+    parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
+    for p in range(1, config.num_layers + 1):
+        layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
+        ranges = layer_ranges(model, parts=parts, layout=layout)
+        assert layers_by_stage(config, p) == tuple(stop - start for start, stop in ranges)
+        copies = config.tie_embeddings and p > 1
+        table = config.vocabulary_size * config.hidden_size
+        assert sum(stage_parameters(config, layout)) == num_parameters(config) + (table if copies else 0)
+
+
+def parameters_of_a_rank(rank: int) -> dict[str, int]:
+    found = {}
+    for name, config in VARIANTS.items():
+        if config.num_heads % 2 == 0:
+            model = GPT(config)
+            apply_plan(model, gpt_plan(config, prefix=""), group=tensor_group(rank), sequence_parallel=False)
+            found[name] = sum(p.numel() for p in model.parameters())
+    return found
+
+
+def test_parameters_under_tensor_parallelism(pool: Pool) -> None:
+    layout = ParallelLayout(world_size=2, tensor_parallel_size=2)
+    for found in pool.run(parameters_of_a_rank, world_size=2):
+        assert len(found) == 4
+        for name, count in found.items():
+            assert stage_parameters(VARIANTS[name], layout) == (count,), name
+
+
+@pytest.mark.parametrize(
+    ("precision", "whole", "sharded"), [("bf16-true", 18, 6 + 12 / 8), ("32-true", 16, 8 + 8 / 8), ("bf16-mixed", 16, 8 + 8 / 8)]
+)
+def test_bytes_a_parameter(precision: str, whole: float, sharded: float) -> None:
+    job = small_job(VARIANTS["gpt2"], precision=precision, world_size=8)
+    assert sum(static_bytes(job, choice(world_size=8), 1000)) == whole * 1000
+    assert sum(static_bytes(job, choice(world_size=8, shard_optimizer=True), 1000)) == sharded * 1000
+    # The ranks of a context group hold the same parameters as well.
+    assert sum(static_bytes(job, choice(world_size=8, shard_optimizer=True, context_parallel_size=2), 1000)) == sharded * 1000
+
+
+@pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row.parameters} B")
+def test_table_1_fits(row: Row) -> None:
+    """The layouts of arXiv 2104.04473, table 1, ran on 80 GB."""
+    job = job_of(row)
+    assert num_parameters(job.model) == pytest.approx(row.parameters * 1e9, rel=0.03)
+    memory = fullest_rank(job, choice_of(row))
+    assert 25 * 2**30 < memory.total < job.device.usable_bytes
+
+
+def test_the_fullest_rank_is_the_fullest() -> None:
+    for row in TABLE_1[4:]:
+        job, how = job_of(row), choice_of(row)
+        every = [rank_memory(job, how, rank) for rank in range(row.pipeline)]
+        assert fullest_rank(job, how) == max(every, key=lambda memory: memory.total)
+
+
+def test_activations_follow_the_schedule() -> None:
+    """The first stage of 1F1B holds p microbatches; interleaving 1 + (p-1)/(p v) as much (arXiv 2205.05198, section 4.2.3)."""
+    row = TABLE_1[6]
+    job, p = job_of(row), row.pipeline
+
+    def held(schedule: str, v: int = 1, placement: str = "loop") -> float:
+        layout = {"tensor_parallel_size": 8, "pipeline_parallel_size": p, "virtual_pipeline_size": v}
+        how = choice(world_size=row.gpus, b=1, m=96, schedule=schedule, recompute="full", **layout)
+        layer = layer_activations(job, how).held
+        inputs = 2048 * (8 + 12288)  # ids and masks of the embedding
+        count = (p if schedule != "gpipe" else 96) if v == 1 else p * v + p - 1
+        return (rank_memory(job, how, 0).activations - count * inputs) / layer
+
+    # 80 layers in 8 stages, 10 in each; in 16 stages 5.
+    assert held("1f1b") == pytest.approx(10 * p)
+    assert held("gpipe") == pytest.approx(10 * 96)
+    assert held("interleaved_1f1b", v=2) == pytest.approx(10 * p * (1 + (p - 1) / (p * 2)))

@@ -1,0 +1,119 @@
+"""The search: the rules of the papers, and what it says of what it rejects."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models import GPTConfig
+from lightning_ptdp.planner import Job, Plan, Space, find_device, search
+from tests.planner.jobs import TABLE_1, Row, job_of, small_job
+
+PAPER = Space(schedules=("1f1b", "interleaved_1f1b"), recompute=("full",), sequence_parallel=False, shard_optimizer=(False,))
+"""What there was in 2021."""
+
+
+def degrees(plan: Plan) -> list[tuple[int, int]]:
+    """(t, p) in the order of their fastest."""
+    layouts = [candidate.choice.layout for candidate in plan.best]
+    return list(dict.fromkeys((layout.tensor_parallel_size, layout.pipeline_parallel_size) for layout in layouts))
+
+
+@pytest.mark.parametrize("row", [TABLE_1[index] for index in (0, 2, 4, 6, 8, 9)], ids=lambda row: f"{row.parameters} B")
+def test_table_1_is_near_the_top(row: Row) -> None:
+    """The layout of arXiv 2104.04473, table 1, takes at most a tenth longer than the best of hundreds in its own space."""
+    plan = search(job_of(row), PAPER, count=1000, simulate=False)
+    own = [
+        candidate
+        for candidate in plan.best
+        if (candidate.choice.layout.tensor_parallel_size, candidate.choice.layout.pipeline_parallel_size)
+        == (row.tensor, row.pipeline)
+    ]
+    assert own[0].time.total <= 1.1 * plan.best[0].time.total, degrees(plan)
+    assert plan.examined >= len(plan.best) >= 20
+
+
+def test_tensor_parallelism_stays_inside_a_node() -> None:
+    """Takeaway 1 of arXiv 2104.04473, section 3.2: t up to the size of a node, then p."""
+    row = TABLE_1[6]
+    space = dataclasses.replace(PAPER, tensor_parallel_sizes=(4, 8, 16, 32), pipeline_parallel_sizes=(2, 4, 8, 16))
+    plan = search(job_of(row), space, count=1000, simulate=False)
+    fastest = {t: next(c for c in plan.best if c.choice.layout.tensor_parallel_size == t).time.total for t in (8, 16, 32)}
+    assert 1.15 * fastest[8] < fastest[16] < fastest[32]
+    assert degrees(plan)[0][0] <= 8
+
+
+def test_a_model_that_fits_on_one_device_is_data_parallel() -> None:
+    """Takeaway 2 of arXiv 2104.04473, section 3.3: as little model parallelism as memory allows, data parallelism for the rest."""
+    job = small_job(GPTConfig.gpt2(), world_size=8, batch=64)
+    best = search(job).best[0].choice
+    assert best.layout.model_parallel_size == 1
+    assert (best.recompute, best.shard_optimizer, best.schedule) == ("none", False, "1f1b")
+    tight = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_bytes=2.2e9, reserved_bytes=0.0))
+    squeezed = search(tight).best[0]
+    assert (
+        squeezed.choice.layout.model_parallel_size > 1 or squeezed.choice.shard_optimizer or squeezed.choice.recompute != "none"
+    )
+
+
+def test_everything_found_fits_and_is_in_order() -> None:
+    job = job_of(TABLE_1[4])
+    plan = search(job, count=12)
+    times = [candidate.time.total for candidate in plan.best]
+    assert len(times) == 12 and times == sorted(times)
+    assert any(candidate.simulated for candidate in plan.best)
+    for candidate in plan.best:
+        layout, how = candidate.choice.layout, candidate.choice
+        assert candidate.memory.total <= job.device.usable_bytes
+        assert layout.data_parallel_size * how.micro_batch_size * how.num_microbatches == job.global_batch_size
+        config = PTDPConfig(**how.options())
+        assert config.layout(job.world_size) == layout
+        assert config.microbatches(10**6) == how.num_microbatches
+
+
+def test_long_sequences_are_cut() -> None:
+    model = GPTConfig.llama(
+        sequence_length=131072, num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, vocabulary_size=128256
+    )
+    job = small_job(model, world_size=16, batch=2)
+    assert search(job).best[0].choice.layout.context_parallel_size > 1
+    assert all(c.choice.layout.context_parallel_size == 1 for c in search(job, Space(context_parallel_sizes=(1,))).best)
+
+
+def test_reasons() -> None:
+    model = GPTConfig.gpt2(num_layers=6, hidden_size=6144, num_heads=12, vocabulary_size=512, sequence_length=1024)
+    job = Job(model=model, world_size=96, global_batch_size=36, device=find_device("a100"))
+    plan = search(job, count=3)
+    reasons = "\n".join(f"{misfit.what}: {misfit.reason}" for misfit in plan.rejected)
+    assert "t8: num_heads=12 is not divisible by it" in reasons
+    assert "t4 c1 p8: 6 layers cannot fill 8 stages" in reasons
+    assert "t1 c1 p1: the global batch of 36 is not divisible by d = 96 replicas" in reasons
+    assert "p4 zb_h1 m3: too few microbatches" in reasons
+    assert plan.slower
+    assert all("times as long as the best" in misfit.reason for misfit in plan.slower)
+
+
+def test_reasons_of_memory() -> None:
+    plan = search(dataclasses.replace(job_of(TABLE_1[5]), world_size=16, global_batch_size=16))
+    assert not plan.best
+    assert plan.slower == ()
+    reasons = {misfit.what: misfit.reason for misfit in plan.rejected}
+    assert "alone take" in reasons["t1 p1 d16"]
+    assert reasons["t8 p2 d1"].endswith("of 75.0 GiB") or "at least" in reasons["t8 p2 d1"]
+
+
+def test_wishes_are_checked() -> None:
+    with pytest.raises(ValueError, match="schedules holds '2f2b'"):
+        Space(schedules=("2f2b",))
+    with pytest.raises(ValueError, match="recompute holds 'some'"):
+        Space(recompute=("some",))
+    with pytest.raises(ValueError, match=r"tensor_parallel_sizes=\[0\]"):
+        Space(tensor_parallel_sizes=(0,))
+    with pytest.raises(ValueError, match="count=0"):
+        search(small_job(GPTConfig()), count=0)
+    with pytest.raises(ValueError, match="world_size=0"):
+        small_job(GPTConfig(), world_size=0)
+    with pytest.raises(ValueError, match="longer than the model's 1024"):
+        dataclasses.replace(small_job(GPTConfig()), sequence_length=2048)

@@ -1,0 +1,154 @@
+"""Every recipe, without its machines: read, parsed, laid out, built on the meta device, cut and scheduled; and held against its paper."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from decimal import Decimal
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.cli.inheritance import BASE_KEY, resolve_config, resolve_configs
+from lightning_ptdp.cli.lightning_cli import parsed_values
+from lightning_ptdp.cli.recipe_files import find_config, recipe_folder, recipe_names
+from lightning_ptdp.parallelize import layer_ranges
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.strategy.checks import check_loader, check_model, check_sequence_length
+from tests.recipes.published import PUBLISHED
+
+RECIPES = recipe_names()
+UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@functools.cache
+def parsed(name: str) -> dict[str, Any]:
+    return parsed_values(resolve_configs(["--config", name]))
+
+
+def built(node: dict[str, Any]) -> Any:
+    module, _, name = node["class_path"].rpartition(".")
+    return getattr(importlib.import_module(module), name)(**node["init_args"])
+
+
+def strategy_of(name: str) -> Any:
+    node = parsed(name)["trainer"]["strategy"]
+    assert node["class_path"] == "lightning_ptdp.PTDPStrategy"
+    return PTDPStrategy(**node["init_args"])
+
+
+def devices_of(name: str) -> int:
+    trainer = parsed(name)["trainer"]
+    return int(trainer["devices"]) * int(trainer["num_nodes"])
+
+
+def is_rounded(number: int, printed: str) -> bool:
+    """Whether ``number`` becomes ``printed`` ("1.7 B", "34e1 M") when it is rounded to as many digits."""
+    digits, unit = printed.split()
+    printed_value, last = Decimal(digits) * UNITS[unit], Decimal(1).scaleb(Decimal(digits).as_tuple().exponent) * UNITS[unit]
+    return abs(Decimal(number) - printed_value) <= last / 2
+
+
+def test_rounding() -> None:
+    assert is_rounded(1_652_000_000, "1.7 B")
+    assert not is_rounded(1_649_000_000, "1.7 B")
+    assert is_rounded(335_500_000, "34e1 M")
+    assert not is_rounded(334_000_000, "34e1 M")
+
+
+def test_every_published_model_has_a_recipe() -> None:
+    assert set(RECIPES) - set(PUBLISHED) == {"bert/nano", "gpt/llama-nano", "gpt/nano"}
+    assert set(PUBLISHED) <= set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layout_stages_and_schedule(name: str) -> None:
+    strategy = strategy_of(name)
+    config, layout = strategy.config, strategy.config.layout(devices_of(name))
+    module = built(parsed(name)["model"])
+    with torch.device("meta"):
+        module.configure_model()
+    check_model(module, config, layout)
+    layers = parsed(name)["model"]["init_args"]["config"]["num_layers"]
+    plan = module.configure_parallel()
+    parts = find_parts(module, blocks=plan.blocks, before=plan.before, after=plan.after)
+    ranges = layer_ranges(module, parts=parts, layout=layout, partition=config.partition)
+    assert (ranges[0][0], ranges[-1][1], len(ranges)) == (0, layers, layout.num_stages)
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    if name.startswith("gpt/ptdp-"):  # as the comments say
+        assert {stop - start for start, stop in ranges} == {layers // layout.num_stages}
+    assert config.num_microbatches % layout.pipeline_parallel_size == 0
+    # Verified as it is built. Two rounds through the pipeline have every phase of a step; more of them repeat the middle one.
+    schedule = config.build_schedule(min(config.num_microbatches, 2 * layout.pipeline_parallel_size))
+    assert schedule.num_stages == layout.num_stages
+
+    count = sum(parameter.numel() for parameter in module.parameters())
+    assert count == module.num_parameters
+    first = find_config(name).read_text().partition("\n")[0]
+    said = re.fullmatch(r"# ([\d.]+ [KMBT]) parameters: .+", first)
+    assert said is not None, first
+    assert is_rounded(count, said[1])
+    if name in PUBLISHED:
+        assert is_rounded(count, PUBLISHED[name].parameters), f"{count:,}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_data_and_batches_fit(name: str) -> None:
+    values, strategy = parsed(name), strategy_of(name)
+    data, sizes = values["data"]["init_args"], values["model"]["init_args"]["config"]
+    assert data["vocabulary_size"] == sizes["vocabulary_size"]
+    assert data["sequence_length"] == sizes["sequence_length"]
+    assert data["num_microbatches"] == strategy.config.num_microbatches
+    datamodule = built(values["data"])
+    check_loader(datamodule, strategy.config)
+    check_sequence_length(datamodule, strategy.config)
+    optimizer = values["model"]["init_args"]["optimizer"]
+    assert (
+        0
+        < optimizer["warmup_steps"]
+        < (optimizer["decay_steps"] or values["trainer"]["max_steps"])
+        <= values["trainer"]["max_steps"]
+    )
+    if name not in PUBLISHED:
+        return
+    wanted, layout = PUBLISHED[name], strategy.config.layout(devices_of(name))
+    assert datamodule.batch_size * layout.data_parallel_size == wanted.batch
+    assert wanted.tensor in (None, layout.tensor_parallel_size)
+    assert wanted.pipeline in (None, layout.pipeline_parallel_size)
+    assert wanted.devices in (None, layout.world_size)
+
+
+@pytest.mark.parametrize("name", recipe_names(shared=True))
+def test_a_recipe_tells_what_it_is_and_has_a_base(name: str) -> None:
+    text = (recipe_folder() / f"{name}.yaml").read_text()
+    assert text.startswith("# ")
+    assert all(len(line) <= 140 for line in text.splitlines())
+    assert (BASE_KEY in yaml.safe_load(text)) == (name != "common")
+    assert resolve_config(find_config(name)).values
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_keeps_its_runs_apart(name: str) -> None:
+    assert parsed(name)["trainer"]["logger"]["init_args"]["experiment_name"] == name.replace("/", "-")
+
+
+def test_one_device_instead_of_many() -> None:
+    """What recipes/common.yaml tells somebody with one GPU, and with none."""
+    one = ["--trainer.devices", "1", "--trainer.strategy.num_microbatches", "32", "--data.num_microbatches", "32"]
+    values = parsed_values(resolve_configs(["--config", "gpt/124m", *one]))
+    data = values["data"]["init_args"]
+    assert PTDPStrategy(**values["trainer"]["strategy"]["init_args"]).config.layout(1).world_size == 1
+    assert data["micro_batch_size"] * data["num_microbatches"] == PUBLISHED["gpt/124m"].batch
+
+    sizes = ["tensor_parallel_size=1", "pipeline_parallel_size=1", "virtual_pipeline_size=1", "sequence_parallel=false"]
+    nodes = ["--trainer.num_nodes", "1", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
+    values = parsed_values(
+        resolve_configs(["--config", "gpt/llama-70b", *one, *nodes, *(f"--trainer.strategy.{size}" for size in sizes)])
+    )
+    assert PTDPStrategy(**values["trainer"]["strategy"]["init_args"]).config.layout(1).world_size == 1
+    assert values["trainer"]["accelerator"] == "cpu"
