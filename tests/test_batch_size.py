@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -123,7 +124,7 @@ def test_the_strategy_follows_the_batch() -> None:
         ({"micro_batch_size": 2, "num_microbatches": 4}, "num_microbatches=4 and micro_batch_size=2: give one of them"),
     ],
 )
-def test_sizes_that_the_strategy_refuses(fields: dict[str, int], words: str) -> None:
+def test_sizes_that_the_strategy_refuses(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         PTDPConfig(**fields)
 
