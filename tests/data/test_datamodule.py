@@ -259,7 +259,7 @@ def test_the_front_door_does_not_import_the_store_or_the_tokenizer() -> None:
         ({"global_batch_size": 48, "num_microbatches": 2}, (6, 2, 48)),
     ],
 )
-def test_two_batch_sizes_give_the_third(given: dict[str, int], sizes: tuple[int, int, int]) -> None:
+def test_two_batch_sizes_give_the_third(given: dict[str, Any], sizes: tuple[int, int, int]) -> None:
     (plan,) = TextDataModule(data_dir="nowhere", **given).batch_plans(num_replicas=4)
     assert (plan.micro_batch_size, plan.num_microbatches, plan.global_batch) == sizes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,7 +218,8 @@ def test_a_ramp_is_the_same_for_all_replicas_and_goes_on_in_its_middle(stream: T
     ramp = RampUp(start=4, stop=16, increment=4, samples=60)
     order = TokenLoader(stream, batch_size=1, seed=5).indices(0, ramp.consumed(12)).flatten().tolist()
     expected = [stream[index]["input_ids"].tolist() for index in order]
-    consumed, state = 0, {}
+    consumed = 0
+    state: dict[str, Any] = {}
     for d, count in ((4, 3), (2, 2), (1, 3), (4, 4)):
         loaders = replicas(stream, d, batch_size=16 // d, ramp_up=ramp, num_workers=num_workers)
         for loader in loaders:
