@@ -1,4 +1,4 @@
-"""The arithmetic of batches, in one place: global batch = b * m * d, and its ramp-up over steps.
+"""The arithmetic of batches, in one place: global batch = b * m * d, and its ramp-up over samples.
 
 b is the micro-batch size, m the number of microbatches of a replica's step, d the number of replicas (arXiv 2104.04473, section 2.2).
 """
@@ -41,7 +41,7 @@ class BatchPlan:
         cls,
         *,
         data_parallel_size: int,
-        global_batch: int | None = None,
+        global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
         num_microbatches: int | None = None,
     ) -> BatchPlan:
@@ -51,7 +51,7 @@ class BatchPlan:
             ValueError: Fewer than two are given, one is not positive, or they do not divide; names what would work.
         """
         given = {
-            "global_batch": global_batch,
+            "global_batch_size": global_batch_size,
             "micro_batch_size": micro_batch_size,
             "num_microbatches": num_microbatches,
             "data_parallel_size": data_parallel_size,
@@ -59,40 +59,41 @@ class BatchPlan:
         for field, value in given.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{field}={value!r} must be a positive integer")
-        if sum(value is not None for value in (global_batch, micro_batch_size, num_microbatches)) < 2:
+        if sum(value is not None for value in (global_batch_size, micro_batch_size, num_microbatches)) < 2:
             raise ValueError(
-                f"global_batch={global_batch}, micro_batch_size={micro_batch_size} and num_microbatches={num_microbatches}: give two of "
-                "them, the third follows from global_batch = micro_batch_size * num_microbatches * data_parallel_size"
+                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} and num_microbatches={num_microbatches}: "
+                "give two of them, the third follows from global_batch_size = micro_batch_size * num_microbatches * data_parallel_size"
             )
-        if global_batch is None:
+        if global_batch_size is None:
             assert micro_batch_size is not None and num_microbatches is not None
             return cls(
                 micro_batch_size=micro_batch_size, num_microbatches=num_microbatches, data_parallel_size=data_parallel_size
             )
         if micro_batch_size is None:
             assert num_microbatches is not None
-            micro_batch_size = _quotient(global_batch, "num_microbatches", num_microbatches, data_parallel_size)
-        derived = _quotient(global_batch, "micro_batch_size", micro_batch_size, data_parallel_size)
+            micro_batch_size = _quotient(global_batch_size, "num_microbatches", num_microbatches, data_parallel_size)
+        derived = _quotient(global_batch_size, "micro_batch_size", micro_batch_size, data_parallel_size)
         if num_microbatches is not None and num_microbatches != derived:
             product = micro_batch_size * num_microbatches * data_parallel_size
             raise ValueError(
-                f"global_batch={global_batch} is not micro_batch_size * num_microbatches * data_parallel_size = {micro_batch_size} * "
-                f"{num_microbatches} * {data_parallel_size} = {product}; leave one out, or use num_microbatches={derived}"
+                f"global_batch_size={global_batch_size} is not micro_batch_size * num_microbatches * data_parallel_size = "
+                f"{micro_batch_size} * {num_microbatches} * {data_parallel_size} = {product}; leave one out, or use "
+                f"num_microbatches={derived}"
             )
         return cls(micro_batch_size=micro_batch_size, num_microbatches=derived, data_parallel_size=data_parallel_size)
 
 
-def _quotient(global_batch: int, field: str, value: int, replicas: int) -> int:
-    """``global_batch / (value * replicas)``."""
+def _quotient(global_batch_size: int, field: str, value: int, replicas: int) -> int:
+    """``global_batch_size / (value * replicas)``."""
     unit = value * replicas
-    if global_batch % unit == 0:
-        return global_batch // unit
-    sizes = sorted({global_batch // unit * unit, -(-global_batch // unit) * unit} - {0})
-    mend = f"use global_batch={' or '.join(map(str, sizes))}"
-    if global_batch % replicas == 0:
-        mend += f", or {field}={' or '.join(map(str, nearest_divisors(global_batch // replicas, value)))}"
+    if global_batch_size % unit == 0:
+        return global_batch_size // unit
+    sizes = sorted({global_batch_size // unit * unit, -(-global_batch_size // unit) * unit} - {0})
+    mend = f"use global_batch_size={' or '.join(map(str, sizes))}"
+    if global_batch_size % replicas == 0:
+        mend += f", or {field}={' or '.join(map(str, nearest_divisors(global_batch_size // replicas, value)))}"
     raise ValueError(
-        f"global_batch={global_batch} is not divisible by {field} * data_parallel_size = {value} * {replicas}; {mend}"
+        f"global_batch_size={global_batch_size} is not divisible by {field} * data_parallel_size = {value} * {replicas}; {mend}"
     )
 
 
@@ -100,8 +101,9 @@ def _quotient(global_batch: int, field: str, value: int, replicas: int) -> int:
 class RampUp:
     """A global batch that grows from ``start`` to ``stop`` in equal steps over the first ``samples`` samples.
 
-    GPT-3 grew it from 32 k to 3.2 M tokens over the first 4 to 12 billion (arXiv 2005.14165, section 2.3). Everything else follows from
-    the number of steps taken: how many samples were consumed, and so where the data stream is, whatever the layout.
+    GPT-3 grew it from 32 k to 3.2 M tokens over the first 4 to 12 billion (arXiv 2005.14165, section 2.3). The size of a step depends on
+    nothing but the samples consumed before it, so that the position in the data is one number in every layout. With ``start`` equal to
+    ``stop`` the size is constant.
 
     Attributes:
         start: Global batch of the first step.
@@ -120,8 +122,9 @@ class RampUp:
 
     def __post_init__(self) -> None:
         for field in ("start", "stop", "increment", "samples"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)!r} must be a positive integer")
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field}={value!r} must be a positive integer")
         if self.stop < self.start:
             raise ValueError(f"stop={self.stop} is smaller than start={self.start}; the global batch can only grow")
         if (self.stop - self.start) % self.increment:
@@ -143,22 +146,62 @@ class RampUp:
             ValueError: A size is not divisible by ``micro_batch_size * data_parallel_size``.
         """
         return tuple(
-            BatchPlan.derive(data_parallel_size=data_parallel_size, global_batch=size, micro_batch_size=micro_batch_size)
+            BatchPlan.derive(data_parallel_size=data_parallel_size, global_batch_size=size, micro_batch_size=micro_batch_size)
             for size in self.sizes
         )
 
     def global_batch(self, consumed: int) -> int:
         """The size of the step that begins after ``consumed`` samples."""
-        grown = len(self.sizes) - 1
-        return self.sizes[min(grown, consumed * grown // self.samples)]
+        return self.start + self.increment * min(self._growths, consumed * self._growths // self.samples)
 
-    def consumed(self, steps: int) -> int:
-        """Samples that the first ``steps`` steps take."""
-        total = 0
-        for _ in range(steps):
-            size = self.global_batch(total)
-            if size == self.stop:
-                break
-            total += size
-            steps -= 1
-        return total + steps * self.stop
+    def stretch(self, consumed: int) -> tuple[int, int | None]:
+        """The size of the step that begins after ``consumed`` samples, and how many steps from there on have it (None: all)."""
+        size = self.global_batch(consumed)
+        if size == self.stop:
+            return size, None
+        grows_at = -(-((size - self.start) // self.increment + 1) * self.samples // self._growths)
+        return size, -(-(grows_at - consumed) // size)
+
+    def consumed(self, steps: int, *, start: int = 0) -> int:
+        """Samples that ``steps`` steps take, the first of which begins after ``start`` samples."""
+        end = start
+        while steps:
+            size, alike = self.stretch(end)
+            alike = steps if alike is None else min(alike, steps)
+            end, steps = end + alike * size, steps - alike
+        return end - start
+
+    def steps(self, samples: int, *, start: int = 0) -> int:
+        """Whole steps that ``samples`` samples are enough for, the first of which begins after ``start`` samples."""
+        steps = 0
+        while True:
+            size, alike = self.stretch(start)
+            enough = samples // size
+            if alike is None or enough < alike:
+                return steps + enough
+            steps, start, samples = steps + alike, start + alike * size, samples - alike * size
+
+    def epoch_steps(self, consumed: int, *, samples: int) -> int:
+        """Steps of the epoch in which the step after ``consumed`` samples is.
+
+        An epoch has as many whole steps as ``samples`` samples, the size of the data, are enough for; the next one begins where it ends.
+        """
+        first = 0
+        while True:
+            steps = self.steps(samples, start=first)
+            end = first + self.consumed(steps, start=first)
+            if consumed < end or self.global_batch(first) == self.stop:
+                return steps
+            first = end
+
+    def steps_of_epochs(self, epochs: int, *, samples: int) -> int:
+        """Steps of the first ``epochs`` epochs over data of ``samples`` samples."""
+        total = first = 0
+        for _ in range(epochs):
+            steps = self.steps(samples, start=first)
+            total, first = total + steps, first + self.consumed(steps, start=first)
+        return total
+
+    @property
+    def _growths(self) -> int:
+        return (self.stop - self.start) // self.increment

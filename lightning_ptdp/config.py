@@ -50,6 +50,7 @@ class PTDPConfig:
     sequence_dims: Mapping[str, int | None] | None = None
     sequence_parallel: bool = False
     num_microbatches: int | None = None
+    micro_batch_size: int | None = None
     schedule: str | CustomSchedule = "auto"
     microbatch_group_size: int | None = None
     partition: tuple[int, ...] | tuple[str, ...] | None = None
@@ -81,8 +82,15 @@ class PTDPConfig:
         sizes = (self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size)
         # A size that is no positive integer is named by the layout itself, whatever the world.
         self.layout(math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 1)
-        if self.num_microbatches is not None and self.num_microbatches < 1:
-            raise ValueError(f"num_microbatches={self.num_microbatches!r} must be a positive integer, or None")
+        for field in ("num_microbatches", "micro_batch_size"):
+            value = getattr(self, field)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{field}={value!r} must be a positive integer, or None")
+        if self.num_microbatches is not None and self.micro_batch_size is not None:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} and micro_batch_size={self.micro_batch_size}: give one of them, the other "
+                "follows from the batch (replica's batch = micro_batch_size * num_microbatches)"
+            )
         if self.start_method not in _START_METHODS:
             near = difflib.get_close_matches(self.start_method, _START_METHODS, n=1) or ["popen"]
             raise ValueError(f"start_method={self.start_method!r} must be one of {_START_METHODS}; did you mean {near[0]!r}?")
@@ -124,8 +132,9 @@ class PTDPConfig:
             num_microbatches=self.num_microbatches,
             group_size=self.microbatch_group_size,
         )
-        if isinstance(self.schedule, CustomSchedule):
-            self.build_schedule(self.microbatches(2**31))
+        usual = self.usual_microbatches
+        if isinstance(self.schedule, CustomSchedule) and usual is not None:
+            self.build_schedule(usual)
 
     @property
     def num_stages(self) -> int:
@@ -168,8 +177,24 @@ class PTDPConfig:
             group_size=self.microbatch_group_size,
         )
 
-    def microbatches(self, samples: int) -> int:
-        """m for a batch of ``samples``: as asked, else what a schedule from a file is for, else 4p with a pipeline (bubble under a
-        quarter) and 1 without."""
+    @property
+    def usual_microbatches(self) -> int | None:
+        """m of a batch that is large enough: as asked, else what a schedule from a file is for, else 4p with a pipeline (bubble under a
+        quarter) and 1 without; None if it follows from the batch (``micro_batch_size``)."""
+        if self.micro_batch_size is not None:
+            return None
         default = 4 * self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1
-        return min(samples, self.num_microbatches or schedule_microbatches(self.schedule) or default)
+        return self.num_microbatches or schedule_microbatches(self.schedule) or default
+
+    @property
+    def has_microbatches(self) -> bool:
+        """Whether a batch can be more than one microbatch."""
+        return self.usual_microbatches != 1
+
+    def microbatches(self, samples: int) -> int:
+        """m for a replica's batch of ``samples``: as many as ``micro_batch_size`` asks, else the usual number; never more than samples."""
+        usual = self.usual_microbatches
+        if usual is None:
+            assert self.micro_batch_size is not None
+            return -(-samples // self.micro_batch_size)
+        return min(samples, usual)

@@ -44,19 +44,21 @@ class StrategySummary:
     Attributes:
         layout: Degrees of parallelism.
         schedule: Name of the pipeline schedule.
-        num_microbatches: m, microbatches in a step of one replica.
+        num_microbatches: m, microbatches in a step of one replica; None if it follows from each batch.
+        micro_batch_size: b, samples of a microbatch, where m follows from it.
         stages: All pipeline stages in order; empty without a pipeline.
         parameters_per_rank: Parameters (elements) that each global rank holds.
-        bubble: Expected fraction of a step in which a pipeline rank has nothing to do, between 0 and 1.
+        bubble: Expected fraction of a step in which a pipeline rank has nothing to do, between 0 and 1; None if m is not known.
         notes: Remarks for the user, such as a padded vocabulary.
     """
 
     layout: ParallelLayout
     schedule: str
-    num_microbatches: int
+    num_microbatches: int | None
+    micro_batch_size: int | None = None
     stages: tuple[StageSummary, ...] = ()
     parameters_per_rank: tuple[int, ...] = ()
-    bubble: float = 0.0
+    bubble: float | None = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -93,8 +95,11 @@ def _degrees(layout: ParallelLayout) -> str:
 
 
 def _schedule(summary: StrategySummary) -> str:
+    if summary.num_microbatches is None:
+        assert summary.micro_batch_size is not None
+        return f"{summary.schedule}, microbatches of {_count(summary.micro_batch_size, 'sample', 'samples')}"
     text = f"{summary.schedule}, {_count(summary.num_microbatches, 'microbatch', 'microbatches')}"
-    if summary.layout.pipeline_parallel_size > 1:
+    if summary.layout.pipeline_parallel_size > 1 and summary.bubble is not None:
         text += f", expected bubble {100 * summary.bubble:.1f} %"
     return text
 

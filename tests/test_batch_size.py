@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ptdp.batch_size import BatchPlan, RampUp
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.pipeline import build_schedule, dump_schedule
+from lightning_ptdp.strategy.checks import check_loader
 
 SIZES = st.integers(1, 64)
 
@@ -15,8 +23,8 @@ SIZES = st.integers(1, 64)
 def test_any_two_give_the_third(b: int, m: int, d: int) -> None:
     plan = BatchPlan(micro_batch_size=b, num_microbatches=m, data_parallel_size=d)
     assert plan.global_batch == b * m * d
-    for left_out in ("global_batch", "micro_batch_size", "num_microbatches", None):
-        known = {"global_batch": plan.global_batch, "micro_batch_size": b, "num_microbatches": m}
+    for left_out in ("global_batch_size", "micro_batch_size", "num_microbatches", None):
+        known = {"global_batch_size": plan.global_batch, "micro_batch_size": b, "num_microbatches": m}
         known.pop(left_out or "", None)
         assert BatchPlan.derive(data_parallel_size=d, **known) == plan
 
@@ -24,11 +32,11 @@ def test_any_two_give_the_third(b: int, m: int, d: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"global_batch": 12, "micro_batch_size": 4, "data_parallel_size": 2}, ["12", "4 * 2", "8 or 16", "2 or 3 or 6"]),
-        ({"global_batch": 12, "num_microbatches": 5, "data_parallel_size": 1}, ["num_microbatches", "10 or 15"]),
-        ({"global_batch": 16, "micro_batch_size": 2, "num_microbatches": 3, "data_parallel_size": 2}, ["16", "= 12", "=4"]),
-        ({"global_batch": 16, "data_parallel_size": 2}, ["two of them"]),
-        ({"global_batch": 0, "micro_batch_size": 2, "data_parallel_size": 2}, ["global_batch=0", "positive"]),
+        ({"global_batch_size": 12, "micro_batch_size": 4, "data_parallel_size": 2}, ["12", "4 * 2", "8 or 16", "2 or 3 or 6"]),
+        ({"global_batch_size": 12, "num_microbatches": 5, "data_parallel_size": 1}, ["num_microbatches", "10 or 15"]),
+        ({"global_batch_size": 16, "micro_batch_size": 2, "num_microbatches": 3, "data_parallel_size": 2}, ["16", "= 12", "=4"]),
+        ({"global_batch_size": 16, "data_parallel_size": 2}, ["two of them"]),
+        ({"global_batch_size": 0, "micro_batch_size": 2, "data_parallel_size": 2}, ["global_batch_size=0", "positive"]),
     ],
 )
 def test_what_does_not_fit_says_what_would(sizes: dict[str, int], words: list[str]) -> None:
@@ -60,3 +68,80 @@ def test_a_ramp_grows_with_the_samples() -> None:
 def test_impossible_ramps(fields: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RampUp(**fields)
+
+
+RAMPS = st.builds(
+    lambda start, increment, growths, samples: RampUp(
+        start=start, stop=start + increment * growths, increment=increment, samples=samples
+    ),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(0, 6),
+    st.integers(1, 300),
+)
+
+
+@given(ramp=RAMPS, first=st.integers(0, 40), count=st.integers(0, 60), rest=st.integers(0, 100))
+def test_stretches_and_steps_are_what_step_after_step_gives(ramp: RampUp, first: int, count: int, rest: int) -> None:
+    taken = [first]
+    for _ in range(count):
+        taken.append(taken[-1] + ramp.global_batch(taken[-1]))
+    assert ramp.consumed(count, start=first) == taken[-1] - first
+    assert ramp.steps(taken[-1] - first, start=first) == count
+    size, alike = ramp.stretch(first)
+    sizes = [later - earlier for earlier, later in pairwise(taken)]
+    assert all(other == size for other in sizes[:alike])
+    assert alike is None or alike >= len(sizes) or sizes[alike] > size
+    enough = ramp.steps(rest, start=first)
+    assert ramp.consumed(enough, start=first) <= rest < ramp.consumed(enough + 1, start=first)
+
+
+@given(ramp=RAMPS, surplus=st.integers(0, 30), epochs=st.integers(1, 12))
+def test_epochs_follow_one_another(ramp: RampUp, surplus: int, epochs: int) -> None:
+    samples, taken, steps = ramp.stop + surplus, 0, 0
+    for _ in range(epochs):
+        here = ramp.epoch_steps(taken, samples=samples)
+        inside = taken + ramp.consumed(here - 1, start=taken)
+        assert ramp.epoch_steps(inside, samples=samples) == here
+        taken, steps = taken + ramp.consumed(here, start=taken), steps + here
+    assert ramp.steps_of_epochs(epochs, samples=samples) == steps
+    assert ramp.consumed(steps) == taken
+
+
+def test_the_strategy_follows_the_batch() -> None:
+    config = PTDPConfig(pipeline_parallel_size=2, micro_batch_size=4)
+    assert [config.microbatches(samples) for samples in (1, 4, 5, 16)] == [1, 1, 2, 4]
+    assert config.usual_microbatches is None
+    assert config.has_microbatches
+    assert PTDPConfig(pipeline_parallel_size=2).microbatches(100) == 8
+    assert not PTDPConfig().has_microbatches
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size=0 must be a positive integer"),
+        ({"micro_batch_size": 2, "num_microbatches": 4}, "num_microbatches=4 and micro_batch_size=2: give one of them"),
+    ],
+)
+def test_sizes_that_the_strategy_refuses(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PTDPConfig(**fields)
+
+
+def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_path: Path) -> None:
+    class Data:
+        def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
+            ramp = RampUp(start=8, stop=16, increment=8, samples=90)
+            return ramp.plans(data_parallel_size=num_replicas, micro_batch_size=2)
+
+    layout = ParallelLayout(world_size=4, pipeline_parallel_size=2)
+    check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2), layout)
+    with pytest.raises(
+        ValueError, match=r"micro_batch_size=8 is larger than the batch of 4 samples .* use micro_batch_size=4 or less"
+    ):
+        check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=8), layout)
+    path = tmp_path / "order.csv"
+    dump_schedule(build_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=4), path)
+    with pytest.raises(ValueError, match=r"batch of 4 samples into 2 microbatches.*is written for num_microbatches=4"):
+        check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2, schedule=str(path)), layout)

@@ -46,5 +46,10 @@ def _tags(summary: StrategySummary) -> dict[str, Any]:
         "data_parallel_size": layout.data_parallel_size,
         "sequence_parallel": layout.sequence_parallel,
         "schedule": summary.schedule,
-        "num_microbatches": summary.num_microbatches,
+        **_sizes(summary),
     }
+
+
+def _sizes(summary: StrategySummary) -> dict[str, int]:
+    sizes = {"num_microbatches": summary.num_microbatches, "micro_batch_size": summary.micro_batch_size}
+    return {name: size for name, size in sizes.items() if size is not None}

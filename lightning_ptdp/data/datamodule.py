@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 
+from lightning_ptdp.batch_size import BatchPlan, RampUp
+from lightning_ptdp.data.batch_options import BatchOptions, RampUpOptions
 from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
@@ -26,7 +28,8 @@ class TextDataModule(LightningDataModule):
 
     The text is tokenized into ``data_dir`` by the first process that trains (or by ``ptdp prepare``) and found there afterwards.
     A replica's batch holds ``micro_batch_size * num_microbatches`` samples: ``{"input_ids", "labels"}``, int64 of shape
-    (batch, sequence_length), labels shifted by one and -100 where nothing is to be learned.
+    (batch, sequence_length), labels shifted by one and -100 where nothing is to be learned. Of ``global_batch_size = micro_batch_size *
+    num_microbatches * replicas`` give any two, the third follows.
 
     Args:
         data_dir: Folder of the prepared data.
@@ -39,8 +42,11 @@ class TextDataModule(LightningDataModule):
         split_seed: Of the division into training and validation.
         overwrite: Prepare again where data_dir was made with other settings or is damaged.
         sequence_length: Tokens of a sample.
-        micro_batch_size: Samples of a microbatch.
-        num_microbatches: Microbatches of a step of one replica.
+        global_batch_size: Samples of a step of all replicas.
+        micro_batch_size: Samples of a microbatch. Default: 8, or what follows.
+        num_microbatches: Microbatches of a step of one replica. Default: 1, or what follows.
+        ramp_up: Begin with a global batch of ``start`` samples, which grows by ``increment`` at a time to the full one over the first
+            ``samples`` samples (arXiv 2005.14165, section 2.3). The strategy follows with ``PTDPStrategy(micro_batch_size=...)``.
         validation_samples: Validate on the first so many samples; none is all.
         seed: Of the order of the training samples.
         num_workers: Processes that read ahead, for each rank.
@@ -63,8 +69,10 @@ class TextDataModule(LightningDataModule):
         split_seed: int = 0,
         overwrite: bool = False,
         sequence_length: int = 256,
-        micro_batch_size: int = 8,
-        num_microbatches: int = 1,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        num_microbatches: int | None = None,
+        ramp_up: RampUpOptions | None = None,
         validation_samples: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
@@ -86,8 +94,6 @@ class TextDataModule(LightningDataModule):
             control_symbols=self.control_symbols,
         )
         check_integer("sequence_length", sequence_length)
-        check_integer("micro_batch_size", micro_batch_size)
-        check_integer("num_microbatches", num_microbatches)
         check_integer("seed", seed, least=0)
         check_integer("num_workers", num_workers, least=0)
         if validation_samples is not None:
@@ -99,19 +105,37 @@ class TextDataModule(LightningDataModule):
         self.data_dir = Path(data_dir)
         self.vocabulary_size = vocabulary_size
         self.sequence_length = sequence_length
-        self.micro_batch_size = micro_batch_size
-        self.num_microbatches = num_microbatches
+        self.batch_options = BatchOptions(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            num_microbatches=num_microbatches,
+            ramp_up=ramp_up,
+        )
         self.validation_samples = validation_samples
         self.seed = seed
         self.num_workers = num_workers
         self.verify_hashes = verify_hashes
         self._train: TokenLoader | None = None
+        self._train_for: Any = None
         self._saved: dict[str, Any] = {}
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch of one replica."""
-        return self.micro_batch_size * self.num_microbatches
+        """Samples in a batch of one replica, after the ramp-up."""
+        return self.batch_options.plan(self._replica()[0]).replica_batch
+
+    @property
+    def step_sizes(self) -> RampUp:
+        """The samples of every step, of all replicas."""
+        return self.batch_options.ramp(self._replica()[0])
+
+    def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
+        """The sizes of all steps that there will be on ``num_replicas`` replicas: one plan, or those of the ramp-up in their order.
+
+        Raises:
+            ValueError: The sizes do not divide; says what would.
+        """
+        return self.batch_options.plans(num_replicas)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -124,9 +148,11 @@ class TextDataModule(LightningDataModule):
 
         Raises:
             DataError: See ``check_prepare`` and ``TokenLoader``.
+            ValueError: The batch sizes do not divide for so many replicas.
         """
+        batch_size = self.batch_plans(num_replicas=num_replicas)[-1].replica_batch
         if check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None:
-            TokenLoader(self._stream("train"), batch_size=self.batch_size, num_replicas=num_replicas)
+            TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas)
             self._stream("validation")
 
     def prepare_data(self) -> None:
@@ -148,7 +174,12 @@ class TextDataModule(LightningDataModule):
             )
 
     def train_dataloader(self) -> TokenLoader:
-        """Shuffled batches of this replica, from the checkpoint's position on."""
+        """Shuffled batches of this replica, from the checkpoint's position on.
+
+        Raises:
+            ValueError: A ramp-up with the Trainer's ``accumulate_grad_batches``.
+        """
+        self._prepare_ramp()
         loader = self._train_loader(self._stream("train"))
         overfit = self.trainer.overfit_batches if self.trainer is not None else 0
         if overfit:
@@ -158,16 +189,17 @@ class TextDataModule(LightningDataModule):
             loader.load_state_dict(self._saved)
         elif self._train is not None and self.trainer is not None and self.trainer.global_step:
             loader.load_state_dict(self._train.state_dict())
-        self._train, self._saved = loader, {}
+        self._train, self._train_for, self._saved = loader, self.trainer, {}
         return loader
 
     def val_dataloader(self) -> EvaluationLoader:
         """Every validation sample once, over all replicas."""
         num_replicas, replica_rank = self._replica()
+        plan = self.batch_options.plan(num_replicas)
         return EvaluationLoader(
             self._stream("validation", max_samples=self.validation_samples),
-            batch_size=self.batch_size,
-            micro_batch_size=self.micro_batch_size,
+            batch_size=plan.replica_batch,
+            micro_batch_size=plan.micro_batch_size,
             num_replicas=num_replicas,
             replica_rank=replica_rank,
             num_workers=self.num_workers,
@@ -183,12 +215,17 @@ class TextDataModule(LightningDataModule):
         return self._train.state_dict() if self._train is not None else dict(self._saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint's place with the next training loader.
+        """Continue from a checkpoint's place, with this fit's training loader if there is one already, else with the next one.
 
         Raises:
-            DataError: Later, from ``train_dataloader``, if the place belongs to other data.
+            DataError: Now or from ``train_dataloader``, if the place belongs to other data.
         """
-        self._saved = dict(state_dict)
+        # A strategy may restore after its set-up, in which configure_optimizers may have asked for the number of steps, and so for
+        # the loader.
+        if self._train is not None and self._train_for is self.trainer:
+            self._train.load_state_dict(state_dict)
+        else:
+            self._saved = dict(state_dict)
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         return TokenStream(self.data_dir, split=split, sequence_length=self.sequence_length, max_samples=max_samples)
@@ -197,7 +234,8 @@ class TextDataModule(LightningDataModule):
         num_replicas, replica_rank = self._replica()
         return TokenLoader(
             stream,
-            batch_size=self.batch_size,
+            batch_size=self.batch_options.plan(num_replicas).replica_batch,
+            ramp_up=self.batch_options.ramp(num_replicas),
             seed=self.seed,
             num_replicas=num_replicas,
             replica_rank=replica_rank,
@@ -205,6 +243,18 @@ class TextDataModule(LightningDataModule):
             pin_memory=self._on_cuda(),
             in_flight=self._in_flight,
         )
+
+    def _prepare_ramp(self) -> None:
+        if self.batch_options.ramp_up is None or self.trainer is None:
+            return
+        accumulated = self.trainer.accumulate_grad_batches
+        if accumulated != 1:
+            raise ValueError(
+                f"ramp_up with accumulate_grad_batches={accumulated}: Lightning weights batches of different sizes alike. Use "
+                "accumulate_grad_batches=1 and more microbatches, which accumulate too (global_batch_size)"
+            )
+        # An epoch has fewer steps than the one before it; Lightning asks for their number, and when to validate, with the loader.
+        self.trainer.reload_dataloaders_every_n_epochs = 1
 
     def _replica(self) -> tuple[int, int]:
         """(number of replicas, this replica) as the strategy has them: peers inside a replica are one reader."""

@@ -8,11 +8,13 @@ d·B numbers, replica r the r-th B of them::
     step 1            r0  r1
 
 so that the position is one number, the count of samples taken by all replicas together, and it means the same for any d and B.
+Where d·B grows during training (``RampUp``), the position also says how large the next step is.
 Ranks of one replica (tensor, context and pipeline peers) pass the same ``replica_rank`` and read the same samples.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_ptdp.batch_size import RampUp
 from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import DataError
 from lightning_ptdp.data.order import sample_order
@@ -30,6 +33,7 @@ __all__ = ["EvaluationLoader", "TokenLoader"]
 Batch = dict[str, torch.Tensor]
 _STATE_VERSION = 1
 _AHEAD = 64
+_REMEMBERED = 8
 
 
 class TokenLoader:
@@ -48,12 +52,14 @@ class TokenLoader:
         replica_rank: This replica, 0 to d - 1; not the global rank.
         num_workers: Processes that read ahead; the batches do not depend on it.
         pin_memory: Put batches into page-locked memory, for CUDA.
-        in_flight: Returns how many batches were handed out but not yet trained on; they are taken off the saved position.
+        in_flight: Returns how many batches were handed out but not yet trained on, a few at most; they are taken off the saved position.
+        ramp_up: How the samples of a step grow to d·B. Default: every step takes as many.
 
     What is in a batch is the stream's business; for a ``TokenStream`` ``{"input_ids", "labels"}``, int64 of shape (B, s).
 
     Raises:
         DataError: A step takes more samples than there are.
+        ValueError: A number is out of range, or ``ramp_up`` does not end at d·B samples, or d does not divide all its sizes.
     """
 
     def __init__(
@@ -68,9 +74,17 @@ class TokenLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         in_flight: Callable[[], int] | None = None,
+        ramp_up: RampUp | None = None,
     ) -> None:
         _check_common(batch_size, num_replicas, replica_rank, num_workers)
         check_integer("seed", seed, least=0)
+        full = batch_size * num_replicas
+        self.sizes = ramp_up or RampUp(start=full, stop=full, increment=1, samples=1)
+        if self.sizes.stop != full:
+            raise ValueError(
+                f"ramp_up ends at {self.sizes.stop} samples a step, but batch_size {batch_size} x {num_replicas} replicas = {full}"
+            )
+        self.sizes.plans(data_parallel_size=num_replicas, micro_batch_size=1)
         self.stream = stream
         self.batch_size = batch_size
         self.seed = seed
@@ -81,6 +95,8 @@ class TokenLoader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._in_flight = in_flight
+        # Where the batches handed out last began.
+        self._begun: deque[int] = deque(maxlen=_REMEMBERED)
         if len(stream) < self.step_samples:
             raise DataError(
                 f"one step takes batch_size {batch_size} x {num_replicas} replicas = {self.step_samples} samples, but the data "
@@ -90,7 +106,7 @@ class TokenLoader:
 
     @property
     def step_samples(self) -> int:
-        """Samples that all replicas take in one step, d·B."""
+        """Samples that all replicas take in one step, d·B, after the ramp-up."""
         return self.batch_size * self.num_replicas
 
     @property
@@ -99,18 +115,21 @@ class TokenLoader:
         return self.consumed_samples // len(self.stream)
 
     def __len__(self) -> int:
-        """Steps in a full epoch, wherever the position is."""
-        return len(self.stream) // self.step_samples
+        """Steps in the whole of the epoch in which the position is; fewer in later epochs of a ramp-up."""
+        return self.sizes.epoch_steps(self.consumed_samples, samples=len(self.stream))
+
+    def steps_of_epochs(self, epochs: int) -> int:
+        """Steps of the first so many epochs."""
+        return self.sizes.steps_of_epochs(epochs, samples=len(self.stream))
 
     def __iter__(self) -> Iterator[Batch]:
-        start = self.consumed_samples
-        batches = _read(self.stream, _TrainingRows(self, start), self._num_workers, self._pin_memory)
-        for number, batch in enumerate(batches, start=1):
-            self.consumed_samples = start + number * self.step_samples
+        for batch in _read(self.stream, _TrainingRows(self), self._num_workers, self._pin_memory):
+            self._begun.append(self.consumed_samples)
+            self.consumed_samples += self.sizes.global_batch(self.consumed_samples)
             yield batch
 
     def indices(self, start: int, steps: int) -> np.ndarray:
-        """Samples of this replica for ``steps`` steps from sample number ``start`` on; int64 of shape (steps, B)."""
+        """Samples of this replica for ``steps`` steps of one size from sample number ``start`` on; int64 of shape (steps, B)."""
         numbers = self._numbers(start, steps)
         return sample_order(numbers, size=len(self.stream), seed=self.seed, shuffle=self.shuffle)
 
@@ -119,15 +138,18 @@ class TokenLoader:
         return self._numbers(start, steps) // len(self.stream) * len(self.stream) + self.indices(start, steps)
 
     def _numbers(self, start: int, steps: int) -> np.ndarray:
-        first = start + self.replica_rank * self.batch_size
-        return first + self.step_samples * np.arange(steps)[:, None] + np.arange(self.batch_size)[None, :]
+        size, alike = self.sizes.stretch(start)
+        assert alike is None or steps <= alike, "the steps have different sizes"
+        batch = size // self.num_replicas
+        first = start + self.replica_rank * batch
+        return first + size * np.arange(steps)[:, None] + np.arange(batch)[None, :]
 
     def state_dict(self) -> dict[str, Any]:
         """The position: equal on all ranks, and good for any number of replicas, batch size or workers."""
-        unfinished = self._in_flight() * self.step_samples if self._in_flight is not None else 0
+        unfinished = min(self._in_flight(), len(self._begun)) if self._in_flight is not None else 0
         return {
             "version": _STATE_VERSION,
-            "consumed_samples": max(self.consumed_samples - unfinished, 0),
+            "consumed_samples": self._begun[-unfinished] if unfinished else self.consumed_samples,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "samples": len(self.stream),
@@ -154,6 +176,7 @@ class TokenLoader:
             )
         check_integer("consumed_samples", state_dict.get("consumed_samples"), least=0)
         self.consumed_samples = state_dict["consumed_samples"]
+        self._begun.clear()
 
 
 class EvaluationLoader:
@@ -216,16 +239,19 @@ class EvaluationLoader:
 
 
 class _TrainingRows(Sampler[list[int]]):
-    def __init__(self, loader: TokenLoader, start: int) -> None:
-        self._loader, self._start = loader, start
+    def __init__(self, loader: TokenLoader) -> None:
+        self._loader, self._start, self._steps = loader, loader.consumed_samples, len(loader)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return self._steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in range(0, len(self), _AHEAD):
-            start = self._start + step * self._loader.step_samples
-            yield from self._loader.visits(start, min(_AHEAD, len(self) - step)).tolist()
+        start, left = self._start, self._steps
+        while left:
+            size, alike = self._loader.sizes.stretch(start)
+            steps = min(_AHEAD, left, left if alike is None else alike)
+            yield from self._loader.visits(start, steps).tolist()
+            start, left = start + steps * size, left - steps
 
 
 class _EvaluationRows(Sampler[list[int]]):

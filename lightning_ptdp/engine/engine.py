@@ -107,7 +107,7 @@ class Engine:
     @property
     def runs_backward_itself(self) -> bool:
         """Whether ``training_step`` includes the backward, because there is more than one microbatch, stage, or slice of time."""
-        several = self._config.pipeline_parallel_size > 1 or (self._config.num_microbatches or 1) > 1
+        several = self._config.pipeline_parallel_size > 1 or self._config.has_microbatches
         return several or self._context_parallel is not None
 
     def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:

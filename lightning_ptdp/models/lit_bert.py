@@ -17,7 +17,7 @@ from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.bert_config import BertConfig
 from lightning_ptdp.models.bert_plan import bert_plan, check_bert_tensor_parallel
 from lightning_ptdp.models.bert_size import bert_flops_per_sample, num_bert_parameters
-from lightning_ptdp.models.optimization import AdamWConfig, build_adamw, build_schedule, resolve_decay_steps
+from lightning_ptdp.models.optimization import AdamWConfig, build_adamw, build_schedule, resolve_decay_steps, samples_as_steps
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
 __all__ = ["LitBert"]
@@ -132,8 +132,8 @@ class LitBert(pl.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW in two decay groups, and the schedule by step."""
         optimizer = build_adamw(self, self.optimizer_config)
-        decay_steps = resolve_decay_steps(self.optimizer_config, self.trainer)
-        schedule = build_schedule(optimizer, self.optimizer_config, decay_steps=decay_steps)
+        config = samples_as_steps(self.optimizer_config, self.trainer)
+        schedule = build_schedule(optimizer, config, decay_steps=resolve_decay_steps(config, self.trainer))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,8 +12,16 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["AdamWConfig", "Decay", "build_adamw", "build_schedule", "decay_groups", "learning_rate_factor", "resolve_decay_steps"]
-
+__all__ = [
+    "AdamWConfig",
+    "Decay",
+    "build_adamw",
+    "build_schedule",
+    "decay_groups",
+    "learning_rate_factor",
+    "resolve_decay_steps",
+    "samples_as_steps",
+]
 
 Decay = Literal["cosine", "linear"]
 """How the learning rate falls."""
@@ -32,6 +40,8 @@ class AdamWConfig:
         decay: After the warm-up the learning rate falls along a "cosine" (GPT) or a straight line, "linear" (BERT).
         decay_steps: Optimizer step, counted from 0, at which the fall reaches its end; None: the Trainer's number of steps.
         min_lr_ratio: Learning rate at the end of the fall and after it, over the peak.
+        warmup_samples: The warm-up in training samples instead, for a global batch that ramps up: as many steps as these are enough for.
+        decay_samples: The same for ``decay_steps``.
 
     Raises:
         ValueError: A value out of range; the message names the field.
@@ -45,6 +55,8 @@ class AdamWConfig:
     decay: Decay = "cosine"
     decay_steps: int | None = None
     min_lr_ratio: float = 0.1
+    warmup_samples: int | None = None
+    decay_samples: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "weight_decay", "warmup_steps"):
@@ -56,6 +68,12 @@ class AdamWConfig:
             raise ValueError(f"decay={self.decay!r} must be 'cosine' or 'linear'")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
+        for name, other in (("warmup", self.warmup_steps or None), ("decay", self.decay_steps)):
+            samples = getattr(self, f"{name}_samples")
+            if samples is not None and samples < 0:
+                raise ValueError(f"{name}_samples={samples} must not be negative")
+            if samples is not None and other is not None:
+                raise ValueError(f"{name}_samples={samples} and {name}_steps={other} say the same twice: give one of them")
         if self.decay_steps is not None and self.decay_steps < max(self.warmup_steps, 1):
             raise ValueError(
                 f"decay_steps={self.decay_steps} ends before warmup_steps={self.warmup_steps} do; set decay_steps to the "
@@ -107,6 +125,33 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, dec
     return LambdaLR(optimizer, factor)
 
 
+def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:
+    """``config`` with its lengths in samples, if there are any, as the steps that the Trainer's data module gives for so many.
+
+    Raises:
+        ValueError: There is no data module that tells the size of its steps; or the fall would end before the warm-up does.
+    """
+    if config.warmup_samples is None and config.decay_samples is None:
+        return config
+    sizes = getattr(trainer.datamodule, "step_sizes", None)
+    if sizes is None:
+        raise ValueError(
+            f"warmup_samples={config.warmup_samples}, decay_samples={config.decay_samples}: the Trainer has no data module that tells "
+            "how many samples a step takes, as TextDataModule does; use warmup_steps and decay_steps"
+        )
+
+    def steps(samples: int) -> int:
+        return sizes.steps(samples) // trainer.accumulate_grad_batches
+
+    return replace(
+        config,
+        warmup_steps=config.warmup_steps if config.warmup_samples is None else steps(config.warmup_samples),
+        decay_steps=config.decay_steps if config.decay_samples is None else steps(config.decay_samples),
+        warmup_samples=None,
+        decay_samples=None,
+    )
+
+
 def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
     """The step at which the learning rate has fallen: the configuration's, or else the Trainer's last one.
 
@@ -121,4 +166,9 @@ def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
             "optimizer.decay_steps=None takes the Trainer's number of steps, but training has no end: set "
             "optimizer.decay_steps, or the Trainer's max_steps or max_epochs"
         )
+    loader = trainer.train_dataloader
+    if hasattr(loader, "steps_of_epochs") and trainer.max_epochs not in (None, -1) and trainer.limit_train_batches == 1.0:
+        # Lightning takes all epochs to be as long as the first one; in a ramp-up they have fewer and fewer steps.
+        epochs = -(-loader.steps_of_epochs(trainer.max_epochs) // trainer.accumulate_grad_batches)
+        steps = min(steps, epochs)
     return int(steps)

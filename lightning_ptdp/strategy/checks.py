@@ -120,18 +120,39 @@ def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None
     )
 
 
-def check_loader(loader: Any, config: PTDPConfig) -> None:
-    """Compare a loader's batch size with the number of microbatches.
+def check_loader(loader: Any, config: PTDPConfig, layout: ParallelLayout) -> None:
+    """Compare the sizes of a loader's batches (or a data module's, whose ``batch_plans`` may follow from the number of replicas) with the
+    microbatches and the schedule.
 
     Raises:
-        ValueError: The batch is smaller than num_microbatches.
+        ValueError: A replica's batch is smaller than ``num_microbatches`` or ``micro_batch_size``, or the schedule does not take as many
+            microbatches as there would be.
     """
-    size, wanted = getattr(loader, "batch_size", None), config.num_microbatches
-    if isinstance(size, int) and wanted is not None and size < wanted:
-        raise ValueError(
-            f"num_microbatches={wanted} is larger than the batch of {size} samples that the train dataloader gives each replica; use "
-            f"num_microbatches={size} or less, or a batch size of at least {wanted}"
-        )
+    if hasattr(loader, "batch_plans"):
+        plans = loader.batch_plans(num_replicas=layout.data_parallel_size)
+        sizes = [plan.replica_batch for plan in plans]
+    else:
+        sizes = [getattr(loader, "batch_size", None)]
+    for size in sizes:
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            _check_batch(size, config)
+
+
+def _check_batch(size: int, config: PTDPConfig) -> None:
+    for field, value in (("num_microbatches", config.num_microbatches), ("micro_batch_size", config.micro_batch_size)):
+        if value is not None and size < value:
+            raise ValueError(
+                f"{field}={value} is larger than the batch of {size} samples that the train dataloader gives each replica; use "
+                f"{field}={size} or less, or a batch size of at least {value}"
+            )
+    if config.micro_batch_size is not None:
+        try:
+            config.build_schedule(config.microbatches(size))
+        except ValueError as error:
+            raise ValueError(
+                f"micro_batch_size={config.micro_batch_size} cuts a replica's batch of {size} samples into {config.microbatches(size)} "
+                f"microbatches, which the schedule does not take: {error}"
+            ) from None
 
 
 def check_sequence_length(data: Any, config: PTDPConfig) -> None:

@@ -64,6 +64,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             where it is not dimension 1.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence over the t ranks.
         num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline, else 1.
+        micro_batch_size: b, samples of a microbatch, instead: m follows from each batch, which may grow during training.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", or "auto" (1F1B, interleaved if v > 1); the
             path of a CSV file; or a ``CustomSchedule``.
         microbatch_group_size: Microbatches that visit a chunk before the next chunk's turn, in interleaved schedules. Default: p.
@@ -122,6 +123,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         sequence_dims: Mapping[str, int | None] | None = None,
         sequence_parallel: bool = False,
         num_microbatches: int | None = None,
+        micro_batch_size: int | None = None,
         schedule: str | CustomSchedule = "auto",
         microbatch_group_size: int | None = None,
         partition: Sequence[int] | Sequence[str] | None = None,
@@ -159,6 +161,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             sequence_dims=sequence_dims,
             sequence_parallel=sequence_parallel,
             num_microbatches=num_microbatches,
+            micro_batch_size=micro_batch_size,
             schedule=schedule,
             microbatch_group_size=microbatch_group_size,
             partition=None if partition is None else tuple(partition),  # type: ignore[arg-type]
@@ -239,7 +242,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             self.check(self.lightning_module)
         if trainer.state.fn == self._names.TrainerFn.FITTING and len(arguments) > 1:
             for source in (arguments[1], *arguments[3:4]):  # the train dataloader, the datamodule
-                check_loader(source, self.config)
+                check_loader(source, self.config, self.layout)
                 check_sequence_length(source, self.config)
 
     def check(self, lightning_module: Any, datamodule: Any = None) -> None:
@@ -250,7 +253,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         """
         check_model(lightning_module, self.config, self.layout)
         if datamodule is not None:
-            check_loader(datamodule, self.config)
+            check_loader(datamodule, self.config, self.layout)
             check_sequence_length(datamodule, self.config)
 
     def setup_environment(self) -> None:

@@ -8,7 +8,8 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.pipeline import Costs, simulate
+from lightning_ptdp.pipeline import Costs, Schedule, simulate
+from lightning_ptdp.pipeline.schedules import schedule_name
 from lightning_ptdp.summary import StageSummary, StrategySummary
 
 __all__ = ["summarize"]
@@ -17,8 +18,8 @@ __all__ = ["summarize"]
 def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig) -> StrategySummary:
     """Degrees, stages, parameters a rank and the schedule's ideal bubble; collective over the world."""
     layout = mesh.layout
-    microbatches = config.microbatches(samples=2**31)
-    schedule = config.build_schedule(microbatches)
+    microbatches = config.usual_microbatches
+    schedule = None if microbatches is None else config.build_schedule(microbatches)
     local = sum(parameter.numel() for parameter in parallel.records)
     counts: list[int] = [local]
     if layout.world_size > 1:
@@ -26,13 +27,18 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
         dist.all_gather_object(counts, local)
     return StrategySummary(
         layout=layout,
-        schedule=schedule.name,
+        schedule=schedule_name(config.schedule, config.virtual_pipeline_size),
         num_microbatches=microbatches,
+        micro_batch_size=config.micro_batch_size,
         stages=_stages(parallel, layout),
         parameters_per_rank=tuple(counts),
-        bubble=simulate(schedule, Costs(backward=1 if schedule.splits_backward else 2)).idle_fraction,
+        bubble=None if schedule is None else _bubble(schedule),
         notes=parallel.notes,
     )
+
+
+def _bubble(schedule: Schedule) -> float:
+    return simulate(schedule, Costs(backward=1 if schedule.splits_backward else 2)).idle_fraction
 
 
 def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSummary, ...]:

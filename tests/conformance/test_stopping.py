@@ -145,6 +145,8 @@ def test_model_checkpoint_writes_what_lightning_writes(name: str, pool: Pool, tm
         pool, write_checkpoints, name, str(tmp_path)
     ):
         assert len(expected_files) >= 20
-        assert files == expected_files
+        links = [name for name in files if name.endswith("/latest")]  # ours, beside what Lightning writes
+        assert len(links) == (len(CHECKPOINTS) if files != expected_files else 0)
+        assert [name for name in files if name not in links] == expected_files
         assert best == expected_best
         assert scores == pytest.approx(expected_scores, rel=1e-5)

@@ -248,3 +248,74 @@ def test_the_front_door_does_not_import_the_store_or_the_tokenizer() -> None:
     # torchmetrics loads sentencepiece by itself where transformers is installed, so look at our own lines.
     for file in Path(lightning_ptdp.data.__file__).parent.glob("*.py"):
         assert not re.search(r"^(import|from) (sentencepiece|litdata)", file.read_text("utf-8"), re.MULTILINE), file
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({}, (8, 1, 32)),
+        ({"micro_batch_size": 2, "num_microbatches": 3}, (2, 3, 24)),
+        ({"global_batch_size": 48, "micro_batch_size": 4}, (4, 3, 48)),
+        ({"global_batch_size": 48, "num_microbatches": 2}, (6, 2, 48)),
+    ],
+)
+def test_two_batch_sizes_give_the_third(given: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+    (plan,) = TextDataModule(data_dir="nowhere", **given).batch_plans(num_replicas=4)
+    assert (plan.micro_batch_size, plan.num_microbatches, plan.global_batch) == sizes
+
+
+RAMP = {"start": 8, "increment": 8, "samples": 400}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"global_batch_size": 10, "micro_batch_size": 4}, "global_batch_size=10 is not divisible by micro_batch_size"),
+        ({"global_batch_size": 16, "micro_batch_size": 4, "num_microbatches": 3}, "is not micro_batch_size"),
+        ({"global_batch_size": 16}, "alone does not say"),
+        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "start": 4}}, "multiples of 8"),
+        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {"start": 8}}, "give start, increment, samples"),
+        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "samples": 0}}, "ramp_up.samples=0"),
+    ],
+)
+def test_batch_sizes_that_do_not_fit_are_known_before_launch(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TextDataModule(data_dir="nowhere", **given).batch_plans(num_replicas=2)
+
+
+class Epochs(pl.Callback):
+    """Steps at the ends of epochs and at validations."""
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+        self.validations: list[int] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.ends.append(trainer.global_step)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.validations.append(trainer.global_step)
+
+
+def test_epochs_of_a_ramp_validate_and_resume(corpus: Path, folder: Path, tmp_path: Path) -> None:
+    ramp = {"global_batch_size": 32, "micro_batch_size": 8, "num_microbatches": None, "ramp_up": RAMP}
+    whole, epochs, datamodule = Recorder(), Epochs(), data(corpus, folder, **ramp)
+    trainer(tmp_path, epochs, max_epochs=3, enable_checkpointing=False).fit(whole, datamodule=datamodule)
+    loader = datamodule.train_dataloader()
+    assert epochs.ends == epochs.validations == [loader.steps_of_epochs(count) for count in (1, 2, 3)]
+    assert len(whole.seen[0]) == 8 * 8
+    assert len(whole.seen[-1]) == 32 * 8
+    middle, end = epochs.ends[0] // 2, epochs.ends[0]
+    for stop in (middle, end):
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=stop, filename=f"at{stop}")
+        trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(Recorder(), datamodule=data(corpus, folder, **ramp))
+        rest = Recorder()
+        again = trainer(tmp_path, max_epochs=3, enable_checkpointing=False)
+        again.fit(rest, datamodule=data(corpus, folder, **ramp), ckpt_path=str(tmp_path / f"at{stop}.ckpt"))
+        assert rest.seen == whole.seen[stop:]
+
+
+def test_a_ramp_does_not_accumulate_batches(corpus: Path, folder: Path, tmp_path: Path) -> None:
+    ramp = data(corpus, folder, global_batch_size=32, micro_batch_size=8, num_microbatches=None, ramp_up=RAMP)
+    with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
+        trainer(tmp_path, accumulate_grad_batches=2).fit(Recorder(), datamodule=ramp)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_ptdp.batch_size import RampUp
 from lightning_ptdp.data import DataError, EvaluationLoader, PreparedData, StoreError, TokenLoader, TokenStream
 from lightning_ptdp.data.stream import IGNORE_INDEX
 
@@ -209,3 +211,52 @@ def test_indices_of_a_step_are_the_slice_of_the_replica(stream: TokenStream) -> 
     loaders = replicas(stream, 3, batch_size=2, shuffle=False)
     assert [loader.indices(0, 2).tolist() for loader in loaders] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
     assert np.array_equal(loaders[0].indices(len(stream) - 1, 1), [[len(stream) - 1, 0]])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_ramp_is_the_same_for_all_replicas_and_goes_on_in_its_middle(stream: TokenStream, num_workers: int) -> None:
+    ramp = RampUp(start=4, stop=16, increment=4, samples=60)
+    order = TokenLoader(stream, batch_size=1, seed=5).indices(0, ramp.consumed(12)).flatten().tolist()
+    expected = [stream[index]["input_ids"].tolist() for index in order]
+    consumed = 0
+    state: dict[str, Any] = {}
+    for d, count in ((4, 3), (2, 2), (1, 3), (4, 4)):
+        loaders = replicas(stream, d, batch_size=16 // d, ramp_up=ramp, num_workers=num_workers)
+        for loader in loaders:
+            loader.load_state_dict(state or loader.state_dict())
+        found = [list(row) for row in steps(loaders, count)]
+        size = ramp.consumed(count, start=consumed)
+        assert found == expected[consumed : consumed + size]
+        consumed += size
+        state = loaders[0].state_dict()
+        assert state["consumed_samples"] == consumed
+        assert all(loader.state_dict() == state for loader in loaders)
+    assert consumed == ramp.consumed(12)
+
+
+def test_an_epoch_in_a_ramp_has_as_many_steps_as_the_data_are_enough_for(stream: TokenStream) -> None:
+    ramp = RampUp(start=2, stop=16, increment=2, samples=2 * len(stream))
+    loader = TokenLoader(stream, batch_size=8, num_replicas=2, ramp_up=ramp)
+    lengths = []
+    for _ in range(4):
+        before, length = loader.consumed_samples, len(loader)
+        assert sum(1 for _ in loader) == length
+        taken = loader.consumed_samples - before
+        assert taken <= len(stream) < taken + ramp.global_batch(loader.consumed_samples)
+        lengths.append(length)
+    assert lengths[0] > lengths[1] > lengths[2] == lengths[3] == len(stream) // 16
+    assert loader.steps_of_epochs(4) == sum(lengths)
+
+
+def test_a_batch_in_flight_is_taken_off_at_its_own_size(stream: TokenStream) -> None:
+    ramp = RampUp(start=2, stop=4, increment=2, samples=4)
+    loader = TokenLoader(stream, batch_size=4, ramp_up=ramp, in_flight=lambda: 1)
+    assert loader.state_dict()["consumed_samples"] == 0
+    assert [loader.state_dict()["consumed_samples"] for _ in itertools.islice(loader, 4)] == [0, 2, 4, 8]
+
+
+def test_a_ramp_that_does_not_fit_the_loader(stream: TokenStream) -> None:
+    with pytest.raises(ValueError, match="ramp_up ends at 8 samples a step, but batch_size 4 x 1 replicas = 4"):
+        TokenLoader(stream, batch_size=4, ramp_up=RampUp(start=4, stop=8, increment=4, samples=9))
+    with pytest.raises(ValueError, match="global_batch_size=3 is not divisible"):
+        TokenLoader(stream, batch_size=4, num_replicas=2, ramp_up=RampUp(start=3, stop=8, increment=5, samples=9))

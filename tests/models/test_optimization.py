@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_ptdp.batch_size import RampUp
 from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig
-from lightning_ptdp.models.optimization import build_adamw, build_schedule, decay_groups, learning_rate_factor
+from lightning_ptdp.models.optimization import (
+    build_adamw,
+    build_schedule,
+    decay_groups,
+    learning_rate_factor,
+    resolve_decay_steps,
+    samples_as_steps,
+)
 from tests.models.configs import GPT2, LLAMA
 
 
@@ -93,3 +102,22 @@ def test_a_schedule_is_picklable_and_resumes_under_new_settings() -> None:
 def test_mistakes(changes: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AdamWConfig(**changes)
+
+
+def test_lengths_in_samples_become_steps_of_a_ramp() -> None:
+    sizes = RampUp(start=4, stop=16, increment=4, samples=48)
+    trainer = SimpleNamespace(datamodule=SimpleNamespace(step_sizes=sizes), accumulate_grad_batches=1)
+    config = samples_as_steps(AdamWConfig(warmup_samples=8, decay_samples=sizes.consumed(9) + 1), trainer)
+    assert (config.warmup_steps, config.decay_steps) == (2, 9)
+    assert resolve_decay_steps(config, trainer) == 9
+    with pytest.raises(ValueError, match="use warmup_steps"):
+        samples_as_steps(AdamWConfig(warmup_samples=8), SimpleNamespace(datamodule=None))
+    with pytest.raises(ValueError, match="decay_samples=9 and decay_steps=3 say the same twice"):
+        AdamWConfig(decay_samples=9, decay_steps=3)
+
+
+def test_the_default_decay_counts_the_steps_of_all_epochs_of_a_ramp() -> None:
+    loader = SimpleNamespace(steps_of_epochs=lambda epochs: 10 + 6 * (epochs - 1))
+    facts = {"max_epochs": 3, "limit_train_batches": 1.0, "accumulate_grad_batches": 1, "train_dataloader": loader}
+    assert resolve_decay_steps(AdamWConfig(), SimpleNamespace(**facts, estimated_stepping_batches=30)) == 22
+    assert resolve_decay_steps(AdamWConfig(), SimpleNamespace(**facts, estimated_stepping_batches=20)) == 20

@@ -10,6 +10,7 @@ from lightning_ptdp.pipeline.schedules.build import (
     build_schedule,
     check_schedule,
     schedule_microbatches,
+    schedule_name,
     schedule_placement,
 )
 from lightning_ptdp.pipeline.schedules.custom import CustomSchedule
@@ -32,6 +33,7 @@ __all__ = [
     "interleaved_one_f_one_b",
     "one_f_one_b",
     "schedule_microbatches",
+    "schedule_name",
     "schedule_placement",
     "weights_in_gaps",
     "zb_h1",

@@ -20,7 +20,7 @@ from lightning_ptdp.pipeline.schedules.zero_bubble import zb_h1, zb_v
 from lightning_ptdp.pipeline.verify import verify_schedule
 from lightning_ptdp.placement import Placement
 
-__all__ = ["SCHEDULES", "build_schedule", "check_schedule", "schedule_microbatches", "schedule_placement"]
+__all__ = ["SCHEDULES", "build_schedule", "check_schedule", "schedule_microbatches", "schedule_name", "schedule_placement"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +159,13 @@ def schedule_microbatches(name: str | CustomSchedule) -> int | None:
         ValueError: A file that is not a schedule.
     """
     return _loaded(str(name)).num_microbatches if _is_file(name) else None
+
+
+def schedule_name(name: str | CustomSchedule, virtual_pipeline_size: int) -> str:
+    """How the schedule that ``build_schedule`` makes is named, before its sizes are known."""
+    if isinstance(name, CustomSchedule):
+        return name.name
+    return _loaded(name).name if _is_file(name) else str(_resolved(name, virtual_pipeline_size))
 
 
 def _resolved(name: str | CustomSchedule, v: int) -> str | CustomSchedule:

@@ -1,0 +1,103 @@
+"""The batch sizes that a user gives a data module, and what follows from them for a number of replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from lightning_ptdp.batch_size import BatchPlan, RampUp
+from lightning_ptdp.data.checks import check_integer
+
+__all__ = ["BatchOptions", "RampUpOptions"]
+
+_MICRO_BATCH_SIZE = 8
+
+
+class RampUpOptions(TypedDict):
+    """How the global batch grows to its full size; as a mapping, it can be in checkpoints and in YAML."""
+
+    start: int
+    """Global batch of the first step, a multiple of the samples that a microbatch of every replica takes."""
+    increment: int
+    """By how many samples it grows at once, such a multiple too."""
+    samples: int
+    """Over how many samples it grows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Sizes as given; see ``TextDataModule``.
+
+    Raises:
+        ValueError: A number is out of range, or they are not enough, or the ramp-up has other keys; names field and value.
+    """
+
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    num_microbatches: int | None = None
+    ramp_up: RampUpOptions | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("global_batch_size", "micro_batch_size", "num_microbatches"):
+            if getattr(self, field) is not None:
+                check_integer(field, getattr(self, field))
+        if self.global_batch_size is not None and self.micro_batch_size is None and self.num_microbatches is None:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} alone does not say how it is cut: give micro_batch_size or "
+                "num_microbatches too"
+            )
+        if self.ramp_up is not None:
+            keys = tuple(RampUpOptions.__annotations__)
+            if set(self.ramp_up) != set(keys):
+                raise ValueError(f"ramp_up has the keys {sorted(self.ramp_up)}; give {', '.join(keys)}")
+            for key, value in self.ramp_up.items():
+                check_integer(f"ramp_up.{key}", value)
+
+    def plan(self, num_replicas: int) -> BatchPlan:
+        """Sizes of a step of ``num_replicas`` replicas, after the ramp-up.
+
+        Raises:
+            ValueError: They do not divide; says what would.
+        """
+        if self.global_batch_size is not None:
+            return BatchPlan.derive(
+                data_parallel_size=num_replicas,
+                global_batch_size=self.global_batch_size,
+                micro_batch_size=self.micro_batch_size,
+                num_microbatches=self.num_microbatches,
+            )
+        return BatchPlan(
+            micro_batch_size=self.micro_batch_size or _MICRO_BATCH_SIZE,
+            num_microbatches=self.num_microbatches or 1,
+            data_parallel_size=num_replicas,
+        )
+
+    def ramp(self, num_replicas: int) -> RampUp:
+        """The global batch of every step; constant without ``ramp_up``.
+
+        Raises:
+            ValueError: The ramp does not end at the global batch, or one of its sizes is not a number of microbatches on every replica.
+        """
+        plan = self.plan(num_replicas)
+        full = plan.global_batch
+        if self.ramp_up is None:
+            return RampUp(start=full, stop=full, increment=1, samples=1)
+        try:
+            ramp = RampUp(stop=full, **self.ramp_up)
+            ramp.plans(data_parallel_size=num_replicas, micro_batch_size=plan.micro_batch_size)
+        except ValueError as error:
+            unit = plan.micro_batch_size * num_replicas
+            raise ValueError(
+                f"ramp_up={dict(self.ramp_up)} up to a global batch of stop={full}, in microbatches of {plan.micro_batch_size} on "
+                f"{num_replicas} replicas: {error}. Its start and increment must be multiples of {unit}"
+            ) from None
+        return ramp
+
+    def plans(self, num_replicas: int) -> tuple[BatchPlan, ...]:
+        """The plan of every size that there will be, in their order.
+
+        Raises:
+            ValueError: As for ``plan`` and ``ramp``.
+        """
+        micro_batch_size = self.plan(num_replicas).micro_batch_size
+        return self.ramp(num_replicas).plans(data_parallel_size=num_replicas, micro_batch_size=micro_batch_size)

@@ -1,0 +1,122 @@
+"""Training with a global batch that grows: the same in every layout, and after a resume in the middle of the ramp in another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ptdp.batch_size import RampUp
+from lightning_ptdp.data import TextDataModule
+from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.data.conftest import write_corpus
+from tests.pool import Pool
+
+P2 = {"pipeline_parallel_size": 2}
+RAMP = RampUp(start=4, stop=16, increment=4, samples=48)
+STEPS = 9
+
+
+class Losses(L.Callback):
+    """The loss and the samples of every step, and the learning rate that it was taken with."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.rows: list[int] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.rows.append(len(batch["input_ids"]))
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def data(folder: str) -> TextDataModule:
+    return TextDataModule(
+        data_dir=f"{folder}/store",
+        source=f"{folder}/text",
+        vocabulary_size=320,
+        validation_fraction=0.1,
+        sequence_length=16,
+        global_batch_size=RAMP.stop,
+        micro_batch_size=2,
+        ramp_up={"start": RAMP.start, "increment": RAMP.increment, "samples": RAMP.samples},
+    )
+
+
+def fit(
+    rank: int, folder: str, world_size: int, layout: dict[str, Any], steps: int = STEPS, ckpt_path: str | None = None
+) -> tuple[list[float], list[int], list[float], int]:
+    """Losses, rows, learning rates and samples consumed; the state after step 4 is saved unless it is resumed from."""
+    L.seed_everything(3)
+    losses, module = Losses(), data(folder)
+    saving = ModelCheckpoint(f"{folder}/saved", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    strategy = PTDPStrategy(**layout, micro_batch_size=2)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=world_size,
+        max_steps=steps,
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        callbacks=[losses] if ckpt_path else [losses, saving],
+        enable_checkpointing=ckpt_path is None,
+        default_root_dir=folder,
+    )
+    config = GPTConfig.gpt2(vocabulary_size=320, sequence_length=16, num_layers=2, hidden_size=16, num_heads=2)
+    lit = LitGPT(config, AdamWConfig(learning_rate=1e-2, warmup_samples=8))
+    trainer.fit(lit, datamodule=module, ckpt_path=ckpt_path)
+    assert trainer.global_step == steps
+    return losses.losses, losses.rows, losses.rates, module.state_dict()["consumed_samples"]
+
+
+@pytest.fixture(scope="module")
+def one(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """A folder with the prepared text, and the run of one process."""
+    folder = tmp_path_factory.mktemp("ramp")
+    write_corpus(folder / "text", documents=4)
+    data(str(folder)).prepare_data()
+    return str(folder), pool.run(fit, world_size=1, args=(str(folder), 1, {}))[0]
+
+
+def test_one_process_takes_the_sizes_of_the_ramp(one: tuple[str, Any]) -> None:
+    _, (losses, rows, rates, consumed) = one
+    assert rows == [RAMP.global_batch(RAMP.consumed(step)) for step in range(STEPS)]
+    assert sorted(set(rows)) == list(RAMP.sizes)
+    assert consumed == RAMP.consumed(STEPS)
+    # Eight samples of warm-up are two steps, and the cosine ends with the last step.
+    assert rates[:2] == pytest.approx([5e-3, 1e-2])
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] > 1e-3
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, P2), (2, {"shard_optimizer": True})], ids=["p2", "d2"])
+def test_the_ramp_is_the_same_in_every_layout(pool: Pool, one: tuple[str, Any], world_size: int, layout: dict[str, Any]) -> None:
+    folder, (losses, rows, rates, consumed) = one
+    replicas = 1 if layout == P2 else world_size
+    results = pool.run(fit, world_size=world_size, args=(folder, world_size, layout))
+    for rank in range(world_size):
+        assert [replicas * size for size in results[rank][1]] == rows
+        assert results[rank][2] == rates
+        assert results[rank][3] == consumed
+    found = torch.tensor([result[0] for result in results], dtype=torch.float64)
+    assert torch.allclose(found.mean(0) if replicas > 1 else found[-1], torch.tensor(losses, dtype=torch.float64), atol=2e-5)
+
+
+def test_a_run_goes_on_in_mid_ramp_in_another_layout(pool: Pool, one: tuple[str, Any]) -> None:
+    folder, (losses, rows, rates, consumed) = one
+    saved = Path(folder, "saved", "step=4.ckpt")
+    resumed = pool.run(fit, world_size=2, args=(folder, 2, P2, STEPS, str(saved)))[-1]
+    assert resumed[0] == pytest.approx(losses[4:], abs=2e-5)
+    assert resumed[1:] == (rows[4:], rates[4:], consumed)
