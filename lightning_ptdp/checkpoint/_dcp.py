@@ -6,6 +6,7 @@ ones know whole tensors, DTensors and ShardedTensors only.
 
 from __future__ import annotations
 
+import enum
 import math
 import pickle
 import warnings
@@ -240,10 +241,19 @@ class Reader(dcp.FileSystemReader):
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         known = name in _INDEX_CLASSES.get(module, ())
         if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise CheckpointError(f"it names {module}.{name}, which has no place in a checkpoint's index")
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    """What ``getattr`` may be used for: some releases of Python 3.11 pickle the member of an enumeration by it."""
+    if isinstance(kind, enum.EnumMeta):
+        return kind[name]
+    raise CheckpointError(f"it asks for the attribute {name!r} of {kind!r}, which has no place in a checkpoint's index")
 
 
 def _index(box: Box) -> MetadataIndex:

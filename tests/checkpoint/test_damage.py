@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import json
 import os
 import pickle
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from lightning_ptdp.checkpoint import (
     CheckpointError,
@@ -192,3 +195,36 @@ def test_an_index_may_name_of_torch_itself_only_dtypes_and_sizes(torn: Path) -> 
     metadata_module.write_metadata(torn, metadata_module.describe_folder(torn, run={}, tensors=tensors))
     with pytest.raises(CheckpointError, match=r"names torch\.hub\.load, which has no place"):
         read_full(torn)
+
+
+class _OlderPickler(pickle.Pickler):
+    """As Python 3.11.2 pickles the members of enumerations."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+class _Attribute:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (dcp.Metadata, "mro")
+
+
+def _with_index(folder: Path, value: Any) -> Path:
+    tensors = read_metadata(folder).tensors
+    stream = io.BytesIO()
+    _OlderPickler(stream, protocol=4).dump(value)
+    (folder / "metadata.json").unlink()
+    (folder / ".metadata").write_bytes(stream.getvalue())
+    metadata_module.write_metadata(folder, metadata_module.describe_folder(folder, run={}, tensors=tensors))
+    return folder
+
+
+def test_enumerations_that_were_pickled_by_getattr_are_read(torn: Path) -> None:
+    index = pickle.loads((torn / ".metadata").read_bytes())
+    read_all(_with_index(torn, index))
+    assert b"getattr" in (torn / ".metadata").read_bytes()
+
+
+def test_other_attributes_are_refused(torn: Path) -> None:
+    with pytest.raises(CheckpointError, match="asks for the attribute 'mro'"):
+        read_all(_with_index(torn, _Attribute()))
