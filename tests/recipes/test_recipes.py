@@ -104,8 +104,8 @@ def test_data_and_batches_fit(name: str) -> None:
     assert data["vocabulary_size"] == sizes["vocabulary_size"]
     assert data["sequence_length"] == sizes["sequence_length"]
     assert data["num_microbatches"] == strategy.config.num_microbatches
-    datamodule = built(values["data"])
-    check_loader(datamodule, strategy.config)
+    datamodule, layout = built(values["data"]), strategy.config.layout(devices_of(name))
+    check_loader(datamodule, strategy.config, layout)
     check_sequence_length(datamodule, strategy.config)
     optimizer = values["model"]["init_args"]["optimizer"]
     assert (
@@ -116,8 +116,8 @@ def test_data_and_batches_fit(name: str) -> None:
     )
     if name not in PUBLISHED:
         return
-    wanted, layout = PUBLISHED[name], strategy.config.layout(devices_of(name))
-    assert datamodule.batch_size * layout.data_parallel_size == wanted.batch
+    wanted = PUBLISHED[name]
+    assert [plan.global_batch for plan in datamodule.batch_plans(num_replicas=layout.data_parallel_size)] == [wanted.batch]
     assert wanted.tensor in (None, layout.tensor_parallel_size)
     assert wanted.pipeline in (None, layout.pipeline_parallel_size)
     assert wanted.devices in (None, layout.world_size)
