@@ -67,7 +67,7 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
 def _ends(module: Any) -> dict[str, Any]:
     """Embedding and head, by name."""
     ends: list[Any] = [module.get_output_embeddings()]
-    with contextlib.suppress(NotImplementedError):
+    with contextlib.suppress(NotImplementedError):  # how transformers says that a model has no such embedding
         ends.append(module.get_input_embeddings())
     return {name: child for name, child in module.named_modules() if any(child is end for end in ends)}
 
