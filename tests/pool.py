@@ -2,15 +2,18 @@
 
 ``run(function, world_size=4, args=(...))`` calls ``function(rank, *args)`` on that many real processes joined by gloo and returns
 the results by rank. Workers are forked from a server that has torch and Lightning loaded, so that a test costs milliseconds and
-not the 8 seconds of an import; every call has a hard time limit, after which all workers are killed and the test fails.
+not the 8 seconds of an import; every call has a hard time limit, after which all workers are killed and the test fails, with the
+stacks of those that did not answer and of the processes that they had started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -19,6 +22,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_ptdp"]
 
 
@@ -26,11 +31,12 @@ class WorkerFailure(AssertionError):
     """A worker raised, died or was too late; the message holds every rank's traceback."""
 
 
-def _serve(connection: Connection, started_in: str) -> None:
+def _serve(connection: Connection, started_in: str, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
     os.chdir(started_in)
+    faulthandler.register(signal.SIGUSR2, file=open(stacks, "a"))  # noqa: SIM115 - as long as the process lives
     while True:
         try:
             task = connection.recv_bytes()
@@ -74,6 +80,7 @@ class Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory()
 
     def run(
         self,
@@ -101,7 +108,7 @@ class Pool:
             left = min(deadline - time.monotonic(), 5.0) if failures else deadline - time.monotonic()
             try:
                 if not connection.poll(max(left, 0.05)):
-                    failures[rank] = "no answer within the time limit"
+                    failures[rank] = f"no answer within the time limit\n{self._stacks(rank)}"
                     continue
                 good, value = pickle.loads(connection.recv_bytes())
             except (EOFError, ConnectionError):
@@ -118,10 +125,27 @@ class Pool:
     def _grow(self, size: int) -> None:
         while len(self._workers) < size:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, os.getcwd()), daemon=False)
+            args = (there, os.getcwd(), self._stacks_path(len(self._workers)))
+            process = self._context.Process(target=_serve, args=args, daemon=False)
             process.start()
             there.close()
             self._workers.append((process, here))
+
+    def _stacks_path(self, rank: int) -> str:
+        return os.path.join(self._folder.name, f"stacks-{rank}.txt")
+
+    def _stacks(self, rank: int) -> str:
+        """Where a worker stands, and the processes that it forked: each writes its own stacks when it gets the signal."""
+        with contextlib.suppress(psutil.Error, OSError):
+            worker = psutil.Process(self._workers[rank][0].pid)
+            for process in (worker, *worker.children(recursive=True)):
+                with open(self._stacks_path(rank), "a") as file:
+                    file.write(f"\nprocess {process.pid}: {' '.join(process.cmdline())[:80]}\n")
+                process.send_signal(signal.SIGUSR2)
+                # There is no word that a stack is written; a process in uninterruptible sleep writes none.
+                time.sleep(0.5)
+        with open(self._stacks_path(rank)) as file:
+            return file.read()
 
     def close(self) -> None:
         """End every worker."""

@@ -84,6 +84,17 @@ def plan(**tensor: str) -> ParallelPlan:
     return ParallelPlan(tensor={name.replace("_", "."): kind for name, kind in tensor.items()})
 
 
+class LitEager(LitNet):
+    """A Hugging Face model whose attention cannot be intercepted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        sizes = {"vocab_size": 32, "n_embd": 8, "n_head": 2, "n_layer": 1, "attn_implementation": "eager"}
+        self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
 CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] = {
     "world size": (3, {P: 2}, LitNet, 8, ["world_size=3", "tensor_parallel_size", "2 or 4"]),
     "nodes": (4, {"data_parallel_replicas": 3}, LitNet, 8, ["data_parallel_replicas=3", "data_parallel_size of 4", "[1, 2, 4]"]),
@@ -96,6 +107,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
     "batch": (2, {P: 2, M: 4}, LitNet, 2, ["num_microbatches=4", "batch of 2", "num_microbatches=2"]),
     "heads": (2, {T: 2}, lambda: gpt(num_heads=3), 8, ["num_heads=3", "tensor_parallel_size=2", "works with"]),
     "context heads": (2, {C: 2, A: "all_to_all"}, lambda: gpt(num_heads=3), 8, ["3 heads", "context_parallel_size=2", "'ring'"]),
+    "context eager": (2, {C: 2}, LitEager, 8, ["context_parallel_size=2", "attn_implementation='eager'", "'sdpa'"]),
     "context world": (3, {C: 2}, LitNet, 8, ["world_size=3", "context_parallel_size", "2 or 4"]),
     "features": (2, {T: 2, "plan": plan(net_6="column")}, LitNet, 8, ["net.6", "out_features=1", "tensor_parallel_size"]),
     "pattern": (2, {T: 2, "plan": plan(nut_0="column")}, LitNet, 8, ["nut.0", "matches no module", "net.0"]),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.context_parallel import ContextParallel, ContextParallelError, check_heads
+from lightning_ptdp.context_parallel import ContextParallel, check_heads
 from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import ProcessMesh
 
@@ -43,8 +43,7 @@ def check_context_parallel(model: nn.Module, config: PTDPConfig) -> None:
     """Check what a whole, uncut model tells of its attention.
 
     Raises:
-        ValueError: Its heads do not divide, for all-to-all attention.
-        ContextParallelError: Its attention cannot be intercepted.
+        ValueError: Its attention cannot be intercepted, or its heads do not divide (all-to-all attention).
     """
     if config.context_parallel_size == 1:
         return
@@ -52,7 +51,7 @@ def check_context_parallel(model: nn.Module, config: PTDPConfig) -> None:
         described: Any = getattr(module, "config", None)
         attention = getattr(described, "_attn_implementation", None)
         if isinstance(attention, str) and attention != "sdpa":
-            raise ContextParallelError(
+            raise ValueError(
                 f"context_parallel_size={config.context_parallel_size} replaces calls of scaled_dot_product_attention, but "
                 f"{type(module).__name__} was built with attn_implementation={attention!r}; build it with attn_implementation='sdpa'"
             )
