@@ -111,7 +111,11 @@ class Campaign:
         where = folder or self.folder / "checkpoints"
         resume = None
         if folder is None and self.standing.newest is not None:
-            resume = self.draw.choice([self.standing.newest, where / "latest"]) if self.standing.latest_step >= 0 else self.standing.newest
+            resume = (
+                self.draw.choice([self.standing.newest, where / "latest"])
+                if self.standing.latest_step >= 0
+                else self.standing.newest
+            )
         kill = how.pop("kill", None)
         store = self.draw.choice([agent_store, own_store])
         with store(world_size_of(self.layout)) as environment:
@@ -151,7 +155,9 @@ def main() -> int:
         for number, layout in enumerate(layouts):
             folder = root / layout.replace(" ", "-")
             folder.mkdir()
-            campaigns.append(Campaign(layout=layout, folder=folder, draw=random.Random(draw.random()), timeout_s=options.timeout_s))
+            campaigns.append(
+                Campaign(layout=layout, folder=folder, draw=random.Random(draw.random()), timeout_s=options.timeout_s)
+            )
         deck = _deck(kinds, draw)
         for number in range(options.kills):
             campaign = campaigns[number % len(campaigns)]

@@ -19,7 +19,14 @@ from torch.distributed import TCPStore
 
 __all__ = ["Ended", "Processes", "agent_store", "own_store"]
 
-_PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_ptdp", "lightning_ptdp.models", "lightning_ptdp.data.loader"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "lightning.pytorch",
+    "lightning_ptdp",
+    "lightning_ptdp.models",
+    "lightning_ptdp.data.loader",
+]
 _TRAINING_LIMIT_S = 120.0
 _STACK_S = 1.0
 
@@ -68,7 +75,8 @@ class Processes:
         ranks = range(world_size_of(attempt.layout))
         pipes = [self._context.Pipe(duplex=False) for _ in ranks]
         processes = [
-            self._context.Process(target=train_rank, args=(rank, attempt, pipes[rank][1], self._log(rank)), daemon=True) for rank in ranks
+            self._context.Process(target=train_rank, args=(rank, attempt, pipes[rank][1], self._log(rank)), daemon=True)
+            for rank in ranks
         ]
         ended = Ended(steps=dict.fromkeys(ranks, -1))
         try:
