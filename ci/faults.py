@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import os
 import random
 import re
@@ -152,7 +151,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         root = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory()))
         campaigns = []
-        for number, layout in enumerate(layouts):
+        for layout in layouts:
             folder = root / layout.replace(" ", "-")
             folder.mkdir()
             campaigns.append(

@@ -14,8 +14,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from fault_campaign.training import Attempt, train_rank, world_size_of
 from torch.distributed import TCPStore
+
+from fault_campaign.training import Attempt, train_rank, world_size_of
 
 __all__ = ["Ended", "Processes", "agent_store", "own_store"]
 
@@ -114,7 +115,7 @@ class Processes:
         ended.after_s = time.monotonic() - (died if died is not None else began)
 
     def _end(self, processes: list[Any], ended: Ended) -> None:
-        for rank, process in enumerate(processes):
+        for process in processes:
             if process.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR2)

@@ -19,10 +19,10 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from fault_campaign.kinds import Trap, set_trap
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset
 
+from fault_campaign.kinds import Trap, set_trap
 from lightning_ptdp.checkpoint import sums
 from lightning_ptdp.data.loader import TokenLoader
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT

@@ -20,7 +20,6 @@ from lightning_ptdp.checkpoint import (
     CheckpointError,
     Placed,
     choose_checkpoint,
-    complete_checkpoints,
     load_optimizer,
     load_tensors,
     mark_latest,
@@ -33,7 +32,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint.agreement import gather
-from lightning_ptdp.checkpoint.latest import LATEST
+from lightning_ptdp.checkpoint.latest import latest_leaves
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Stepped
 from lightning_ptdp.engine import Engine
@@ -146,12 +145,9 @@ class ModelSpaceSaving(WorldCollectives):
             self._remove_now(filepath)
 
     def _remove_now(self, filepath: Any) -> None:
+        if self.global_rank == 0:
+            latest_leaves(Path(os.path.abspath(filepath)))
         super().remove_checkpoint(filepath)
-        folder = Path(os.path.abspath(filepath)).parent
-        link = folder / LATEST
-        if self.global_rank == 0 and link.is_symlink() and not link.exists():
-            left = complete_checkpoints(folder)
-            mark_latest(left[0]) if left else link.unlink()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read what is not a tensor; the model and the optimizer follow in their own calls.
