@@ -30,6 +30,7 @@ _PRELOAD = [
 ]
 _TRAINING_LIMIT_S = 120.0
 _STACK_S = 1.0
+_PRINTED = 6000  # characters
 
 
 @dataclass(kw_only=True)
@@ -42,7 +43,8 @@ class Ended:
         steps: By rank, the last optimizer step that it began; -1: none.
         weights: By rank that finished, the digest of the whole model's weights.
         errors: By rank that raised, what.
-        hanging: By rank that had to be ended, its stacks.
+        hanging: Ranks that had to be ended; their stacks are the last thing that they printed.
+        printed: By rank, the end of what it printed.
     """
 
     killed: int | None = None
@@ -50,7 +52,8 @@ class Ended:
     steps: dict[int, int] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    hanging: dict[int, str] = field(default_factory=dict)
+    printed: dict[int, str] = field(default_factory=dict)
+    hanging: list[int] = field(default_factory=list)
 
 
 class Processes:
@@ -91,6 +94,8 @@ class Processes:
                 process.join()
         for rank, (pipe, _) in enumerate(pipes):
             _read(rank, pipe, ended)
+            if self._log(rank).exists():
+                ended.printed[rank] = self._log(rank).read_text(errors="replace")[-_PRINTED:]
         return ended
 
     def _watch(self, processes: list[Any], ended: Ended, kill: tuple[int, float] | None, patience_s: float) -> None:
@@ -122,7 +127,7 @@ class Processes:
         time.sleep(_STACK_S)  # there is no word that a stack is written
         for rank, process in enumerate(processes):
             if process.exitcode is None:
-                ended.hanging[rank] = self._log(rank).read_text()
+                ended.hanging.append(rank)
                 process.kill()
                 process.join()
 

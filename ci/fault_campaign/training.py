@@ -119,7 +119,7 @@ def train_rank(rank: int, attempt: Attempt, pipe: Connection, log: Path) -> None
         _train(rank, attempt, lambda name, value: pipe.send((name, value)))
     except BaseException as error:
         traceback.print_exc()
-        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        pipe.send(("error", "".join(traceback.format_exception_only(error))))
         sys.exit(1)
 
 

@@ -113,6 +113,12 @@ def _train_between(rank: int, parent: Connection, victim: int, hook: str, where:
     second.fit(_LosesBetweenSteps(victim, hook), loader(), ckpt_path=path)
 
 
+def _train_sharded(rank: int, parent: Connection, victim: int, where: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    place = Place(world_size=2, layout={"shard_optimizer": True, "timeout_s": 8.0})
+    make_trainer(place, default_root_dir=where, max_steps=1).fit(_LosesBetweenSteps(victim, "norm"), loader())
+
+
 def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: Any) -> None:
     """Tell the parent how ``part`` ended."""
     _join(rank, parent)
@@ -193,3 +199,8 @@ def test_collectives_outside_the_steps_name_the_lost_rank_too(hook: str, place: 
     said = _said_by_survivor(_train_between, 1, hook, str(tmp_path))
     assert re.match(rf"PeerError: rank 0 \(.*\) lost another rank \({place}\):", said), said
     assert re.search(rf"rank 0: {place} since \d", said)
+
+
+def test_parameters_that_are_gathered_behind_the_optimizer_step_too(tmp_path: Path) -> None:
+    said = _said_by_survivor(_train_sharded, 1, str(tmp_path))
+    assert re.match(r"PeerError: rank 0 \(.*\) lost another rank \(optimizer step 0\):", said), said
