@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from lightning_ptdp.pipeline.p2p import PeerError
@@ -36,44 +36,59 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     del store
 
 
-def fail(place: Place, rank: int, world_size: int, said: dict[int, str], error: Exception | None = None) -> None:
-    try:
-        with joining(place, rank=rank, world_size=world_size, limit=LIMIT):
-            raise error or dist.DistStoreError("wait timeout")
-    except PeerError as lost:
-        said[rank] = str(lost)
+GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
 
 
-def test_a_rank_that_does_not_come(place: Place) -> None:
-    said: dict[int, str] = {}
-    fail(place, 0, 4, said)
-    fail(place, 2, 4, said)
-    assert said == {
-        0: "rank 0 could not join the other ranks: ranks 1, 2, 3 did not come: wait timeout",
-        2: "rank 2 could not join the other ranks: ranks 1, 3 did not come: wait timeout",
-    }
+def together(
+    place: Place, ranks: Sequence[int], world_size: int, dying: Sequence[int] = (), error: Exception = GLOO
+) -> dict[int, Any]:
+    """What each of the ranks, threads here, got: its store, or the error that it ended with. Those that die say nothing."""
+    found: dict[int, Any] = {}
 
+    def join(rank: int) -> None:
+        try:
+            with joining(place, rank=rank, world_size=world_size, limit=LIMIT) as store:
+                found[rank] = store
+                if rank not in dying and dying:
+                    raise error
+        except PeerError as lost:
+            found[rank] = str(lost)
 
-def test_a_rank_that_came_and_was_lost(place: Place) -> None:
-    with joining(place, rank=1, world_size=3, limit=LIMIT):
-        pass
-    said: dict[int, str] = {}
-    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
-    threads = [threading.Thread(target=fail, args=(place, rank, 3, said, gloo)) for rank in (0, 2)]
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert sorted(said) == [0, 2]
-    assert all("could not join the other ranks: rank 1 came and was lost: [gloo" in text for text in said.values())
+    return found
+
+
+def test_a_life_does_not_see_what_an_earlier_one_left(place: Place) -> None:
+    for life in range(3):
+        stores = together(place, range(3), 3)
+        assert not stores[1].check(["address/0"])
+        stores[0].set("address/0", str(life))
+        assert [stores[rank].get("address/0") for rank in range(3)] == [str(life).encode()] * 3
+
+
+def test_a_rank_that_does_not_come(place: Place) -> None:
+    together(place, range(4), 4)  # an earlier life, in which all came
+    found = together(place, [0, 2], 4, dying=[2])
+    assert found[0] == "rank 0 could not join the other ranks: ranks 1, 3 did not come: 2 of 4 ranks came within 2 s"
+    found = together(place, [1], 2)
+    assert found[1].startswith("rank 1 could not join the other ranks: rank 0 did not come: ")
+
+
+def test_a_rank_that_came_and_was_lost(place: Place) -> None:
+    found = together(place, range(3), 3, dying=[1])
+    for rank in (0, 2):
+        assert found[rank] == f"rank {rank} could not join the other ranks: rank 1 came and was lost: {GLOO}"
 
 
 def test_a_store_that_is_not_there(place: Place) -> None:
-    said: dict[int, str] = {}
-    fail(Place(1), 1, 2, said)
-    assert "rank 1 could not join the other ranks: rank 0, which keeps the store at 127.0.0.1:1 (or torchrun does)" in said[1]
+    said = together(Place(1), [1], 2)[1]
+    assert "rank 1 could not join the other ranks: rank 0, which keeps the store at 127.0.0.1:1 (or torchrun does)" in said
 
 
 def test_errors_of_other_kinds_pass(place: Place) -> None:
-    with pytest.raises(KeyError), joining(place, rank=0, world_size=2, limit=LIMIT):
+    with pytest.raises(KeyError), joining(place, rank=0, world_size=1, limit=LIMIT):
         raise KeyError("mine")

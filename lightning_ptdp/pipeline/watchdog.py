@@ -35,7 +35,7 @@ _SILENT_INTERVALS = 4
 _ALL_WATCHED = 64  # ranks up to which a rank asks for all of them, and not for those of its own groups only
 _REPORT_AT = 0.9  # of the limit: at the whole of it torch ends the process
 
-_GLOO_ERROR = re.compile(r"^\[[^\]]*gloo/[^\]]*:\d+\]")
+_GLOO_ERROR = re.compile(r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]")
 
 
 class Watchdog:
