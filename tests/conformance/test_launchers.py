@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ def free_port() -> str:
 
 
 @contextlib.contextmanager
-def started(folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str) -> Iterator[subprocess.Popen]:
-    """The script as a process of its own session, whose every process is ended at last."""
+def started(
+    folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), inside: Sequence[str] = (), **env: str
+) -> Iterator[subprocess.Popen]:
+    """The script as a process of its own session, whose every process is ended at last; ``inside`` runs it elsewhere."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR")
     clean = {key: value for key, value in os.environ.items() if key not in names and not key.startswith("SLURM")}
     process = subprocess.Popen(
-        [sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)],
+        [*inside, sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)],
         cwd=folder,
         env={**clean, "OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
@@ -116,10 +118,15 @@ def test_slurm_variables_and_the_import_where_torch_may_not_load_entry_points(tm
     assert_trained(results(tmp_path), "SLURMEnvironment")
 
 
-def trained_alone() -> dict[str, torch.Tensor]:
+def flat_net() -> torch.nn.Module:
+    """The script's own."""
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+
+
+def trained_alone(make: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor]:
     """What the script's model becomes in a plain PyTorch loop."""
     torch.manual_seed(1)
-    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    net = make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     batches = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).split(4)
     for x in (*batches, *batches[:2]):
@@ -132,7 +139,7 @@ def trained_alone() -> dict[str, torch.Tensor]:
 def test_spawned_ranks_bring_the_whole_trained_model_home(tmp_path: Path) -> None:
     (result,) = run(tmp_path, {"layout": {**P2, "start_method": "spawn"}})
     assert result["parameters"] == 8 * 9 * 2 + 9, "the parent's module is not whole"
-    for name, value in trained_alone().items():
+    for name, value in trained_alone(flat_net).items():
         torch.testing.assert_close(torch.tensor(result["weights"][name]), value, rtol=1e-5, atol=1e-6)
 
 
