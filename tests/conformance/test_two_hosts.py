@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conformance.test_launchers import LIMIT, results, started, trained_alone
+from tests.conformance.test_launchers import results, started, trained_alone
 
 ADDRESSES = ("10.213.9.1", "10.213.9.2")
 LAYOUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
@@ -59,8 +59,8 @@ def test_tensor_parallel_inside_a_host_and_the_pipeline_across(hosts: list[str],
             torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", *rendezvous]
             inside = ["ip", "netns", "exec", name]
             nodes.append(stack.enter_context(started(folder, settings, torchrun, inside=inside, GLOO_SOCKET_IFNAME="eth0")))
-        outputs = [node.communicate(timeout=LIMIT)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+        codes = [node.finish() for node in nodes]
+        assert codes == [0, 0], "\n".join(node.output for node in nodes)
     here, there = (results(folder) for folder in folders)
     assert [rank["rank"] for rank in here + there] == [0, 1, 2, 3]
     assert here[0]["weights"].keys() == here[1]["weights"].keys(), "a host holds a stage"
