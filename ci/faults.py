@@ -41,6 +41,7 @@ _LOADED_S = 5.0  # what a loaded machine may take longer than the strategy's lim
 _GUARD = 40  # steps after which an attempt ends if nobody died
 _REST = 4  # steps that the last attempt makes
 _PLACES = 40
+_PRINTED = "\nIt printed:\n"
 # Where rank 0 keeps the store it has named the lost rank and ended, and those who asked after that hear of nobody any more.
 _STORE_GONE = "rank 0, which keeps the store"
 
@@ -138,7 +139,7 @@ class Campaign:
         for rank in {*ended.steps} - {victim}:
             said, printed = ended.errors.get(rank, "nothing"), ended.printed.get(rank, "nothing")
             if rank in ended.hanging:
-                self.wrong.append(f"{what}: rank {rank} hangs. It printed:\n{printed}")
+                self.wrong.append(f"{what}: rank {rank} hangs{_PRINTED}{printed}")
             elif rank not in named and not (named and _STORE_GONE in said):
                 self.wrong.append(
                     f"{what}: rank {rank} does not name the lost rank {victim}. It said: {said}\nIt printed:\n{printed}"
@@ -163,7 +164,10 @@ def main() -> int:
         deck = _deck(kinds, draw)
         for number in range(options.kills):
             campaign = campaigns[number % len(campaigns)]
+            known = len(campaign.wrong)
             campaign.kill(next(deck))
+            for text in campaign.wrong[known:]:
+                print(f"\nWRONG  {text}", flush=True)
             if options.verbose:
                 print(
                     f"{time.monotonic() - began:6.1f} s  {campaign.layout:<12}{campaign.kills[-1:]}, {len(campaign.wrong)} wrong",
@@ -175,9 +179,9 @@ def main() -> int:
         _report(campaigns, time.monotonic() - began)
         newest = next(campaign.standing.newest for campaign in reversed(campaigns) if campaign.standing.newest is not None)
         wrong += _damage(newest, root, draw)
+    print(f"\n{'all survived' if not wrong else f'{len(wrong)} things went wrong:'}")
     for text in wrong:
-        print(f"\nWRONG  {text}")
-    print(f"\n{'all survived' if not wrong else f'{len(wrong)} things went wrong'}")
+        print(f"- {text.partition(_PRINTED)[0]}")
     return 1 if wrong else 0
 
 
