@@ -80,6 +80,9 @@ class Campaign:
     def kill(self, kind: str) -> None:
         """One attempt that loses a rank."""
         victim = self.draw.randrange(world_size_of(self.layout)) if KINDS[kind].anyone else 0
+        if kind == "load" and self.standing.newest is None:
+            self._attempt(SAVE_EVERY)
+            self.standing = look(self.folder / "checkpoints", self.standing)
         first = max(self.standing.newest_step, 0)
         trap, kill = None, None
         if KINDS[kind].calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,16 @@ def test_a_rank_that_does_not_come(place: Place) -> None:
     assert found[0] == "rank 0 could not join the other ranks: ranks 1, 3 did not come: 2 of 4 ranks came within 2 s"
     found = together(place, [1], 2)
     assert found[1].startswith("rank 1 could not join the other ranks: rank 0 did not come: ")
+
+
+def test_a_rank_that_does_not_come_to_the_store_of_rank_0(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = Place(probe.getsockname()[1])
+    found = together(free, [0, 2], 3, dying=[1])
+    for rank in (0, 2):
+        assert found[rank].startswith(f"rank {rank} could not join the other ranks: rank 1 did not come: ")
 
 
 def test_a_rank_that_came_and_was_lost(place: Place) -> None:

@@ -49,7 +49,8 @@ def joining(environment: Any, *, rank: int, world_size: int, limit: timedelta) -
     shared: Any = None
     own: Any = None
     try:
-        shared, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
+        # A world of one: rank 0's store would wait for the others, whom it does not know by name.
+        shared, _, _ = next(dist.rendezvous("env://", rank, 1, timeout=limit))
         shared.set_timeout(limit)
         life = uuid.uuid4().hex if rank == 0 else _called(shared, rank)
         own = dist.PrefixStore(life, shared)
@@ -61,7 +62,7 @@ def joining(environment: Any, *, rank: int, world_size: int, limit: timedelta) -
         if not is_communication_error(error):
             raise
         where = f"{environment.main_address}:{environment.main_port}"
-        missed = _missed(own, rank, world_size) if own is not None else _nobody(shared, rank, world_size, where)
+        missed = _missed(own, rank, world_size) if own is not None else _unanswered(shared, where)
         raise PeerError(f"rank {rank} could not join the other ranks: {missed}: {error}") from error
 
 
@@ -111,10 +112,7 @@ def _missed(own: dist.Store, rank: int, world_size: int) -> str:
     return f"{_ranks(silent)} came and was lost" if silent else "one came and was lost"
 
 
-def _nobody(shared: dist.Store | None, rank: int, world_size: int, where: str) -> str:
-    """What is known without an answer."""
-    if rank == 0:
-        return f"not all of {_ranks(list(range(1, world_size)))} came"
+def _unanswered(shared: dist.Store | None, where: str) -> str:
     if shared is None:
         return f"rank 0, which keeps the store at {where} (or torchrun does), does not answer"
     return "rank 0 did not come"

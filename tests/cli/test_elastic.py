@@ -41,6 +41,7 @@ def configure(config: str, path: Path, *, devices: int, steps: int, callbacks: S
         "default_root_dir": str(path.parent / ("whole" if devices == 1 else "run")),
         "callbacks": [SAVE_EACH_STEP, *callbacks],
     }
+    settings["model"]["init_args"]["optimizer"]["decay_steps"] = 100  # else it would follow from max_steps
     settings["data"]["init_args"] |= {"global_batch_size": 16, "micro_batch_size": 2, "num_microbatches": None}
     path.write_text(yaml.safe_dump({**settings, "sample": None}))
     return str(path)
