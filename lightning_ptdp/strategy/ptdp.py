@@ -295,7 +295,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         """Release gradients and the device; a save in the background is waited for."""
         self.finish_saving()
         if self._engine is not None:
-            self._engine.close()
+            with self.waiting_in("the last parameters to arrive"):
+                self._engine.close()
         if self._watchdog is not None:
             self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
         super().teardown()
