@@ -11,18 +11,21 @@ import math
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_ptdp.checkpoint.archive import ArchiveWriter
 from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
 from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_sums, read_verified
@@ -30,6 +33,8 @@ from lightning_ptdp.checkpoint.stored import read_rectangle
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SummedFile, open_summed, summing
 
 __all__ = ["Reader", "check_index", "open_reader", "read_boxes", "write_boxes"]
+
+T = TypeVar("T")
 
 # The classes in DCP's pickled index. `_StorageInfo` and `_MEM_FORMAT_ENCODING` are private names of torch.
 _INDEX_CLASSES = {
@@ -165,28 +170,41 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return self._boxes[MetadataIndex(index.fqn, index.offset)].values
 
 
-class _SummingFiles(FileSystem):
-    """Data files get their sums, from the thread that writes them."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        summed = mode == "wb" and Path(path).suffix == DATA_SUFFIX
-        with summing(Path(path)) if summed else super().create_stream(path, mode) as stream:
-            yield stream
-
-
 class _Writer(dcp.FileSystemWriter):
-    """Sums up what it writes, and tells errors in full: DCP pickles them for the other ranks, which loses what they came from."""
+    """Writes data files its own way (``ArchiveWriter``); DCP writes the index.
+
+    Tells errors in full: DCP pickles them for the other ranks, which loses what they came from.
+    """
 
     def __init__(self, folder: Path, num_files: int) -> None:
-        super().__init__(folder, thread_count=num_files)
-        self.fs = _SummingFiles()
+        super().__init__(folder)
+        self._folder, self._num_files = folder, num_files
 
-    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[Any]]:
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        assert plan.storage_data is not None, "FileSystemWriter gives every rank a prefix of its files' names"
+        names = [f"{plan.storage_data.prefix}{number}{DATA_SUFFIX}" for number in range(self._num_files)]
+        shares = _shares(plan.items, self._num_files)
         try:
-            return super().write_data(plan, planner)
+            if self._num_files == 1:
+                written = [self._write_file(names[0], shares[0], planner)]
+            else:
+                with ThreadPoolExecutor(self._num_files) as pool:
+                    written = list(pool.map(self._write_file, names, shares, [planner] * self._num_files))
         except Exception as error:
             raise CheckpointError(explain(error)) from None
+        return _done([result for results in written for result in results])
+
+    def _write_file(self, name: str, items: list[dcp.WriteItem], planner: dcp.SavePlanner) -> list[WriteResult]:
+        results = []
+        with summing(self._folder / name) as file:
+            archives = ArchiveWriter(file)
+            for item in items:
+                values = planner.resolve_data(item)
+                assert isinstance(values, torch.Tensor)
+                position, length = archives.write(values.detach())
+                place = _StorageInfo(relative_path=name, offset=position, length=length)
+                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+        return results
 
 
 class Reader(dcp.FileSystemReader):
@@ -217,25 +235,23 @@ class Reader(dcp.FileSystemReader):
             with open_summed(self.folder / name, sums=self._sums[name], size=self._checkpoint.files[name].size) as file:
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     target = planner.resolve_tensor(item)
-                    target.detach().copy_(self._read(file, item))
+                    self._read(file, item, target.detach())
                     planner.commit_tensor(item, target)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
-    def _read(self, file: SummedFile, item: dcp.ReadItem) -> torch.Tensor:
+    def _read(self, file: SummedFile, item: dcp.ReadItem, target: torch.Tensor) -> None:
         place, entry = self.storage_data[item.storage_index], self._index.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, dcp.TensorStorageMetadata)
         shapes = self._shapes.setdefault(item.storage_index.fqn, {chunk.offsets: chunk.sizes for chunk in entry.chunks})
         assert item.storage_index.offset is not None
-        return read_rectangle(
+        read_rectangle(
             file,
+            target,
             start=place.offset,
             stop=place.offset + place.length,
             dtype=entry.properties.dtype,
             shape=shapes[item.storage_index.offset],
             offset=item.storage_offsets,
-            size=item.lengths,
         )
 
 
@@ -268,6 +284,28 @@ def _write_item(index: MetadataIndex, box: Box) -> dcp.WriteItem:
     properties = TensorProperties(dtype=box.values.dtype)
     data = TensorWriteData(chunk=_chunk(box), properties=properties, size=torch.Size(box.full_shape))
     return dcp.WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _shares(items: list[dcp.WriteItem], count: int) -> list[list[dcp.WriteItem]]:
+    """``count`` lists of about as many bytes each."""
+    shares: list[list[dcp.WriteItem]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for item in sorted(items, key=_num_bytes, reverse=True) if count > 1 else items:
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(item)
+        sizes[smallest] += _num_bytes(item)
+    return shares
+
+
+def _num_bytes(item: dcp.WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _done(value: T) -> torch.futures.Future[T]:
+    future: torch.futures.Future[T] = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
 def _check_same_tensors(plans: list[SavePlan]) -> None:

@@ -54,9 +54,8 @@ class Box:
     read: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor] | None = None
 
     def to_write(self) -> torch.Tensor:
-        """The values, one row after the other."""
-        values = self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))
-        return values.contiguous()
+        """The values, wherever they are and however they lie there."""
+        return self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))
 
 
 def boxes_of(tensors: Tensors) -> list[Box]:
