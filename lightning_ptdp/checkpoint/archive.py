@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from lightning_ptdp.checkpoint.sums import BLOCK, SummingFile
@@ -62,7 +63,12 @@ def _pieces(values: torch.Tensor) -> Iterator[memoryview]:
     count = rows_at_once(values[0].numel() * values.element_size())
     buffer = torch.empty_like(values[:count], device="cpu", memory_format=torch.contiguous_format)
     for rows in values.split(count):
-        yield _bytes(buffer[: len(rows)].copy_(rows))
+        part = buffer[: len(rows)]
+        if rows.is_cpu and rows.stride(-1) == 1:  # torch copies short rows at half the speed
+            np.copyto(part.view(torch.uint8).numpy(), rows.view(torch.uint8).numpy())
+        else:
+            part.copy_(rows)
+        yield _bytes(part)
 
 
 def _bytes(values: torch.Tensor) -> memoryview:

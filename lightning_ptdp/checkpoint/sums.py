@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,8 +33,8 @@ _ENTRY = np.dtype([("offset", "<u8"), ("crc", "<u4")])
 class SummingFile:
     """A data file that is being written, and the sums of its blocks."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
+    def __init__(self, stream: IO[bytes], sync: files.EarlySync) -> None:
+        self._stream, self._sync = stream, sync
         self.position = self._start = self._crc = 0
         self.sums: list[tuple[int, int]] = []
 
@@ -61,6 +61,7 @@ class SummingFile:
                 self.sums.append((self.position + begin, zlib.crc32(piece[begin : begin + BLOCK])))
             self._stream.write(piece)
             self.position = self._start = self.position + len(piece)
+            self._sync.reached(self.position)
 
     def end_block(self) -> None:
         """The next write begins a block."""
@@ -72,10 +73,11 @@ class SummingFile:
 @contextmanager
 def summing(path: Path) -> Iterator[SummingFile]:
     """A data file to write; its sums are written beside it when it is whole."""
-    with files.open_synced(path) as stream:
-        file = SummingFile(stream)
+    with files.open_synced(path) as stream, closing(files.EarlySync(stream)) as sync:
+        file = SummingFile(stream, sync)
         yield file
         file.end_block()
+        sync.wait()
     with files.open_synced(path.with_suffix(SUMS_SUFFIX)) as stream:
         stream.write(np.array(file.sums, dtype=_ENTRY).tobytes())
 
