@@ -18,7 +18,7 @@ import torch
 
 from lightning_ptdp.checkpoint.sums import BLOCK, SummingFile
 
-__all__ = ["ArchiveWriter", "rows_at_once"]
+__all__ = ["ArchiveWriter", "as_bytes", "rows_at_once"]
 
 _PIECE = 1 << 20
 
@@ -56,7 +56,7 @@ def _pieces(values: torch.Tensor) -> Iterator[memoryview]:
     if not values.numel():
         return
     if values.is_cpu and values.is_contiguous():
-        content = _bytes(values)
+        content = as_bytes(values)
         for begin in range(0, len(content), _PIECE):
             yield content[begin : begin + _PIECE]
         return
@@ -68,10 +68,11 @@ def _pieces(values: torch.Tensor) -> Iterator[memoryview]:
             np.copyto(part.view(torch.uint8).numpy(), rows.view(torch.uint8).numpy())
         else:
             part.copy_(rows)
-        yield _bytes(part)
+        yield as_bytes(part)
 
 
-def _bytes(values: torch.Tensor) -> memoryview:
+def as_bytes(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
     return values.view(-1).view(torch.uint8).numpy().data
 
 

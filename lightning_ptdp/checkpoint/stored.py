@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from lightning_ptdp.checkpoint.archive import rows_at_once
+from lightning_ptdp.checkpoint.archive import as_bytes, rows_at_once
 from lightning_ptdp.checkpoint.sums import BLOCK, SummedFile
 
 __all__ = ["read_rectangle", "runs"]
@@ -60,9 +60,11 @@ def _read_rows(file: SummedFile, target: torch.Tensor, data: int, dtype: torch.d
     begin, last = first, first + len(target)
     while begin < last:
         end = min((begin // count + 1) * count, last)  # where a block of the file ends
-        content = np.frombuffer(file.read(data + begin * row, data + end * row), dtype=np.uint8)
         rows = target[begin - first : end - first]
-        rows.copy_(torch.from_numpy(content).view(dtype).view(rows.shape))
+        own = as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
+        content = file.read(data + begin * row, data + end * row, into=own)
+        if content is not own:
+            rows.copy_(torch.from_numpy(np.frombuffer(content, dtype=np.uint8)).view(dtype).view(rows.shape))
         begin = end
 
 

@@ -100,8 +100,14 @@ class SummedFile:
         """Where the block that holds byte ``position`` ends."""
         return int(self._starts[np.searchsorted(self._starts, position, side="right")])
 
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop); whole blocks are read and compared with their sums. The memory is used again by the next call.
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        """Bytes [start, stop); whole blocks are read and compared with their sums.
+
+        Args:
+            start: First byte.
+            stop: Behind the last byte.
+            into: Memory of that many bytes, which is read into and returned if they are whole blocks. Otherwise what is returned is
+                used again by the next call.
 
         Raises:
             CheckpointError: The file is damaged there; names the file and the first bad byte's block.
@@ -111,13 +117,13 @@ class SummedFile:
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         last = int(np.searchsorted(self._starts, stop))
         begin, end = int(self._starts[first]), int(self._starts[last])
-        content = self._memory(end - begin)
+        content = into if into is not None and (begin, end) == (start, stop) else self._memory(end - begin)
         self._fill(content, begin)
         for number in range(first, last):
             one, other = int(self._starts[number]), int(self._starts[number + 1])
             if zlib.crc32(content[one - begin : other - begin]) != self._crcs[number]:
                 raise CheckpointError(f"{self._path} is damaged: bytes {one} to {other} do not have the CRC-32 that was written")
-        return content[start - begin : stop - begin]
+        return content if content is into else content[start - begin : stop - begin]
 
     def check(self, *, step: int = 1 << 20) -> None:
         """Read and compare everything, ``step`` bytes at a time.
