@@ -30,7 +30,7 @@ from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
 from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_sums, read_verified
 from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SummedFile, open_summed, summing
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, BlockSums, SummedFile, open_summed, summing
 
 __all__ = ["Reader", "check_index", "open_reader", "read_boxes", "write_boxes"]
 
@@ -214,7 +214,7 @@ class Reader(dcp.FileSystemReader):
         super().__init__(folder)
         self.folder, self._checkpoint = folder, checkpoint
         self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
-        self._sums: dict[str, bytes] = {}
+        self._sums: dict[str, BlockSums] = {}
         try:
             with open(folder / DCP_FILE, "rb") as stream:
                 self._index = _IndexUnpickler(stream).load()
@@ -232,7 +232,7 @@ class Reader(dcp.FileSystemReader):
         for name, items in by_file.items():
             if name not in self._sums:
                 self._sums[name] = read_sums(self.folder, self._checkpoint, name)
-            with open_summed(self.folder / name, sums=self._sums[name], size=self._checkpoint.files[name].size) as file:
+            with open_summed(self.folder / name, self._sums[name]) as file:
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     target = planner.resolve_tensor(item)
                     self._read(file, item, target.detach())

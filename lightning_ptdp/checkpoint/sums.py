@@ -15,6 +15,7 @@ import io
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,10 +24,21 @@ import numpy as np
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
 
-__all__ = ["BLOCK", "DATA_SUFFIX", "SUMS_SUFFIX", "SummedFile", "SummingFile", "open_summed", "parse_sums", "summing"]
+__all__ = [
+    "BLOCK",
+    "BlockSums",
+    "DATA_SUFFIX",
+    "SUMS_SUFFIX",
+    "SummedFile",
+    "SummingFile",
+    "open_summed",
+    "parse_sums",
+    "summing",
+]
 
 BLOCK = 16 * 1024
 DATA_SUFFIX, SUMS_SUFFIX = ".distcp", ".crc"
+Array = np.ndarray[Any, Any]
 _ENTRY = np.dtype([("offset", "<u8"), ("crc", "<u4")])
 
 
@@ -82,19 +94,32 @@ def summing(path: Path) -> Iterator[SummingFile]:
         stream.write(np.array(file.sums, dtype=_ENTRY).tobytes())
 
 
-def parse_sums(content: bytes) -> np.ndarray[Any, Any]:
-    """The array in a ``.crc`` file: fields ``offset`` and ``crc``, ordered."""
-    return np.frombuffer(content, dtype=_ENTRY)
+@dataclass(frozen=True, kw_only=True)
+class BlockSums:
+    """What ``__0_0.crc`` says of a file of n blocks.
+
+    Attributes:
+        starts: Where the blocks begin, and behind them the file's size; (n + 1) int64.
+        crcs: Their CRC-32; (n) uint32.
+    """
+
+    starts: Array
+    crcs: Array
+
+
+def parse_sums(content: bytes, *, size: int) -> BlockSums:
+    """The content of a ``.crc`` file, of a data file of ``size`` bytes."""
+    entries = np.frombuffer(content, dtype=_ENTRY)
+    return BlockSums(starts=np.append(entries["offset"], np.uint64(size)).astype(np.int64), crcs=entries["crc"])
 
 
 class SummedFile:
     """A data file of which only what was checked is handed out."""
 
-    def __init__(self, stream: io.FileIO, path: Path, sums: np.ndarray[Any, Any], size: int) -> None:
-        self._stream, self._path, self._size = stream, path, size
+    def __init__(self, stream: io.FileIO, path: Path, sums: BlockSums) -> None:
+        self._stream, self._path = stream, path
+        self._starts, self._crcs, self._size = sums.starts, sums.crcs, int(sums.starts[-1])
         self._scratch = np.empty(0, dtype=np.uint8)
-        self._starts = np.append(sums["offset"], np.uint64(size)).astype(np.int64)
-        self._crcs = sums["crc"].tolist()
 
     def block_end(self, position: int) -> int:
         """Where the block that holds byte ``position`` ends."""
@@ -119,9 +144,9 @@ class SummedFile:
         begin, end = int(self._starts[first]), int(self._starts[last])
         content = into if into is not None and (begin, end) == (start, stop) else self._memory(end - begin)
         self._fill(content, begin)
-        for number in range(first, last):
-            one, other = int(self._starts[number]), int(self._starts[number + 1])
-            if zlib.crc32(content[one - begin : other - begin]) != self._crcs[number]:
+        bounds = self._starts[first : last + 1].tolist()
+        for one, other, crc in zip(bounds, bounds[1:], self._crcs[first:last].tolist(), strict=False):
+            if zlib.crc32(content[one - begin : other - begin]) != crc:
                 raise CheckpointError(f"{self._path} is damaged: bytes {one} to {other} do not have the CRC-32 that was written")
         return content if content is into else content[start - begin : stop - begin]
 
@@ -154,7 +179,7 @@ class SummedFile:
 
 
 @contextmanager
-def open_summed(path: Path, *, sums: bytes, size: int) -> Iterator[SummedFile]:
-    """Open a data file of ``size`` bytes to be read with the content of its ``.crc`` file."""
+def open_summed(path: Path, sums: BlockSums) -> Iterator[SummedFile]:
+    """Open a data file to be read with its sums."""
     with open(path, "rb", buffering=0) as stream:
-        yield SummedFile(stream, path, parse_sums(sums), size)
+        yield SummedFile(stream, path, sums)

@@ -14,7 +14,7 @@ import torch
 from lightning_ptdp.checkpoint import CheckpointError, files, save_checkpoint
 from lightning_ptdp.checkpoint.archive import ArchiveWriter, rows_at_once
 from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.checkpoint.sums import BLOCK, open_summed, parse_sums, summing
+from lightning_ptdp.checkpoint.sums import BLOCK, BlockSums, open_summed, parse_sums, summing
 from lightning_ptdp.tensor_parallel.sharding import Sharding
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -44,6 +44,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     return path, found
 
 
+def _sums(path: Path) -> BlockSums:
+    return parse_sums(path.with_suffix(".crc").read_bytes(), size=path.stat().st_size)
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_torch_and_we_read_the_same(written: tuple[Path, dict[str, tuple[torch.Tensor, int, int]]], name: str) -> None:
     path, (tensor, position, length) = written[0], written[1][name]
@@ -52,7 +56,7 @@ def test_torch_and_we_read_the_same(written: tuple[Path, dict[str, tuple[torch.T
     assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8)) if tensor.dim() else found == tensor
     assert found.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     target = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-    with open_summed(path, sums=path.with_suffix(".crc").read_bytes(), size=path.stat().st_size) as file:
+    with open_summed(path, _sums(path)) as file:
         read_rectangle(
             file,
             target,
@@ -66,11 +70,10 @@ def test_torch_and_we_read_the_same(written: tuple[Path, dict[str, tuple[torch.T
 
 
 def test_the_sums_are_those_of_the_bytes(written: tuple[Path, dict[str, tuple[torch.Tensor, int, int]]]) -> None:
-    content = written[0].read_bytes()
-    sums = parse_sums(written[0].with_suffix(".crc").read_bytes())
-    starts = [*sums["offset"].tolist(), len(content)]
-    assert starts[0] == 0
-    for begin, end, crc in zip(starts, starts[1:], sums["crc"].tolist(), strict=False):
+    content, sums = written[0].read_bytes(), _sums(written[0])
+    starts = sums.starts.tolist()
+    assert (starts[0], starts[-1], len(starts)) == (0, len(content), len(sums.crcs) + 1)
+    for begin, end, crc in zip(starts, starts[1:], sums.crcs.tolist(), strict=False):
         assert 0 < end - begin < 2 * BLOCK
         assert zlib.crc32(content[begin:end]) == crc
 
