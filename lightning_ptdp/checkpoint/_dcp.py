@@ -10,7 +10,7 @@ import enum
 import math
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_ptdp.checkpoint.archive import ArchiveWriter
 from lightning_ptdp.checkpoint.boxes import Box
+from lightning_ptdp.checkpoint.coverage import Rectangle, check_cover
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
 from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_sums, read_verified
 from lightning_ptdp.checkpoint.stored import read_rectangle
@@ -119,8 +120,7 @@ def check_index(folder: Path, checkpoint: CheckpointMetadata) -> None:
         raise CheckpointError(f"{folder} is damaged: {DCP_FILE} and metadata.json name other tensors")
     for name, entry in index.state_dict_metadata.items():
         assert isinstance(entry, dcp.TensorStorageMetadata)
-        stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        _check_volume(name, stored, math.prod(checkpoint.tensors[name].shape), f"in {folder}")
+        check_cover(name, checkpoint.tensors[name].shape, map(_extent, entry.chunks), f"in {folder}")
     for name in _file_sizes(index):
         if name not in checkpoint.files:
             raise CheckpointError(f"{folder} is damaged: {DCP_FILE} names {name}, which metadata.json does not list")
@@ -137,11 +137,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
         _check_same_tensors(all_plans)
-        plans, metadata = super().create_global_plan(all_plans)
-        for name, entry in metadata.state_dict_metadata.items():  # torch does not look when there is one plan only
-            assert isinstance(entry, dcp.TensorStorageMetadata)
-            _check_volume(name, sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.size), "to save")
-        return plans, metadata
+        _check_whole_tensors(all_plans)  # torch looks for less, and does not say where
+        return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         return self._boxes[MetadataIndex(index.fqn, index.offset)].to_write()
@@ -162,7 +159,8 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
             entry = self.metadata.state_dict_metadata.get(box.name)
             assert isinstance(entry, dcp.TensorStorageMetadata), f"{box.name} is in metadata.json but not in {DCP_FILE}"
             reads = create_read_items_for_chunk_list(index.fqn, entry, [_chunk(box)])
-            _check_volume(box.name, sum(math.prod(item.lengths) for item in reads), box.values.numel(), "to load")
+            found = [(item.dest_offsets, item.lengths) for item in reads]
+            check_cover(box.name, box.values.shape, (_from_to(*place) for place in found), "to load")
             items += reads
         return dcp.LoadPlan(items)
 
@@ -323,9 +321,24 @@ def _check_same_tensors(plans: list[SavePlan]) -> None:
                 )
 
 
-def _check_volume(name: str, found: int, wanted: int, doing: str) -> None:
-    if found != wanted:
-        raise CheckpointError(f"{name!r}: the rectangles {doing} cover {found} of {wanted} elements")
+def _check_whole_tensors(plans: list[SavePlan]) -> None:
+    """What the ranks have of each tensor makes it up. The same rectangle on several ranks counts once."""
+    found: dict[str, set[Rectangle]] = {}
+    shapes: dict[str, torch.Size] = {}
+    for item in (item for plan in plans for item in plan.items):
+        assert item.tensor_data is not None
+        shapes[item.index.fqn] = item.tensor_data.size
+        found.setdefault(item.index.fqn, set()).add(_extent(item.tensor_data.chunk))
+    for name, rectangles in found.items():
+        check_cover(name, shapes[name], rectangles, "to save")
+
+
+def _extent(chunk: dcp.ChunkStorageMetadata) -> Rectangle:
+    return _from_to(chunk.offsets, chunk.sizes)
+
+
+def _from_to(offset: Sequence[int], size: Sequence[int]) -> Rectangle:
+    return tuple(offset), tuple(begin + extent for begin, extent in zip(offset, size, strict=True))
 
 
 def _file_sizes(metadata: dcp.Metadata) -> dict[str, int]:
