@@ -72,7 +72,7 @@ def _full() -> dict[str, tuple[torch.Tensor, str]]:
 def _names(layout: Layout, stage: int) -> list[str]:
     stages = partition_layers([1.0] * LAYERS, num_stages=layout.p * layout.v, first_cost=0.5, last_cost=0.7)
     first, last = stage == 0, stage == len(stages) - 1
-    blocks = [f"h.{layer}." for layer in stages[stage]]
+    blocks = [f"h.{layer}." for layer in range(*stages[stage])]
     return [
         name
         for name in _full()
