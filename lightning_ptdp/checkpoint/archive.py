@@ -12,6 +12,7 @@ import io
 import math
 import os
 from collections.abc import Iterator
+from typing import IO, cast
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """What is before and behind the values in an archive."""
     stream = _Frame()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), stream)  # memory that is never touched
+        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], stream))  # memory that is never touched
     head, tail = (b"".join(parts) for parts in (stream.head, stream.tail))
     assert stream.hole == math.prod(shape) * dtype.itemsize, (shape, dtype, stream.hole)
     return head, tail

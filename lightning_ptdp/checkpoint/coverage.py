@@ -31,7 +31,8 @@ def check_cover(name: str, shape: Sequence[int], rectangles: Iterable[Rectangle]
     for rectangle in sorted(rectangles):
         if not _volume(rectangle):
             continue
-        taken, rest = 0, []
+        taken = 0
+        rest: list[Rectangle] = []
         for piece in left:
             common = _common(piece, rectangle)
             if _volume(common):

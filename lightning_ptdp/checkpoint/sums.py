@@ -50,7 +50,7 @@ class SummingFile:
         self.position = self._start = self._crc = 0
         self.sums: list[tuple[int, int]] = []
 
-    def write(self, content: bytes) -> None:
+    def write(self, content: bytes | memoryview) -> None:
         """Append what is small; it shares a block with what is before and behind it."""
         self._crc = zlib.crc32(content, self._crc)
         self._stream.write(content)
