@@ -30,6 +30,7 @@ _VERBS = {
     "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one and where its values come from"),
     "plan": ("lightning_ptdp.cli.plan", "the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8"),
     "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
+    "doctor": ("lightning_ptdp.cli.doctor", "check the installation, devices, process groups and folders, and measure the links"),
 }
 
 
