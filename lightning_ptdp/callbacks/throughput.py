@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-__all__ = ["Throughput"]
+__all__ = ["Throughput", "batch_shape", "flops_per_sample", "replicas"]
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Throughput(Callback):
         """Measure and log."""
         now = time.perf_counter()
         if self._last is not None:
-            samples, length = _batch_size(batch)
-            replicas = _replicas(trainer)
+            samples, length = batch_shape(batch)
+            count = replicas(trainer)
             self._steps.append(
                 _Step(
                     now - self._last - self._paused,
-                    replicas * samples,
-                    replicas * samples * length,
-                    replicas * samples * _flops_per_sample(pl_module, length),
+                    count * samples,
+                    count * samples * length,
+                    count * samples * flops_per_sample(pl_module, length),
                 )
             )
             self._log_rates()
@@ -84,18 +84,19 @@ class Throughput(Callback):
             self.log("model_tflops_per_s", flops / seconds / 1e12, batch_size=1)
 
 
-def _replicas(trainer: Trainer) -> int:
+def replicas(trainer: Trainer) -> int:
     """Ranks that read different data."""
     layout = getattr(trainer.strategy, "layout", None)
     return trainer.world_size if layout is None else layout.data_parallel_size
 
 
-def _flops_per_sample(module: LightningModule, length: int) -> float:
+def flops_per_sample(module: LightningModule, length: int) -> float:
+    """Model operations, forward and backward, of a sample of ``length`` tokens; 0 if the module does not tell."""
     count = getattr(module, "flops_per_sample", None)
     return float(count(length)) if callable(count) and length else 0.0
 
 
-def _batch_size(batch: Any) -> tuple[int, int]:
+def batch_shape(batch: Any) -> tuple[int, int]:
     """(samples, tokens in each) of this rank's batch; 0 tokens where it does not look like token ids."""
     tensor = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if tensor is None:

@@ -19,6 +19,8 @@ __all__ = ["main"]
 
 # verb: (module with a function run(verb, arguments), what it does). Nothing here may import torch: help must be quick.
 _RUN = "lightning_ptdp.cli.run"
+_BENCH = "lightning_ptdp.cli.bench"
+_CONFIGURED = (_RUN, _BENCH)
 _VERBS = {
     "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
     "validate": (_RUN, "evaluate a checkpoint on the validation data"),
@@ -30,6 +32,7 @@ _VERBS = {
     "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one and where its values come from"),
     "plan": ("lightning_ptdp.cli.plan", "the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8"),
     "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
+    "bench": (_BENCH, "measure training steps: ptdp bench --config gpt/nano [--compare 't2 p2, p4']"),
     "doctor": ("lightning_ptdp.cli.doctor", "check the installation, devices, process groups and folders, and measure the links"),
 }
 
@@ -71,7 +74,7 @@ def _run(arguments: list[str]) -> int:
     if verb not in _VERBS:
         raise UserError(f"there is no verb {verb!r}{nearest(verb, _VERBS)}; ptdp --help lists all")
     name, rest = _VERBS[verb][0], arguments[1:]
-    if name == _RUN:
+    if name in _CONFIGURED:
         rest = resolve_configs(rest)  # before the seconds that an import of torch takes
     return int(importlib.import_module(name).run(verb, rest))
 

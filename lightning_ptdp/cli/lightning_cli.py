@@ -131,5 +131,6 @@ _DESCRIPTIONS = {
     "fit": "Train a model. Prepares the data first, validates at the end, and says where everything is.",
     "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data.",
     "test": "Evaluate a checkpoint (--ckpt_path) with the module's test_step.",
+    "bench": "Measure training steps of a configuration: real steps on random tokens, without loggers, callbacks and validation.",
     "prepare": "Make the tokenizer and the token chunks of a configuration's data, without training.",
 }
