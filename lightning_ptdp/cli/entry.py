@@ -25,6 +25,7 @@ _VERBS = {
     "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
     "validate": (_RUN, "evaluate a checkpoint on the validation data"),
     "test": (_RUN, "evaluate a checkpoint with the module's test_step"),
+    "predict": (_RUN, "score every validation sample with a checkpoint: JSON lines, printed or to --output"),
     "prepare": (_RUN, "tokenizer and token chunks of a recipe's data, without training"),
     "generate": ("lightning_ptdp.cli.generate", "write text with a trained checkpoint"),
     "convert": ("lightning_ptdp.cli.convert", "to and from Hugging Face folders, state dicts and Lightning's single file"),

@@ -57,6 +57,8 @@ class PTDPCLI(LightningCLI):
         if self.verb == "fit":
             parser.add_argument("--resume", type=Literal["auto"] | None, default=None, help=_RESUME_HELP)
             parser.add_argument("--init_from", type=str | None, default=None, help=_INIT_HELP)
+        if self.verb == "predict":
+            parser.add_argument("--output", type=str | None, default=None, help=_OUTPUT_HELP)
         parser.add_argument(
             "--sample",
             type=SampleOptions | None,
@@ -127,10 +129,12 @@ _RESUME_HELP = (
     "ModelCheckpoint's), or begin if there is none; for schedulers that start a run again."
 )
 _INIT_HELP = "Checkpoint whose weights training begins with, as for fine-tuning; for other names use the callback InitFrom."
+_OUTPUT_HELP = "File to write to, a line a sample; null: the lines are printed."
 _DESCRIPTIONS = {
     "fit": "Train a model. Prepares the data first, validates at the end, and says where everything is.",
     "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data.",
     "test": "Evaluate a checkpoint (--ckpt_path) with the module's test_step.",
+    "predict": "Write what predict_step gives for every validation sample, as JSON lines: a GPT's loss and perplexity, a BERT's tokens.",
     "bench": "Measure training steps of a configuration: real steps on random tokens, without loggers, callbacks and validation.",
     "prepare": "Make the tokenizer and the token chunks of a configuration's data, without training.",
 }

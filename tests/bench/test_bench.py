@@ -71,7 +71,7 @@ def test_peaks_of_known_devices(device: str, precision: str, peak: float | None)
 
 
 def test_batches_have_the_sizes_of_the_data_module_which_is_not_read(tmp_path: Path) -> None:
-    common: dict[str, Any] = {"data_dir": str(tmp_path), "vocabulary_size": 64, "sequence_length": 32, "micro_batch_size": 2}
+    common: dict[str, Any] = {"data_dir": str(tmp_path), "vocabulary_size": 320, "sequence_length": 32, "micro_batch_size": 2}
     gpt = SyntheticData(TextDataModule(**common, num_microbatches=3))
     batch = next(iter(gpt.train_dataloader()))
     assert {name: tuple(value.shape) for name, value in batch.items()} == {"input_ids": (6, 32), "labels": (6, 32)}
