@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from lightning_ptdp.cli.errors import Terminated, UserError, explain, nearest, terminate_on_sigterm, worker_failure
 from lightning_ptdp.cli.inheritance import resolve_configs
+from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.version import __version__
 
 __all__ = ["main"]
@@ -75,6 +76,8 @@ def _run(arguments: list[str]) -> int:
     if verb not in _VERBS:
         raise UserError(f"there is no verb {verb!r}{nearest(verb, _VERBS)}; ptdp --help lists all")
     name, rest = _VERBS[verb][0], arguments[1:]
+    if verb == "fit" and wants_launcher(rest):
+        name = "lightning_ptdp.cli.launcher"
     if name in _CONFIGURED:
         rest = resolve_configs(rest)  # before the seconds that an import of torch takes
     return int(importlib.import_module(name).run(verb, rest))

@@ -131,7 +131,10 @@ _RESUME_HELP = (
 _INIT_HELP = "Checkpoint whose weights training begins with, as for fine-tuning; for other names use the callback InitFrom."
 _OUTPUT_HELP = "File to write to, a line a sample; null: the lines are printed."
 _DESCRIPTIONS = {
-    "fit": "Train a model. Prepares the data first, validates at the end, and says where everything is.",
+    "fit": (
+        "Train a model. Prepares the data first, validates at the end, and says where everything is. On SLURM or with torchrun: "
+        "ptdp fit --launcher slurm --help."
+    ),
     "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data.",
     "test": "Evaluate a checkpoint (--ckpt_path) with the module's test_step.",
     "predict": "Write what predict_step gives for every validation sample, as JSON lines: a GPT's loss and perplexity, a BERT's tokens.",
