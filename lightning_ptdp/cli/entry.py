@@ -16,13 +16,13 @@ from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.version import __version__
 
-__all__ = ["main"]
+__all__ = ["VERBS", "main"]
 
 # verb: (module with a function run(verb, arguments), what it does). Nothing here may import torch: help must be quick.
 _RUN = "lightning_ptdp.cli.run"
 _BENCH = "lightning_ptdp.cli.bench"
 _CONFIGURED = (_RUN, _BENCH)
-_VERBS = {
+VERBS = {
     "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
     "validate": (_RUN, "evaluate a checkpoint on the validation data"),
     "test": (_RUN, "evaluate a checkpoint with the module's test_step"),
@@ -36,6 +36,7 @@ _VERBS = {
     "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
     "bench": (_BENCH, "measure training steps: ptdp bench --config gpt/nano [--compare 't2 p2, p4']"),
     "doctor": ("lightning_ptdp.cli.doctor", "check the installation, devices, process groups and folders, and measure the links"),
+    "completion": ("lightning_ptdp.cli.completion", 'completions for bash, zsh and fish: eval "$(ptdp completion bash)"'),
 }
 
 
@@ -73,9 +74,9 @@ def _run(arguments: list[str]) -> int:
     if verb in ("-V", "--version"):
         print(f"lightning-ptdp {__version__}")
         return 0
-    if verb not in _VERBS:
-        raise UserError(f"there is no verb {verb!r}{nearest(verb, _VERBS)}; ptdp --help lists all")
-    name, rest = _VERBS[verb][0], arguments[1:]
+    if verb not in VERBS:
+        raise UserError(f"there is no verb {verb!r}{nearest(verb, VERBS)}; ptdp --help lists all")
+    name, rest = VERBS[verb][0], arguments[1:]
     if verb == "fit" and wants_launcher(rest):
         name = "lightning_ptdp.cli.launcher"
     if name in _CONFIGURED:
@@ -84,7 +85,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:10}{text}" for verb, (_, text) in _VERBS.items())
+    verbs = "\n".join(f"  {verb:10}{text}" for verb, (_, text) in VERBS.items())
     return f"""usage: ptdp VERB [options]
 
 Pipeline, tensor, sequence and data parallel training (PTD-P) on PyTorch Lightning.
