@@ -6,7 +6,7 @@
 
 from lightning_ptdp.bench.measure import StepTimes
 from lightning_ptdp.bench.report import render
-from lightning_ptdp.bench.result import BenchResult, known_peak_flops
+from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.bench.synthetic import SyntheticData
 
-__all__ = ["BenchResult", "StepTimes", "SyntheticData", "known_peak_flops", "render"]
+__all__ = ["BenchResult", "StepTimes", "SyntheticData", "render"]

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_ptdp.bench.result import BenchResult, known_peak_flops
-from lightning_ptdp.callbacks.throughput import batch_shape, flops_per_sample, replicas
+from lightning_ptdp.bench.result import BenchResult
+from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
 from lightning_ptdp.pipeline.spans import Timeline
+from lightning_ptdp.planner import known_peak_flops
 
 __all__ = ["StepTimes"]
 
@@ -77,7 +78,7 @@ class StepTimes(Callback):
         ends = self._ends[self._warmup - 1 : self._warmup + self._steps]
         rows, length = self._shape
         samples = rows * replicas(trainer) * trainer.accumulate_grad_batches
-        device, precision = _device_name(trainer.strategy.root_device), str(trainer.precision)
+        device, precision = device_name(trainer.strategy.root_device), str(trainer.precision)
         measured = self._timeline
         layout = getattr(trainer.strategy, "layout", None)
         return BenchResult(
@@ -98,10 +99,6 @@ class StepTimes(Callback):
 
 def _has_pipeline(trainer: Trainer) -> bool:
     return getattr(getattr(trainer.strategy, "layout", None), "pipeline_parallel_size", 1) > 1
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _peak_memory(device: torch.device) -> int:

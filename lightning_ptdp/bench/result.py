@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.planner import DEVICES
-
-__all__ = ["BenchResult", "known_peak_flops"]
+__all__ = ["BenchResult"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +91,3 @@ class BenchResult:
         """From ``as_dict`` or what ``write`` wrote."""
         fields = {name: values[name] for name in cls.__dataclass_fields__}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-
-
-def known_peak_flops(device: str, precision: str) -> float | None:
-    """The data sheet's peak, dense, of a GPU called ``device`` in Lightning's ``precision``; None if it is none of the planner's."""
-    words = device.lower().replace("-", " ").split()
-    element_bytes = 2 if "16" in precision else 4
-    for name, preset in DEVICES.items():
-        if name != "cpu" and name.partition("-")[0] in words:
-            return preset.peak(element_bytes)
-    return None

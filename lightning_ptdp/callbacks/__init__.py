@@ -5,6 +5,7 @@ from lightning_ptdp.callbacks.init_from import InitFrom
 from lightning_ptdp.callbacks.layout_summary import LayoutSummary
 from lightning_ptdp.callbacks.perplexity import TrainPerplexity
 from lightning_ptdp.callbacks.predictions import PredictionWriter
+from lightning_ptdp.callbacks.progress import StepProgress
 from lightning_ptdp.callbacks.report import RunRecord, RunReport
 from lightning_ptdp.callbacks.save_config import SaveResolvedConfig
 from lightning_ptdp.callbacks.save_on_signal import SaveOnSignal
@@ -22,6 +23,7 @@ __all__ = [
     "RunReport",
     "SaveOnSignal",
     "SaveResolvedConfig",
+    "StepProgress",
     "Throughput",
     "TrainPerplexity",
     "ValidateAtEnd",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentError
+from importlib import import_module
 from typing import Any, Literal
 
 import yaml
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
@@ -17,6 +20,7 @@ from lightning_ptdp.callbacks import (
     RunReport,
     SaveOnSignal,
     SaveResolvedConfig,
+    StepProgress,
     Throughput,
     TrainPerplexity,
     ValidateAtEnd,
@@ -94,8 +98,18 @@ class PTDPCLI(LightningCLI):
                 SaveResolvedConfig(resolved),
                 SaveOnSignal(),
             ]
+            if _wants_our_bar(self.config.trainer):
+                self.trainer_defaults["callbacks"].append(StepProgress())
             if self.config.init_from is not None:
                 self.trainer_defaults["callbacks"].append(InitFrom(self.config.init_from))
+
+
+def _wants_our_bar(trainer: Namespace) -> bool:
+    """Unless the configuration has no bar, or one of its own."""
+    entries = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks] if trainer.callbacks else []
+    names = [entry.class_path.rpartition(".") for entry in entries]
+    has_one = any(issubclass(getattr(import_module(module), name), ProgressBar) for module, _, name in names)
+    return trainer.enable_progress_bar is not False and not has_one
 
 
 class _ParsedOnly(PTDPCLI):

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from lightning_ptdp.bench import BenchResult, SyntheticData, known_peak_flops, render
+from lightning_ptdp.bench import BenchResult, SyntheticData, render
 from lightning_ptdp.data import BertDataModule, TextDataModule
 
 
@@ -54,20 +53,6 @@ def test_layouts_stand_beside_each_other() -> None:
     assert cells["model TFLOP/s a device"] == ["2", "-"]
     assert cells["speed, of the first"] == ["1.00", "2.00"]
     assert "bubble" not in render([result()])
-
-
-@pytest.mark.parametrize(
-    ("device", "precision", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989e12),
-        ("NVIDIA A100-SXM4-80GB", "32-true", 19.5e12),
-        ("NVIDIA H200", "16-true", 989e12),
-        ("cpu", "32-true", None),
-        ("NVIDIA T4", "32-true", None),
-    ],
-)
-def test_peaks_of_known_devices(device: str, precision: str, peak: float | None) -> None:
-    assert known_peak_flops(device, precision) == peak
 
 
 def test_batches_have_the_sizes_of_the_data_module_which_is_not_read(tmp_path: Path) -> None:
