@@ -28,6 +28,7 @@ from lightning_ptdp.callbacks import (
 from lightning_ptdp.cli.config_errors import dotted, readable
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import SampleOptions
+from lightning_ptdp.cli.strategy_option import keep_strategy_options
 
 __all__ = ["PTDPCLI", "parsed_values"]
 
@@ -46,7 +47,7 @@ class PTDPCLI(LightningCLI):
     def __init__(self, verb: str, arguments: list[str]) -> None:
         self.verb = verb
         super().__init__(
-            args=arguments,
+            args=keep_strategy_options(arguments),
             run=False,
             save_config_callback=None,
             seed_everything_default=1234,
