@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import yaml
 
 from lightning_ptdp.checkpoint import read_metadata, verify_checkpoint
+from tests.processes import session
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -166,29 +165,14 @@ def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Sig
     endless = ["--trainer.max_steps=1000000", "--trainer.val_check_interval=1000000", saving]
     # A process of its own: torch refuses to fork workers from a process that was itself forked.
     command = [sys.executable, "-c", "import sys; from lightning_ptdp.cli import main; sys.exit(main())"]
-    process = subprocess.Popen(
-        [*command, "fit", "--config", config, *PTDP, *endless],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        text=True,
-    )
-    assert process.stdout is not None
-    seen = []
-    while not any(line.startswith("layout") for line in seen):  # printed when training starts
-        seen.append(process.stdout.readline())
-        assert seen[-1], "".join(seen)
-    while not list(tmp_path.glob("runs/tiny/*/checkpoints/latest")):  # steps are being made
-        assert process.poll() is None
-    workers = psutil.Process(process.pid).children(recursive=True)
-    assert len(workers) >= 4
-    process.send_signal(sent)
-    seen += process.stdout.readlines()
-    assert process.wait(60) == expected, "".join(seen)
-    assert psutil.wait_procs(workers, timeout=0)[1] == []
+    with session([*command, "fit", "--config", config, *PTDP, *endless], folder=tmp_path) as fit:
+        fit.wait_until(lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint")
+        assert len(fit.alive) >= 5
+        fit.process.send_signal(sent)
+        assert fit.finish(60) == expected, fit.output
     run = only_run(tmp_path)
     assert mlflow_run(tmp_path, run.name).info.status == "FAILED"
-    assert "training ended early" in "".join(seen)
+    assert "training ended early" in fit.output
     if sent == signal.SIGTERM:
         verify_checkpoint(run / "checkpoints" / "on_signal.ckpt")
 

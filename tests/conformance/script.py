@@ -21,15 +21,29 @@ if SETTINGS.get("import_package"):
 L = importlib.import_module(SETTINGS.get("namespace", "lightning.pytorch"))
 
 
+def flat_net():
+    width = 8
+    return torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Linear(width, 1)
+    )
+
+
+def deep_net():
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)) for _ in range(4)]
+    return torch.nn.Sequential(*blocks)
+
+
 class LitScript(L.LightningModule):
     """Trains a sequence of layers; misbehaves where it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        width = 8
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Linear(width, 1)
-        )
+        self.net = deep_net() if SETTINGS.get("deep") else flat_net()
+
+    def configure_parallel(self):
+        from lightning_ptdp.tensor_parallel import ParallelPlan
+
+        return ParallelPlan(tensor={"net.*.0": "column", "net.*.2": "row"} if SETTINGS.get("deep") else {})
 
     def training_step(self, batch, batch_idx):
         if self.global_step == 2 and self.global_rank == SETTINGS.get("fail_on_rank"):
@@ -41,6 +55,8 @@ class LitScript(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, *_):
+        if "terminate_ranks" in SETTINGS:
+            (FOLDER / f"step-{self.global_rank}").write_text(str(self.global_step))
         if self.global_step == 3:
             (FOLDER / f"running-{self.global_rank}").write_text(str(os.getpid()))
 
@@ -64,17 +80,14 @@ def main() -> None:
         strategy=strategy(),
         accelerator="cpu",
         devices=2,
+        num_nodes=SETTINGS.get("num_nodes", 1),
         max_steps=SETTINGS.get("max_steps", 6),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    try:
-        trainer.fit(module, data)
-    except SystemExit:  # Lightning's answer to SIGTERM
-        (FOLDER / f"ended-{trainer.global_rank}").write_text(str(trainer.global_step))
-        raise
+    trainer.fit(module, data)
     result = {
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
@@ -85,6 +98,8 @@ def main() -> None:
         "parameters": sum(p.numel() for p in module.parameters()),
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
     }
+    if SETTINGS.get("deep"):
+        result["whole"] = {name: value.tolist() for name, value in trainer.strategy.gather_state_dict().items()}
     (FOLDER / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 
 

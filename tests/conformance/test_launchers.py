@@ -7,20 +7,18 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
+from tests.processes import Session, session
+
 SCRIPT = Path(__file__).with_name("script.py")
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
-LIMIT = 120.0
 
 
 def free_port() -> str:
@@ -29,36 +27,12 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-@contextlib.contextmanager
-def started(folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str) -> Iterator[subprocess.Popen]:
-    """The script as a process of its own session, whose every process is ended at last."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR")
-    clean = {key: value for key, value in os.environ.items() if key not in names and not key.startswith("SLURM")}
-    process = subprocess.Popen(
-        [sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)],
-        cwd=folder,
-        env={**clean, "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        for left in of_session(process.pid):
-            left.kill()
-        process.wait(10)
-
-
-def of_session(session: int) -> list[psutil.Process]:
-    """The live processes of a session."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+def started(
+    folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), inside: Sequence[str] = (), **env: str
+) -> contextlib.AbstractContextManager[Session]:
+    """The script as a process of its own session; ``inside`` runs it elsewhere."""
+    command = [*inside, sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)]
+    return session(command, folder=folder, **env)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
@@ -66,9 +40,8 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str) -> list[dict[str, Any]]:
-    with started(folder, settings, prefix, **env) as process:
-        output = wait_until_gone(process, LIMIT)
-        assert process.returncode == 0, output
+    with started(folder, settings, prefix, **env) as script:
+        assert script.finish() == 0, script.output
     return results(folder)
 
 
@@ -111,15 +84,20 @@ def test_slurm_variables_and_the_import_where_torch_may_not_load_entry_points(tm
             stack.enter_context(started(tmp_path, settings, **common, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)))
             for i in range(2)
         ]
-        outputs = [task.communicate(timeout=LIMIT)[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
+        codes = [task.finish() for task in tasks]
+        assert codes == [0, 0], [task.output for task in tasks]
     assert_trained(results(tmp_path), "SLURMEnvironment")
 
 
-def trained_alone() -> dict[str, torch.Tensor]:
+def flat_net() -> torch.nn.Module:
+    """The script's own."""
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+
+
+def trained_alone(make: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor]:
     """What the script's model becomes in a plain PyTorch loop."""
     torch.manual_seed(1)
-    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    net = make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     batches = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).split(4)
     for x in (*batches, *batches[:2]):
@@ -132,61 +110,45 @@ def trained_alone() -> dict[str, torch.Tensor]:
 def test_spawned_ranks_bring_the_whole_trained_model_home(tmp_path: Path) -> None:
     (result,) = run(tmp_path, {"layout": {**P2, "start_method": "spawn"}})
     assert result["parameters"] == 8 * 9 * 2 + 9, "the parent's module is not whole"
-    for name, value in trained_alone().items():
+    for name, value in trained_alone(flat_net).items():
         torch.testing.assert_close(torch.tensor(result["weights"][name]), value, rtol=1e-5, atol=1e-6)
 
 
-def wait_until_running(folder: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not all((folder / f"running-{rank}").exists() for rank in range(2)):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the script did not start"
-        time.sleep(0.05)
-
-
-def wait_until_gone(process: subprocess.Popen, limit: float = 40.0) -> str:
-    """The output, once no process of the session is left."""
-    deadline = time.monotonic() + limit
-    output, _ = process.communicate(timeout=limit)
-    while of_session(process.pid):
-        assert time.monotonic() < deadline, f"left behind: {of_session(process.pid)}"
-        time.sleep(0.05)
-    return output
+def wait_until_running(folder: Path, script: Session) -> None:
+    script.wait_until(lambda: len(list(folder.glob("running-*"))) == 2, "both ranks made three steps")
 
 
 def test_exception_in_the_first_process_ends_all_and_is_shown(tmp_path: Path) -> None:
-    with started(tmp_path, {"layout": P2, "fail_on_rank": 0, "max_steps": -1}) as process:
-        output = wait_until_gone(process, LIMIT)
-    assert process.returncode != 0
-    assert "ZeroDivisionError: the user's own mistake" in output
-    assert "in training_step" in output
+    with started(tmp_path, {"layout": P2, "fail_on_rank": 0, "max_steps": -1}) as script:
+        assert script.finish() != 0
+    assert "ZeroDivisionError: the user's own mistake" in script.output
+    assert "in training_step" in script.output
 
 
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
-    with started(tmp_path, {"layout": {**P2, "start_method": "fork"}, "max_steps": -1}) as process:
-        wait_until_running(tmp_path, process)
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole process group
-        wait_until_gone(process)
-    assert process.returncode != 0
+    with started(tmp_path, {"layout": {**P2, "start_method": "fork"}, "max_steps": -1}) as script:
+        wait_until_running(tmp_path, script)
+        os.killpg(script.process.pid, signal.SIGINT)  # a terminal sends it to the whole process group
+        assert script.finish(40) != 0
 
 
 def test_sigterm_to_the_first_process_ends_all(tmp_path: Path) -> None:
-    with started(tmp_path, {"layout": P2, "max_steps": -1}) as process:
-        wait_until_running(tmp_path, process)
-        process.send_signal(signal.SIGTERM)
-        wait_until_gone(process)
+    with started(tmp_path, {"layout": P2, "max_steps": -1}) as script:
+        wait_until_running(tmp_path, script)
+        script.process.send_signal(signal.SIGTERM)
+        script.finish(40)
 
 
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
-def test_sigterm_while_another_stage_waits_for_this_one(tmp_path: Path, ranks: list[int]) -> None:
-    settings = {"layout": P2, "max_steps": -1, "terminate_ranks": ranks}
-    with started(tmp_path, settings) as process:
-        output = wait_until_gone(process, LIMIT)
-    assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["4", "4"], output
+@pytest.mark.parametrize(("ranks", "start_method"), [([0], "popen"), ([1], "fork"), ([0, 1], "fork")], ids=str)
+def test_sigterm_while_another_stage_waits_for_this_one(tmp_path: Path, ranks: list[int], start_method: str) -> None:
+    settings = {"layout": {**P2, "start_method": start_method}, "max_steps": -1, "terminate_ranks": ranks}
+    with started(tmp_path, settings) as script:
+        script.finish()
+    assert [(tmp_path / f"step-{rank}").read_text() for rank in range(2)] == ["4", "4"], script.output
+    assert not results(tmp_path), "fit returned as if it was done"
 
 
 def test_sigterm_before_training_leaves_no_process_behind(tmp_path: Path) -> None:
-    with started(tmp_path, {"layout": P2, "terminate_at_start": True}) as process:
-        wait_until_gone(process, LIMIT)
-    assert process.returncode == -signal.SIGTERM
+    with started(tmp_path, {"layout": P2, "terminate_at_start": True}) as script:
+        assert script.finish() == -signal.SIGTERM
     assert not list(tmp_path.glob("*-*"))

@@ -95,7 +95,7 @@ def fit(rank: int, order: str, world_size: int, layout: dict[str, Any], *, plain
         strategy=PTDPStrategy(**layout),
         accelerator="cpu",
         devices=world_size,
-        max_steps=1 if plain else 6,
+        max_steps=1 if plain else 10,
         gradient_clip_val=None if plain else 0.5,
         num_sanity_val_steps=0,
         callbacks=[recorder],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,6 +47,20 @@ class Base(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.run_blocks(self.embedding(ids), ids))
+
+
+class Narrowing(Base):
+    """Every block returns another width than it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (WIDTH, 9, 2, 5, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(here, there), nn.Tanh()) for here, there in pairwise(widths))
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 class PairBlock(Block):
@@ -194,7 +209,7 @@ class KeptBias(Base):
         return x
 
 
-MODELS = (Pair, Nest, Memory, FrozenMemory, RecomputedMemory, Skip, Sometimes, Shifted, Context, KeptBias)
+MODELS = (Narrowing, Pair, Nest, Memory, FrozenMemory, RecomputedMemory, Skip, Sometimes, Shifted, Context, KeptBias)
 
 
 def build(model: type[Base]) -> Base:

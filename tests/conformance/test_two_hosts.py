@@ -1,0 +1,71 @@
+"""One run on two hosts, which are two network namespaces of this machine joined by a veth pair."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conformance.test_launchers import results, started, trained_alone
+
+ADDRESSES = ("10.213.9.1", "10.213.9.2")
+LAYOUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
+
+
+def ip(command: str, *, check: bool = True) -> None:
+    subprocess.run(["ip", *command.split()], check=check, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Names of two namespaces whose only way to each other is a link, as between two machines."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    names = [f"ptdp-{os.getpid()}-{host}" for host in range(2)]
+    try:
+        for name in names:
+            ip(f"netns add {name}")
+        ip(f"link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}")
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip(f"-netns {name} address add {address}/24 dev eth0")
+            ip(f"-netns {name} link set eth0 up")
+            ip(f"-netns {name} link set lo up")
+        yield names
+    finally:
+        for name in names:
+            ip(f"netns delete {name}", check=False)
+
+
+def deep_net() -> torch.nn.Module:
+    """The script's own."""
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)) for _ in range(4)]
+    return torch.nn.Sequential(*blocks)
+
+
+def test_tensor_parallel_inside_a_host_and_the_pipeline_across(hosts: list[str], tmp_path: Path) -> None:
+    settings = {"layout": LAYOUT, "num_nodes": 2, "deep": True}
+    folders = [tmp_path / f"host{host}" for host in range(2)]
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for host, (name, folder) in enumerate(zip(hosts, folders, strict=True)):
+            folder.mkdir()
+            rendezvous = ["--nnodes=2", f"--node-rank={host}", f"--master-addr={ADDRESSES[0]}", "--master-port=29500"]
+            torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", *rendezvous]
+            inside = ["ip", "netns", "exec", name]
+            nodes.append(stack.enter_context(started(folder, settings, torchrun, inside=inside, GLOO_SOCKET_IFNAME="eth0")))
+        codes = [node.finish() for node in nodes]
+        assert codes == [0, 0], "\n".join(node.output for node in nodes)
+    here, there = (results(folder) for folder in folders)
+    assert [rank["rank"] for rank in here + there] == [0, 1, 2, 3]
+    assert here[0]["weights"].keys() == here[1]["weights"].keys(), "a host holds a stage"
+    assert not here[0]["weights"].keys() & there[0]["weights"].keys(), "and the other one the other"
+    expected = trained_alone(deep_net)
+    for name, value in here[0]["whole"].items():
+        torch.testing.assert_close(torch.tensor(value), expected[name], rtol=1e-5, atol=1e-6)
+    assert here[0]["whole"].keys() == expected.keys()

@@ -1,0 +1,70 @@
+"""Replicas beside torch's own DistributedDataParallel: the same model, the same batches, the same weights afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import LitTiny, PaddedTokens, Run
+from tests.pool import Pool
+
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "d2 flat": (2, {}),
+    "d2 sharded": (2, {"shard_optimizer": True}),
+    "d4 flat": (4, {}),
+    "d4 sharded": (4, {"shard_optimizer": True}),
+    "d4 two levels": (4, {"data_parallel_replicas": 2}),
+    "d4 sharded in two levels": (4, {"data_parallel_replicas": 2, "shard_optimizer": True}),
+}
+GLOBAL_BATCH = 8
+
+
+class LitWithUnused(LitTiny):
+    """A parameter that no forward reads; it is not decayed, so that a zero gradient leaves it alone, as none does."""
+
+    def __init__(self) -> None:
+        super().__init__(Run(count_tokens=False, ignore_padding=False, eager=True))
+        self.unused = nn.Parameter(torch.ones(5))
+
+
+def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str, Any]:
+    """Losses of this replica and the final weights; with torch's DDP if there is no layout."""
+    L.seed_everything(3, verbose=False)
+    module, losses = LitWithUnused(), []
+
+    class Losses(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    trainer = L.Trainer(
+        strategy="ddp_find_unused_parameters_true" if layout is None else PTDPStrategy(**layout, bucket_mb=1e-2),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=4,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.05,
+        callbacks=[Losses()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = PaddedTokens(64, ignore_padding=False)
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=GLOBAL_BATCH // world_size, sampler=sampler))
+    return {"losses": losses, "final": {name: value.clone() for name, value in module.state_dict().items()}}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_losses_and_weights_are_those_of_ddp(name: str, pool: Pool) -> None:
+    world_size, layout = MODES[name]
+    expected = pool.run(train, world_size=world_size, args=(world_size, None))
+    assert len({tuple(rank["losses"]) for rank in expected}) == world_size, "replicas must differ"
+    for found, peer in zip(pool.run(train, world_size=world_size, args=(world_size, layout)), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(peer["losses"]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(found["final"], peer["final"], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,96 @@
+"""Commands in a session of their own: every process of it is waited for within a limit, and shows where it stands if it is late."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Session", "session"]
+
+LIMIT = 120.0
+
+
+class Session:
+    """A command and what it started; ``output`` is everything that they printed."""
+
+    def __init__(self, command: Sequence[str], *, folder: Path, **env: str) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR")
+        clean = {key: value for key, value in os.environ.items() if key not in names and not key.startswith("SLURM")}
+        self._path = folder / f"output{len(list(folder.glob('output*.txt')))}.txt"
+        with self._path.open("w") as output:
+            self.process = subprocess.Popen(
+                list(command),
+                cwd=folder,
+                # With faulthandler a process that is ended by SIGABRT prints its stacks.
+                env={**clean, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **env},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What was printed until now."""
+        return self._path.read_text(errors="replace")
+
+    @property
+    def alive(self) -> list[psutil.Process]:
+        """The live processes."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def wait_until(self, reached: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+        """Return when ``reached()`` is true; fails if the command ends before that, or after ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        while not reached():
+            assert self.process.poll() is None, f"it ended with {self.process.returncode} before: {what}\n{self.output}"
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {limit} s: {what}\n{self.stacks()}")
+            time.sleep(0.05)
+
+    def finish(self, limit: float = LIMIT) -> int:
+        """The exit code, once no process is left."""
+        deadline = time.monotonic() + limit
+        while self.process.poll() is None or self.alive:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not ended within {limit} s: {self.alive}\n{self.stacks()}")
+            time.sleep(0.05)
+        return self.process.returncode
+
+    def stacks(self) -> str:
+        """End every process; what was printed, and where each stood."""
+        for process in self.alive:
+            with contextlib.suppress(psutil.Error, OSError), self._path.open("a") as output:
+                output.write(f"\nprocess {process.pid}, {process.status()}: {' '.join(process.cmdline())[:100]}\n")
+                output.flush()
+                process.send_signal(signal.SIGABRT)
+                process.wait(5)
+        return self.output
+
+    def kill(self) -> None:
+        """End whatever is left."""
+        for process in self.alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.wait(10)
+
+
+@contextlib.contextmanager
+def session(command: Sequence[str], *, folder: Path, **env: str) -> Iterator[Session]:
+    """The command, whose every process is ended at last."""
+    run = Session(command, folder=folder, **env)
+    try:
+        yield run
+    finally:
+        run.kill()
