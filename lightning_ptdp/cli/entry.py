@@ -85,7 +85,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:10}{text}" for verb, (_, text) in VERBS.items())
+    verbs = "\n".join(f"  {verb:12}{text}" for verb, (_, text) in VERBS.items())
     return f"""usage: ptdp VERB [options]
 
 Pipeline, tensor, sequence and data parallel training (PTD-P) on PyTorch Lightning.
