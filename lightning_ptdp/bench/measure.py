@@ -45,7 +45,7 @@ class StepTimes(Callback):
         """After the measured steps, record."""
         if self._measured and self._recorder is None:
             self._recorder = Recorder(trainer.strategy.root_device)
-            trainer.strategy.observers.add(self._recorder)  # type: ignore[attr-defined]
+            trainer.strategy.observers.add(self._recorder)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Look at the clock; after the last step, gather and stop."""
@@ -58,8 +58,8 @@ class StepTimes(Callback):
         if len(self._ends) == self._warmup and on_gpu:
             torch.cuda.reset_peak_memory_stats()
         if self._recorder is not None:
-            trainer.strategy.observers.remove(self._recorder)  # type: ignore[attr-defined]
-            self._timeline = self._recorder.gather(trainer.strategy.mesh.group("pipeline"))  # type: ignore[attr-defined]
+            trainer.strategy.observers.remove(self._recorder)
+            self._timeline = self._recorder.gather(trainer.strategy.mesh.group("pipeline"))
         if self._recorder is not None or (self._measured and not _has_pipeline(trainer)):
             self._shape = batch_shape(batch)
             trainer.should_stop = True

@@ -89,5 +89,7 @@ class BenchResult:
     @classmethod
     def read(cls, values: dict[str, Any]) -> BenchResult:
         """From ``as_dict`` or what ``write`` wrote."""
-        fields = {name: values[name] for name in cls.__dataclass_fields__}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        fields: dict[str, Any] = {name: values[name] for name in cls.__dataclass_fields__}
+        for name in ("seconds", "peak_memory_bytes"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)

@@ -48,7 +48,7 @@ class StepProgress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the display, at the step of a checkpoint if training goes on from one."""
         if self._enabled:
-            every = math.lcm(self._refresh_rate, max(1, trainer.log_every_n_steps))  # type: ignore[attr-defined]
+            every = math.lcm(self._refresh_rate, max(1, trainer.log_every_n_steps))
             self._shown = trainer.global_step
             self._display = _open(self._style, first=trainer.global_step, last=_last_step(trainer), every=every)
 

@@ -123,7 +123,7 @@ def _measure(cli: _BenchCLI) -> BenchResult | None:
         times = StepTimes(
             warmup=cli.config.warmup, steps=cli.config.steps, file=file, peak_flops=None if peak is None else peak * 1e12
         )
-        cli.trainer.callbacks.append(times)  # type: ignore[attr-defined]
+        cli.trainer.callbacks.append(times)
         cli.trainer.fit(cli.model, datamodule=data)
         return BenchResult.read(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 

@@ -91,7 +91,7 @@ def _predict(cli: PTDPCLI, ckpt_path: str | None) -> None:
         if Path(output).is_dir():
             raise UserError(f"--output {output} is a folder; name a file in it")
         check_writable_folder(Path(output).absolute().parent, f"--output {output}")
-    cli.trainer.callbacks.append(PredictionWriter(output))  # type: ignore[attr-defined]
+    cli.trainer.callbacks.append(PredictionWriter(output))
     cli.trainer.predict(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, return_predictions=False)
 
 
