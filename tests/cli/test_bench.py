@@ -45,7 +45,7 @@ def test_another_layout_is_compared_in_processes_of_its_own(ptdp: Run, no_data: 
     assert code == 0, err
     layouts, *others = out.splitlines()[-11:]
     assert layouts.split("  ")[-1].strip() == "t2 p1 d1", out
-    (steps_line,) = [line for line in others if line.startswith("step ")]
+    (steps_line,) = [line for line in others if line.startswith("step  ")]
     assert "32 samples" in steps_line  # two replicas, accumulated twice
     assert "16 samples" in steps_line
     assert others[-1].startswith("speed, of the first")
