@@ -105,6 +105,8 @@ class Campaign:
         """Train undisturbed to the end, and from the beginning, and compare."""
         steps = max(self.standing.newest_step, 0) + _REST
         killed = self._attempt(steps)
+        self.standing = look(self.folder / "checkpoints", self.standing)
+        self.wrong += [f"{self.layout}, at the end: {text}" for text in self.standing.wrong]
         whole = self._attempt(steps, folder=self.folder / "undisturbed")
         for name, ended in (("the last attempt", killed), ("the undisturbed training", whole)):
             if len(ended.weights) != world_size_of(self.layout):
