@@ -93,7 +93,7 @@ class Campaign:
         ended = self._attempt(first + _GUARD, trap=trap, kill=kill, async_save=KINDS[kind].saves == "beside")
         what = f"{self.layout}, {kind}: {trap or f'rank {victim} after {kill[1]:.2f} s' if kill else trap}"
         if ended.killed is None:
-            self.wrong.append(f"{what}: nobody died; {ended}")
+            self.wrong.append(f"{what}: nobody died; {ended.errors}{_PRINTED}{ended.printed}")
             return
         self._judge(what, victim, ended)
         self.standing = look(self.folder / "checkpoints", self.standing)
@@ -110,7 +110,7 @@ class Campaign:
         whole = self._attempt(steps, folder=self.folder / "undisturbed")
         for name, ended in (("the last attempt", killed), ("the undisturbed training", whole)):
             if len(ended.weights) != world_size_of(self.layout):
-                self.wrong.append(f"{self.layout}: {name} did not finish: {ended}")
+                self.wrong.append(f"{self.layout}: {name} did not finish: {ended.errors}{_PRINTED}{ended.printed}")
         if {*killed.weights.values()} != {*whole.weights.values()} or len({*whole.weights.values()}) != 1:
             self.wrong.append(f"{self.layout}: after {steps} steps the weights are not those of an undisturbed training")
 

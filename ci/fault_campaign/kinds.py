@@ -40,7 +40,7 @@ class Kind:
     armed: str = "step"
 
 
-_WRITE = "lightning_ptdp.checkpoint.sums:_SummingStream.write"
+_WRITE = ("lightning_ptdp.checkpoint.sums:SummingFile.write", "lightning_ptdp.checkpoint.sums:SummingFile.write_blocks")
 _METADATA = ("lightning_ptdp.checkpoint.save:describe_folder", "lightning_ptdp.checkpoint.save:write_metadata")
 _RENAME = ("os:rename",)
 _LATEST = ("os:symlink", "os:replace")
@@ -68,14 +68,14 @@ KINDS = {
         most=4,
     ),
     "optimizer": Kind(calls=("torch.optim.adam:adam",), most=2),
-    "save: blocks": Kind(calls=(_WRITE,), most=60, saves="while"),
+    "save: blocks": Kind(calls=_WRITE, most=60, saves="while"),
     "save: fsync": Kind(calls=("os:fsync",), most=3, saves="while"),
     "save: metadata": Kind(calls=_METADATA, most=4, anyone=False, saves="while"),
     "save: renames": Kind(calls=_RENAME, most=5, anyone=False, saves="while"),
     "save: latest": Kind(calls=_LATEST, most=10, anyone=False, saves="while"),
     "save: removal": Kind(calls=("os:unlink", "os:rmdir"), most=12, anyone=False, saves="while"),
     "async: copy": Kind(calls=("lightning_ptdp.checkpoint.background:boxes_of",), most=2, saves="beside"),
-    "async: blocks": Kind(calls=(_WRITE,), most=60, saves="beside"),
+    "async: blocks": Kind(calls=_WRITE, most=60, saves="beside"),
     "async: training": Kind(calls=(_FORWARD,), most=4, saves="beside", armed="saving"),
     "async: renames": Kind(calls=_RENAME, most=5, anyone=False, saves="beside"),
     "async: latest": Kind(calls=_LATEST, most=10, anyone=False, saves="beside"),
