@@ -37,7 +37,7 @@ from fault_campaign.processes import Ended, Processes, agent_store, own_store
 from fault_campaign.training import LAYOUTS, SAVE_EVERY, Attempt, world_size_of
 
 _LONGEST_S = 4.0  # after which a rank that is to die at any time has died
-_LOADED_S = 5.0  # what a loaded machine may take longer than the strategy's limit
+_LOADED_S = 15.0  # what a loaded machine may take longer than the strategy's limit, and torch to give up on a store that is gone
 _GUARD = 40  # steps after which an attempt ends if nobody died
 _REST = 4  # steps that the last attempt makes
 _PLACES = 40
