@@ -12,10 +12,14 @@ from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport, iter_documents
 from lightning_ptdp.data.datamodule import TextDataModule
 from lightning_ptdp.data.errors import CorpusError, DataError, StoreError, TokenizerError
+from lightning_ptdp.data.indexed import IndexedFile
+from lightning_ptdp.data.indexed_datamodule import IndexedDataModule
+from lightning_ptdp.data.indexed_stream import IndexedStream
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
 from lightning_ptdp.data.stream import TokenStream
+from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer
 
 __all__ = [
@@ -26,11 +30,15 @@ __all__ = [
     "DataError",
     "Document",
     "EvaluationLoader",
+    "IndexedDataModule",
+    "IndexedFile",
+    "IndexedStream",
     "Manifest",
     "PrepareConfig",
     "PreparedData",
     "ReadReport",
     "StoreError",
+    "StreamDataModule",
     "TextDataModule",
     "TokenLoader",
     "TokenStream",
