@@ -1,7 +1,8 @@
 """Text to token batches.
 
 ``prepare(PrepareConfig(output=..., source=...))`` turns text into a folder of tokens once; ``TextDataModule`` (for a GPT) or
-``BertDataModule`` hands it to a Trainer. Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks
+``BertDataModule`` hands it to a Trainer, ``MixtureDataModule`` several such folders, and ``IndexedDataModule`` what Megatron-LM has
+prepared. Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks
 of tokens and ``BertStream`` masked pairs by number, and ``TokenLoader`` and ``EvaluationLoader`` decide which replica reads which.
 litdata and sentencepiece are imported when they are used.
 """
@@ -17,6 +18,8 @@ from lightning_ptdp.data.indexed_datamodule import IndexedDataModule
 from lightning_ptdp.data.indexed_stream import IndexedStream
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
+from lightning_ptdp.data.mixture_datamodule import CorpusOptions, MixtureDataModule
+from lightning_ptdp.data.mixture_stream import MixtureStream
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
 from lightning_ptdp.data.stream import TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
@@ -27,6 +30,7 @@ __all__ = [
     "BertStream",
     "Corpus",
     "CorpusError",
+    "CorpusOptions",
     "DataError",
     "Document",
     "EvaluationLoader",
@@ -34,6 +38,8 @@ __all__ = [
     "IndexedFile",
     "IndexedStream",
     "Manifest",
+    "MixtureDataModule",
+    "MixtureStream",
     "PrepareConfig",
     "PreparedData",
     "ReadReport",

@@ -29,6 +29,7 @@ class PrepareConfig:
         seed: Of the division and of the sample that the tokenizer learns from.
         chunk_tokens: Tokens of a chunk file; a training sample never spans two chunks.
         control_symbols: Pieces such as ``[MASK]`` that no text produces; they count into ``vocabulary_size``.
+        tokenizer_dir: Another prepared folder, whose tokenizer is taken, so that the two can be mixed. Default: learn one from the text.
         tokenizer_characters: How much of the training text the tokenizer learns from at most (lines drawn at random).
         overwrite: Replace a folder that was prepared with other settings or is damaged.
 
@@ -46,6 +47,7 @@ class PrepareConfig:
     seed: int = 0
     chunk_tokens: int = 1 << 22
     control_symbols: tuple[str, ...] = ()
+    tokenizer_dir: str | Path | None = None
     tokenizer_characters: int = 50_000_000
     overwrite: bool = False
 
@@ -74,7 +76,9 @@ class PrepareConfig:
     def settings(self) -> dict[str, Any]:
         """What decides the contents of the folder, as it is kept in the manifest."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SETTINGS}
-        symbols = values.pop("control_symbols")
+        symbols, tokenizer_dir = values.pop("control_symbols"), values.pop("tokenizer_dir")
+        if tokenizer_dir is not None:
+            values["tokenizer_dir"] = str(tokenizer_dir)
         if symbols:  # a folder without any is the same as one from before there were any
             values["control_symbols"] = list(symbols)
         return {**values, "source": list(self.corpus.roots), "suffixes": list(self.suffixes)}

@@ -36,6 +36,7 @@ class TextDataModule(StreamDataModule):
         vocabulary_size: Number of ids of the tokenizer.
         validation_fraction: Part of the text that is kept for validation.
         split_seed: Of the division into training and validation.
+        tokenizer_dir: Another prepared folder, whose tokenizer is taken. Default: learn one from the text.
         overwrite: Prepare again where data_dir was made with other settings or is damaged.
         sequence_length: Tokens of a sample.
         global_batch_size: Samples of a step of all replicas.
@@ -63,6 +64,7 @@ class TextDataModule(StreamDataModule):
         vocabulary_size: int = 8192,
         validation_fraction: float = 0.03,
         split_seed: int = 0,
+        tokenizer_dir: str | None = None,
         overwrite: bool = False,
         sequence_length: int = 256,
         global_batch_size: int | None = None,
@@ -95,6 +97,7 @@ class TextDataModule(StreamDataModule):
             vocabulary_size=vocabulary_size,
             validation_fraction=validation_fraction,
             seed=split_seed,
+            tokenizer_dir=tokenizer_dir,
             overwrite=overwrite,
             control_symbols=self.control_symbols,
         )

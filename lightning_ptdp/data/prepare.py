@@ -27,7 +27,7 @@ from pathlib import Path
 
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import Corpus, ReadReport, listing_digest
-from lightning_ptdp.data.errors import CorpusError, DataError, StoreError
+from lightning_ptdp.data.errors import CorpusError, DataError, StoreError, TokenizerError
 from lightning_ptdp.data.manifest import MANIFEST_FILE, CorpusRecord, Manifest, SplitRecord, record_files, verify_store
 from lightning_ptdp.data.split import Split, Survey, survey
 from lightning_ptdp.data.store import ChunkWriter, token_dtype
@@ -90,6 +90,7 @@ def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | N
     elif output.exists() and any(output.iterdir()):
         raise StoreError(f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder")
     config.corpus.files()
+    _given_tokenizer(config)
     parent = next(parent for parent in output.absolute().parents if parent.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StoreError(f"output={output} cannot be written: no permission in {parent}")
@@ -148,7 +149,28 @@ def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
                 f"output={output} was prepared from {manifest.corpus.files} files that have changed since (now {len(files)}): "
                 "use another folder, or overwrite (--overwrite)"
             )
+    tokenizer = _given_tokenizer(config) if config.tokenizer_dir is not None and Path(config.tokenizer_dir).exists() else None
+    if tokenizer is not None and tokenizer.fingerprint != manifest.tokenizer_fingerprint:
+        raise StoreError(
+            f"output={output} was prepared with tokenizer {manifest.tokenizer_fingerprint[:12]}, but tokenizer_dir={config.tokenizer_dir} "
+            f"now has {tokenizer.fingerprint[:12]}: use another folder, or overwrite (--overwrite)"
+        )
     return verify_store(output, hashes=hashes)
+
+
+def _given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
+    """That of ``tokenizer_dir``, if it is one that the settings ask for."""
+    if config.tokenizer_dir is None:
+        return None
+    tokenizer = Tokenizer.load(config.tokenizer_dir)
+    if tokenizer.vocabulary_size != config.vocabulary_size:
+        raise TokenizerError(
+            f"tokenizer_dir={config.tokenizer_dir} has a vocabulary of {tokenizer.vocabulary_size}, not vocabulary_size="
+            f"{config.vocabulary_size}: use that number"
+        )
+    for symbol in config.control_symbols:
+        tokenizer.control_id(symbol)
+    return tokenizer
 
 
 def _build(config: PrepareConfig, folder: Path, say: Progress) -> Manifest:
@@ -158,10 +180,12 @@ def _build(config: PrepareConfig, folder: Path, say: Progress) -> Manifest:
     found = survey(corpus.documents(report), validation_fraction=config.validation_fraction, seed=config.seed)
     if report.undecodable:
         say(report.summary())
-    say(f"learning {config.vocabulary_size} pieces from {found.documents:,} documents")
-    tokenizer = Tokenizer.train(
-        _sample(config, found), vocabulary_size=config.vocabulary_size, control_symbols=config.control_symbols
-    )
+    tokenizer = _given_tokenizer(config)
+    if tokenizer is None:
+        say(f"learning {config.vocabulary_size} pieces from {found.documents:,} documents")
+        tokenizer = Tokenizer.train(
+            _sample(config, found), vocabulary_size=config.vocabulary_size, control_symbols=config.control_symbols
+        )
     tokenizer.save(folder)
     splits = _write_splits(config, folder, found, tokenizer, say)
     manifest = Manifest(
