@@ -47,6 +47,7 @@ class TextDataModule(StreamDataModule):
         validation_samples: Validate on the first so many samples; none is all.
         seed: Of the order of the training samples.
         num_workers: Processes that read ahead, for each rank.
+        prepare_workers: Processes that tokenize the text, once.
         verify_hashes: Compare every file's hash before training, not only its size.
     """
 
@@ -74,6 +75,7 @@ class TextDataModule(StreamDataModule):
         validation_samples: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
+        prepare_workers: int = 1,
         verify_hashes: bool = True,
     ) -> None:
         super().__init__(
@@ -99,6 +101,7 @@ class TextDataModule(StreamDataModule):
             seed=split_seed,
             tokenizer_dir=tokenizer_dir,
             overwrite=overwrite,
+            num_workers=prepare_workers,
             control_symbols=self.control_symbols,
         )
         if sequence_length >= self.prepare_config.chunk_tokens:
