@@ -114,5 +114,6 @@ def _cut(stream: BinaryIO, place: int, limit: int) -> int:
         looked += len(block)
     stream.seek(place)
     # Not inside a character: the bytes of a UTF-8 character behind its first are 0b10xxxxxx, three at most.
-    inside = next((index for index, byte in enumerate(stream.read(4)) if byte & 0xC0 != 0x80), 0)
-    return place + inside
+    ahead = stream.read(4)
+    otherwise = len(ahead) if len(ahead) < 4 else 0  # the end of the file, or no UTF-8
+    return place + next((index for index, byte in enumerate(ahead) if byte & 0xC0 != 0x80), otherwise)
