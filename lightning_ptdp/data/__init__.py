@@ -21,6 +21,7 @@ from lightning_ptdp.data.manifest import Manifest, verify_store
 from lightning_ptdp.data.mixture_datamodule import CorpusOptions, MixtureDataModule
 from lightning_ptdp.data.mixture_stream import MixtureStream
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
+from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream import TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "check_prepare",
+    "fetch",
     "iter_documents",
     "prepare",
     "verify_store",

@@ -63,6 +63,11 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         if not str(self.output):
             raise ValueError("output='' must be the path of a folder")
+        if "://" in str(self.output):
+            raise ValueError(
+                f"output={str(self.output)!r} is an address: name a local folder, and copy it to the store when it is made. To train "
+                "on one in a store, set remote to its address and data_dir to a local folder for the copy"
+            )
         object.__setattr__(self, "suffixes", tuple(self.suffixes) if not isinstance(self.suffixes, str) else self.suffixes)
         symbols = self.control_symbols
         if isinstance(symbols, str) or not all(isinstance(s, str) and s for s in symbols) or len(set(symbols)) < len(symbols):

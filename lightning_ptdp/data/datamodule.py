@@ -12,6 +12,7 @@ from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import SplitName, verify_store
 from lightning_ptdp.data.prepare import check_prepare, prepare
+from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer
@@ -38,6 +39,8 @@ class TextDataModule(StreamDataModule):
         split_seed: Of the division into training and validation.
         tokenizer_dir: Another prepared folder, whose tokenizer is taken. Default: learn one from the text.
         overwrite: Prepare again where data_dir was made with other settings or is damaged.
+        remote: Address of a prepared folder in a store (s3://, gs://, …: what litdata has a downloader for), which is copied to
+            ``data_dir`` instead of preparing one; ``local:/path`` for a mounted one.
         sequence_length: Tokens of a sample.
         global_batch_size: Samples of a step of all replicas.
         micro_batch_size: Samples of a microbatch. Default: 8, or what follows.
@@ -67,6 +70,7 @@ class TextDataModule(StreamDataModule):
         split_seed: int = 0,
         tokenizer_dir: str | None = None,
         overwrite: bool = False,
+        remote: str | None = None,
         sequence_length: int = 256,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
@@ -110,6 +114,7 @@ class TextDataModule(StreamDataModule):
             )
         self.data_dir = Path(data_dir)
         self.vocabulary_size = vocabulary_size
+        self.remote = remote
         self.verify_hashes = verify_hashes
 
     @cached_property
@@ -126,12 +131,23 @@ class TextDataModule(StreamDataModule):
             ValueError: The batch sizes do not divide for so many replicas.
         """
         self.batch_plans(num_replicas=num_replicas)
-        if check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None:
+        if self.remote is not None:
+            there = self.data_dir.exists()
+        else:
+            there = check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None
+        if there:
             super().check(num_replicas=num_replicas)
 
     def prepare_data(self) -> None:
-        """Make ``data_dir``; Lightning calls this in one process of a node."""
-        prepare(self.prepare_config, hashes=self.verify_hashes)
+        """Make ``data_dir``, or copy it; Lightning calls this in one process of a node.
+
+        Raises:
+            DataError: See ``prepare`` and ``fetch``.
+        """
+        if self.remote is not None:
+            fetch(self.remote, self.data_dir, hashes=self.verify_hashes)
+        else:
+            prepare(self.prepare_config, hashes=self.verify_hashes)
 
     def setup(self, stage: str | None = None) -> None:
         """Check in every process that ``data_dir`` is what the manifest says.
