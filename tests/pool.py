@@ -65,7 +65,12 @@ def _call(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=limit)
         )
     try:
-        return function(rank, *args)
+        result = function(rank, *args)
+        if dist.is_initialized():
+            # Who is done first must not close connections that a slow rank is still making.
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
+        return result
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

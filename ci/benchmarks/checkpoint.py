@@ -28,6 +28,7 @@ import torch.distributed as dist
 from harness import Comparison, compare, report
 
 from lightning_ptdp.checkpoint import BackgroundSaver, load_tensors, save_checkpoint
+from lightning_ptdp.checkpoint.files import sync_folder
 from lightning_ptdp.tensor_parallel import Sharding
 from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
 
@@ -111,6 +112,8 @@ def _rank(rank: int, size: int, megabytes: int, rounds: int, folder: str, result
                 if rank == 0 or path == peer:
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
                 save_peer() if name == "save" and path == peer else None
+            if name.startswith("save"):
+                sync_folder(Path(folder))  # nobody pays for what was removed
             dist.barrier()
             began = time.perf_counter()
             step()

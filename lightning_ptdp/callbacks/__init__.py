@@ -4,6 +4,8 @@ from lightning_ptdp.callbacks.gradient_norm import GradientNorm
 from lightning_ptdp.callbacks.init_from import InitFrom
 from lightning_ptdp.callbacks.layout_summary import LayoutSummary
 from lightning_ptdp.callbacks.perplexity import TrainPerplexity
+from lightning_ptdp.callbacks.predictions import PredictionWriter
+from lightning_ptdp.callbacks.progress import StepProgress
 from lightning_ptdp.callbacks.report import RunRecord, RunReport
 from lightning_ptdp.callbacks.save_config import SaveResolvedConfig
 from lightning_ptdp.callbacks.save_on_signal import SaveOnSignal
@@ -16,10 +18,12 @@ __all__ = [
     "InitFrom",
     "LayoutSummary",
     "PipelineTimeline",
+    "PredictionWriter",
     "RunRecord",
     "RunReport",
     "SaveOnSignal",
     "SaveResolvedConfig",
+    "StepProgress",
     "Throughput",
     "TrainPerplexity",
     "ValidateAtEnd",

@@ -12,7 +12,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-__all__ = ["Throughput"]
+from lightning_ptdp.planner import known_peak_flops
+
+__all__ = ["Throughput", "batch_shape", "device_name", "flops_per_sample", "replicas"]
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,26 @@ class _Step:
 
 
 class Throughput(Callback):
-    """Log ``samples_per_s``, ``tokens_per_s`` and ``model_tflops_per_s``, the mean over the last steps.
+    """Log ``samples_per_s``, ``tokens_per_s``, ``model_tflops_per_s`` and ``mfu``, the mean over the last steps.
 
     Time runs from the end of one step to the end of the next, so that loading data counts; the first step and validation
     do not count. All three are totals over the replicas. Tokens are counted if the batch holds token ids: ``input_ids``
     (b, s), or else an integer first tensor of two dimensions (b, s). Operations need a ``flops_per_sample(sequence_length)``
-    method on the LightningModule: model operations, forward and backward, of one sample.
+    method on the LightningModule: model operations, forward and backward, of one sample. ``mfu`` is these operations over what all
+    devices are capable of (arXiv 2204.02311, appendix B).
 
     Args:
         window: Number of steps to average over.
+        peak_tflops: Of one device, in the precision of the matrix products; None: the data sheet's, or no ``mfu`` where the device is
+            none of the planner's.
     """
 
-    def __init__(self, window: int = 20) -> None:
+    def __init__(self, window: int = 20, peak_tflops: float | None = None) -> None:
         if window < 1:
             raise ValueError(f"window={window} must be at least 1 step")
+        if peak_tflops is not None and peak_tflops <= 0:
+            raise ValueError(f"peak_tflops={peak_tflops} must be more than 0, or None")
+        self._peak_tflops = peak_tflops
         self._steps: deque[_Step] = deque(maxlen=window)
         self._last: float | None = None
         self._paused = 0.0
@@ -60,20 +68,20 @@ class Throughput(Callback):
         """Measure and log."""
         now = time.perf_counter()
         if self._last is not None:
-            samples, length = _batch_size(batch)
-            replicas = _replicas(trainer)
+            samples, length = batch_shape(batch)
+            count = replicas(trainer)
             self._steps.append(
                 _Step(
                     now - self._last - self._paused,
-                    replicas * samples,
-                    replicas * samples * length,
-                    replicas * samples * _flops_per_sample(pl_module, length),
+                    count * samples,
+                    count * samples * length,
+                    count * samples * flops_per_sample(pl_module, length),
                 )
             )
-            self._log_rates()
+            self._log_rates(trainer)
         self._last, self._paused = now, 0.0
 
-    def _log_rates(self) -> None:
+    def _log_rates(self, trainer: Trainer) -> None:
         seconds = sum(step.seconds for step in self._steps)
         tokens = sum(step.tokens for step in self._steps)
         flops = sum(step.flops for step in self._steps)
@@ -82,20 +90,35 @@ class Throughput(Callback):
             self.log("tokens_per_s", tokens / seconds, prog_bar=True, batch_size=1)
         if flops:
             self.log("model_tflops_per_s", flops / seconds / 1e12, batch_size=1)
+            peak = self._peak_flops(trainer)
+            if peak is not None:
+                self.log("mfu", flops / seconds / peak / trainer.world_size, prog_bar=True, batch_size=1)
+
+    def _peak_flops(self, trainer: Trainer) -> float | None:
+        """Operations a second of which one device is capable."""
+        if self._peak_tflops is not None:
+            return self._peak_tflops * 1e12
+        return known_peak_flops(device_name(trainer.strategy.root_device), str(trainer.precision))
 
 
-def _replicas(trainer: Trainer) -> int:
+def device_name(device: torch.device) -> str:
+    """What a GPU calls itself, or the kind of the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def replicas(trainer: Trainer) -> int:
     """Ranks that read different data."""
     layout = getattr(trainer.strategy, "layout", None)
     return trainer.world_size if layout is None else layout.data_parallel_size
 
 
-def _flops_per_sample(module: LightningModule, length: int) -> float:
+def flops_per_sample(module: LightningModule, length: int) -> float:
+    """Model operations, forward and backward, of a sample of ``length`` tokens; 0 if the module does not tell."""
     count = getattr(module, "flops_per_sample", None)
     return float(count(length)) if callable(count) and length else 0.0
 
 
-def _batch_size(batch: Any) -> tuple[int, int]:
+def batch_shape(batch: Any) -> tuple[int, int]:
     """(samples, tokens in each) of this rank's batch; 0 tokens where it does not look like token ids."""
     tensor = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if tensor is None:

@@ -10,26 +10,32 @@ import enum
 import math
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_ptdp.checkpoint.archive import ArchiveWriter
 from lightning_ptdp.checkpoint.boxes import Box
+from lightning_ptdp.checkpoint.coverage import Rectangle, check_cover
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
 from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_sums, read_verified
 from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SummedFile, open_summed, summing
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, BlockSums, SummedFile, open_summed, summing
 
 __all__ = ["Reader", "check_index", "open_reader", "read_boxes", "write_boxes"]
+
+T = TypeVar("T")
 
 # The classes in DCP's pickled index. `_StorageInfo` and `_MEM_FORMAT_ENCODING` are private names of torch.
 _INDEX_CLASSES = {
@@ -114,8 +120,7 @@ def check_index(folder: Path, checkpoint: CheckpointMetadata) -> None:
         raise CheckpointError(f"{folder} is damaged: {DCP_FILE} and metadata.json name other tensors")
     for name, entry in index.state_dict_metadata.items():
         assert isinstance(entry, dcp.TensorStorageMetadata)
-        stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        _check_volume(name, stored, math.prod(checkpoint.tensors[name].shape), f"in {folder}")
+        check_cover(name, checkpoint.tensors[name].shape, map(_extent, entry.chunks), f"in {folder}")
     for name in _file_sizes(index):
         if name not in checkpoint.files:
             raise CheckpointError(f"{folder} is damaged: {DCP_FILE} names {name}, which metadata.json does not list")
@@ -132,11 +137,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
         _check_same_tensors(all_plans)
-        plans, metadata = super().create_global_plan(all_plans)
-        for name, entry in metadata.state_dict_metadata.items():  # torch does not look when there is one plan only
-            assert isinstance(entry, dcp.TensorStorageMetadata)
-            _check_volume(name, sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.size), "to save")
-        return plans, metadata
+        _check_whole_tensors(all_plans)  # torch looks for less, and does not say where
+        return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         return self._boxes[MetadataIndex(index.fqn, index.offset)].to_write()
@@ -157,7 +159,8 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
             entry = self.metadata.state_dict_metadata.get(box.name)
             assert isinstance(entry, dcp.TensorStorageMetadata), f"{box.name} is in metadata.json but not in {DCP_FILE}"
             reads = create_read_items_for_chunk_list(index.fqn, entry, [_chunk(box)])
-            _check_volume(box.name, sum(math.prod(item.lengths) for item in reads), box.values.numel(), "to load")
+            found = [(item.dest_offsets, item.lengths) for item in reads]
+            check_cover(box.name, box.values.shape, (_from_to(*place) for place in found), "to load")
             items += reads
         return dcp.LoadPlan(items)
 
@@ -165,28 +168,41 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return self._boxes[MetadataIndex(index.fqn, index.offset)].values
 
 
-class _SummingFiles(FileSystem):
-    """Data files get their sums, from the thread that writes them."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        summed = mode == "wb" and Path(path).suffix == DATA_SUFFIX
-        with summing(Path(path)) if summed else super().create_stream(path, mode) as stream:
-            yield stream
-
-
 class _Writer(dcp.FileSystemWriter):
-    """Sums up what it writes, and tells errors in full: DCP pickles them for the other ranks, which loses what they came from."""
+    """Writes data files its own way (``ArchiveWriter``); DCP writes the index.
+
+    Tells errors in full: DCP pickles them for the other ranks, which loses what they came from.
+    """
 
     def __init__(self, folder: Path, num_files: int) -> None:
-        super().__init__(folder, thread_count=num_files)
-        self.fs = _SummingFiles()
+        super().__init__(folder)
+        self._folder, self._num_files = folder, num_files
 
-    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[Any]]:
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        assert plan.storage_data is not None, "FileSystemWriter gives every rank a prefix of its files' names"
+        names = [f"{plan.storage_data.prefix}{number}{DATA_SUFFIX}" for number in range(self._num_files)]
+        shares = _shares(plan.items, self._num_files)
         try:
-            return super().write_data(plan, planner)
+            if self._num_files == 1:
+                written = [self._write_file(names[0], shares[0], planner)]
+            else:
+                with ThreadPoolExecutor(self._num_files) as pool:
+                    written = list(pool.map(self._write_file, names, shares, [planner] * self._num_files))
         except Exception as error:
             raise CheckpointError(explain(error)) from None
+        return _done([result for results in written for result in results])
+
+    def _write_file(self, name: str, items: list[dcp.WriteItem], planner: dcp.SavePlanner) -> list[WriteResult]:
+        results = []
+        with summing(self._folder / name) as file:
+            archives = ArchiveWriter(file)
+            for item in items:
+                values = planner.resolve_data(item)
+                assert isinstance(values, torch.Tensor)
+                position, length = archives.write(values.detach())
+                place = _StorageInfo(relative_path=name, offset=position, length=length)
+                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+        return results
 
 
 class Reader(dcp.FileSystemReader):
@@ -196,7 +212,7 @@ class Reader(dcp.FileSystemReader):
         super().__init__(folder)
         self.folder, self._checkpoint = folder, checkpoint
         self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
-        self._sums: dict[str, bytes] = {}
+        self._sums: dict[str, BlockSums] = {}
         try:
             with open(folder / DCP_FILE, "rb") as stream:
                 self._index = _IndexUnpickler(stream).load()
@@ -214,28 +230,26 @@ class Reader(dcp.FileSystemReader):
         for name, items in by_file.items():
             if name not in self._sums:
                 self._sums[name] = read_sums(self.folder, self._checkpoint, name)
-            with open_summed(self.folder / name, sums=self._sums[name], size=self._checkpoint.files[name].size) as file:
+            with open_summed(self.folder / name, self._sums[name]) as file:
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     target = planner.resolve_tensor(item)
-                    target.detach().copy_(self._read(file, item))
+                    self._read(file, item, target.detach())
                     planner.commit_tensor(item, target)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
-    def _read(self, file: SummedFile, item: dcp.ReadItem) -> torch.Tensor:
+    def _read(self, file: SummedFile, item: dcp.ReadItem, target: torch.Tensor) -> None:
         place, entry = self.storage_data[item.storage_index], self._index.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, dcp.TensorStorageMetadata)
         shapes = self._shapes.setdefault(item.storage_index.fqn, {chunk.offsets: chunk.sizes for chunk in entry.chunks})
         assert item.storage_index.offset is not None
-        return read_rectangle(
+        read_rectangle(
             file,
+            target,
             start=place.offset,
             stop=place.offset + place.length,
             dtype=entry.properties.dtype,
             shape=shapes[item.storage_index.offset],
             offset=item.storage_offsets,
-            size=item.lengths,
         )
 
 
@@ -270,6 +284,28 @@ def _write_item(index: MetadataIndex, box: Box) -> dcp.WriteItem:
     return dcp.WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
+def _shares(items: list[dcp.WriteItem], count: int) -> list[list[dcp.WriteItem]]:
+    """``count`` lists of about as many bytes each."""
+    shares: list[list[dcp.WriteItem]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for item in sorted(items, key=_num_bytes, reverse=True) if count > 1 else items:
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(item)
+        sizes[smallest] += _num_bytes(item)
+    return shares
+
+
+def _num_bytes(item: dcp.WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _done(value: T) -> torch.futures.Future[T]:
+    future: torch.futures.Future[T] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
 def _check_same_tensors(plans: list[SavePlan]) -> None:
     """All ranks mean the same tensor by a name: torch takes the first rank's word for it."""
     known: dict[str, tuple[Any, Any, int]] = {}
@@ -285,9 +321,24 @@ def _check_same_tensors(plans: list[SavePlan]) -> None:
                 )
 
 
-def _check_volume(name: str, found: int, wanted: int, doing: str) -> None:
-    if found != wanted:
-        raise CheckpointError(f"{name!r}: the rectangles {doing} cover {found} of {wanted} elements")
+def _check_whole_tensors(plans: list[SavePlan]) -> None:
+    """What the ranks have of each tensor makes it up. The same rectangle on several ranks counts once."""
+    found: dict[str, set[Rectangle]] = {}
+    shapes: dict[str, torch.Size] = {}
+    for item in (item for plan in plans for item in plan.items):
+        assert item.tensor_data is not None
+        shapes[item.index.fqn] = item.tensor_data.size
+        found.setdefault(item.index.fqn, set()).add(_extent(item.tensor_data.chunk))
+    for name, rectangles in found.items():
+        check_cover(name, shapes[name], rectangles, "to save")
+
+
+def _extent(chunk: dcp.ChunkStorageMetadata) -> Rectangle:
+    return _from_to(chunk.offsets, chunk.sizes)
+
+
+def _from_to(offset: Sequence[int], size: Sequence[int]) -> Rectangle:
+    return tuple(offset), tuple(begin + extent for begin, extent in zip(offset, size, strict=True))
 
 
 def _file_sizes(metadata: dcp.Metadata) -> dict[str, int]:

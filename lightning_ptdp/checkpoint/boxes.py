@@ -54,9 +54,8 @@ class Box:
     read: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor] | None = None
 
     def to_write(self) -> torch.Tensor:
-        """The values, one row after the other."""
-        values = self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))
-        return values.contiguous()
+        """The values, wherever they are and however they lie there."""
+        return self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))
 
 
 def boxes_of(tensors: Tensors) -> list[Box]:
@@ -82,11 +81,14 @@ def cut_strips(boxes: Iterable[Box]) -> Iterator[Box]:
 
     Rows lie one after the other in a file, so that any rows are read alone; columns would be small pieces of every row. With the strips
     a rank of up to eight that split a matrix by columns reads its own only. Where a full tensor is cut does not depend on who holds it.
+    A matrix that is twice as tall as it is wide, or more, is not cut: such are vocabularies and layers that widen, which ranks split by
+    rows (arXiv 1909.08053, section 3), and strips cost the save a copy.
     """
     for box in boxes:
-        columns = box.full_shape[1] if len(box.full_shape) > 1 else 1
+        rows, columns = box.full_shape[:2] if len(box.full_shape) > 1 else (1, 1)
         full_bytes = math.prod(box.full_shape) * box.values.element_size()
-        strips = next((n for n in _STRIPS if columns % n == 0 and full_bytes >= n * _STRIP_BYTES), 1)
+        fitting = (n for n in _STRIPS if columns % n == 0 and full_bytes >= n * _STRIP_BYTES)
+        strips = next(fitting, 1) if rows < 2 * columns else 1
         if strips == 1:
             yield box
             continue

@@ -7,15 +7,27 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from lightning_ptdp.checkpoint.errors import CheckpointError
 
-__all__ = ["check_replaceable", "leftovers", "open_synced", "part_name", "remove", "replace", "sha256", "sync_folder"]
+__all__ = [
+    "EarlySync",
+    "check_replaceable",
+    "leftovers",
+    "open_synced",
+    "part_name",
+    "remove",
+    "replace",
+    "sha256",
+    "sync_folder",
+]
 
 _PART, _OLD = ".tmp-", ".old-"
+_SYNC_BYTES = 1 << 25
 
 
 def sha256(content: bytes) -> str:
@@ -30,6 +42,43 @@ def open_synced(path: Path) -> Iterator[IO[bytes]]:
         yield stream
         stream.flush()
         os.fsync(stream.fileno())
+
+
+class EarlySync:
+    """Sends what there is of a large file to the disk while more of it is being written: at its end there is little to wait for.
+
+    Args:
+        stream: The file.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._synced = stream, 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")  # starts its thread when it is asked to
+        self._running: Future[None] | None = None
+
+    def reached(self, position: int) -> None:
+        """Tell that the file has ``position`` bytes.
+
+        Raises:
+            OSError: The disk did not take what was there before.
+        """
+        if position - self._synced < _SYNC_BYTES or (self._running is not None and not self._running.done()):
+            return
+        self.wait()
+        self._running, self._synced = self._pool.submit(os.fsync, self._stream.fileno()), position
+
+    def wait(self) -> None:
+        """Wait for what runs.
+
+        Raises:
+            OSError: As :meth:`reached`.
+        """
+        if self._running is not None:
+            self._running.result()
+
+    def close(self) -> None:
+        """Wait, whatever comes of it, and end the thread."""
+        self._pool.shutdown()
 
 
 def sync_folder(path: Path) -> None:

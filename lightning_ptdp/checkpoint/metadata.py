@@ -16,7 +16,7 @@ import torch
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX, BlockSums, parse_sums
 from lightning_ptdp.version import __version__
 
 __all__ = [
@@ -167,7 +167,7 @@ def read_verified(folder: Path, metadata: CheckpointMetadata, name: str) -> byte
     return content
 
 
-def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> bytes:
+def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> BlockSums:
     """The checksums of a file of tensors, as :func:`open_summed` takes them.
 
     Raises:
@@ -175,7 +175,7 @@ def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> bytes:
     """
     if name not in metadata.files:
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
-    return read_verified(folder, metadata, Path(name).stem + SUMS_SUFFIX)
+    return parse_sums(read_verified(folder, metadata, Path(name).stem + SUMS_SUFFIX), size=metadata.files[name].size)
 
 
 def _content(folder: Path) -> dict[str, Json]:

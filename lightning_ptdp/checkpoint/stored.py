@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from lightning_ptdp.checkpoint.archive import as_bytes, rows_at_once
 from lightning_ptdp.checkpoint.sums import BLOCK, SummedFile
 
 __all__ = ["read_rectangle", "runs"]
@@ -25,33 +26,57 @@ _SMALL = 4 * BLOCK
 
 def read_rectangle(
     file: SummedFile,
+    target: torch.Tensor,
     *,
     start: int,
     stop: int,
     dtype: torch.dtype,
     shape: Sequence[int],
     offset: Sequence[int],
-    size: Sequence[int],
-) -> torch.Tensor:
-    """Elements [offset, offset + size) of the tensor of ``shape`` that is stored in bytes [start, stop) of ``file``; on the CPU.
+) -> None:
+    """Fill ``target`` with the rectangle at ``offset`` of the tensor of ``shape`` that is stored in bytes [start, stop) of ``file``.
+
+    Args:
+        target: Has the rectangle's shape; any dtype, device and strides.
 
     Raises:
-        CheckpointError: A byte that was read is damaged.
+        CheckpointError: A byte that was read is damaged; the target may then be filled in part.
     """
-    index = tuple(slice(begin, begin + extent) for begin, extent in zip(offset, size, strict=True))
+    size = tuple(target.shape)
     data = None if stop - start <= _SMALL else _find_data(file, start, stop)
     if data is None or data + math.prod(shape) * dtype.itemsize > stop:
-        return torch.load(io.BytesIO(file.read(start, stop)), map_location="cpu", weights_only=True)[index]
-    if tuple(size[1:]) == tuple(shape[1:]):  # rows: one run, used where it was read
-        row = math.prod(shape[1:]) * dtype.itemsize
-        begin = data + (offset[0] * row if size else 0)
-        content = np.frombuffer(file.read(begin, begin + (size[0] * row if size else row)), dtype=np.uint8)
-        return torch.from_numpy(content).view(dtype).view(tuple(size))
-    # Memory that nothing is read into is never touched, and so costs nothing.
+        index = tuple(slice(begin, begin + extent) for begin, extent in zip(offset, size, strict=True))
+        target.copy_(torch.load(io.BytesIO(file.read(start, stop)), map_location="cpu", weights_only=True)[index])
+    elif size[1:] == tuple(shape[1:]):
+        _read_rows(file, target, data, dtype, first=offset[0])
+    else:
+        _read_runs(file, target, data, dtype, shape, offset)
+
+
+def _read_rows(file: SummedFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int) -> None:
+    """Whole rows, a piece after the other, each checked and copied while it is in the processor's cache."""
+    row = math.prod(target.shape[1:]) * dtype.itemsize
+    count = rows_at_once(row)
+    begin, last = first, first + len(target)
+    while begin < last:
+        end = min((begin // count + 1) * count, last)  # where a block of the file ends
+        rows = target[begin - first : end - first]
+        own = as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
+        content = file.read(data + begin * row, data + end * row, into=own)
+        if content is not own:
+            rows.copy_(torch.from_numpy(np.frombuffer(content, dtype=np.uint8)).view(dtype).view(rows.shape))
+        begin = end
+
+
+def _read_runs(
+    file: SummedFile, target: torch.Tensor, data: int, dtype: torch.dtype, shape: Sequence[int], offset: Sequence[int]
+) -> None:
+    """Parts of rows. They are put where they lie in the whole tensor: memory that nothing is read into is never touched."""
     whole = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    for begin, end in runs(shape, offset, size, itemsize=dtype.itemsize):
+    for begin, end in runs(shape, offset, target.shape, itemsize=dtype.itemsize):
         whole[begin:end] = file.read(data + begin, data + end)
-    return torch.from_numpy(whole).view(dtype).view(tuple(shape))[index]
+    index = tuple(slice(begin, begin + extent) for begin, extent in zip(offset, target.shape, strict=True))
+    target.copy_(torch.from_numpy(whole).view(dtype).view(tuple(shape))[index])
 
 
 def runs(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], *, itemsize: int) -> Iterator[tuple[int, int]]:

@@ -4,17 +4,18 @@ CRC-32 is the hash: it is in the standard library (zlib), runs at some GB/s on o
 sha256 without special instructions runs at a tenth of that), and notices every damage that is confined to 32 bits and all but 2^-32
 of any other. It is no defence against intent; nor is anything that lies beside the data.
 
-``__0_0.distcp`` has its sums in ``__0_0.crc``: an array of (offset of the block, CRC-32 of it), both little-endian. A write of at least
-a block's size, which is a tensor's values, begins a block of its own: a part of a tensor that begins at a round place is read without
-what comes before it.
+``__0_0.distcp`` has its sums in ``__0_0.crc``: an array of (offset of the block, CRC-32 of it), both little-endian. The values of a
+tensor, if they are at least a block, begin a block of their own: a part of a tensor that begins at a round place is read without what
+comes before it.
 """
 
 from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,86 +24,115 @@ import numpy as np
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
 
-__all__ = ["BLOCK", "DATA_SUFFIX", "SUMS_SUFFIX", "SummedFile", "open_summed", "parse_sums", "summing"]
+__all__ = [
+    "BLOCK",
+    "BlockSums",
+    "DATA_SUFFIX",
+    "SUMS_SUFFIX",
+    "SummedFile",
+    "SummingFile",
+    "open_summed",
+    "parse_sums",
+    "summing",
+]
 
 BLOCK = 16 * 1024
 DATA_SUFFIX, SUMS_SUFFIX = ".distcp", ".crc"
+Array = np.ndarray[Any, Any]
 _ENTRY = np.dtype([("offset", "<u8"), ("crc", "<u4")])
 
 
-class _SummingStream(io.RawIOBase):
-    """Hands on what is written, and sums it up on its way."""
+class SummingFile:
+    """A data file that is being written, and the sums of its blocks."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._position = self._start = self._crc = 0
+    def __init__(self, stream: IO[bytes], sync: files.EarlySync) -> None:
+        self._stream, self._sync = stream, sync
+        self.position = self._start = self._crc = 0
         self.sums: list[tuple[int, int]] = []
 
-    def write(self, content: Any) -> int:
-        view = memoryview(content).cast("B")
-        if len(view) < BLOCK:
-            self._crc = zlib.crc32(view, self._crc)
-            self._position += len(view)
-            if self._position - self._start >= BLOCK:
-                self.end_block()
-        else:
+    def write(self, content: bytes | memoryview) -> None:
+        """Append what is small; it shares a block with what is before and behind it."""
+        self._crc = zlib.crc32(content, self._crc)
+        self._stream.write(content)
+        self.position += len(content)
+        if self.position - self._start >= BLOCK:
             self.end_block()
-            for begin in range(0, len(view), BLOCK):
-                block = view[begin : begin + BLOCK]
-                self.sums.append((self._position + begin, zlib.crc32(block)))
-            self._position = self._start = self._position + len(view)
-        self._stream.write(view)
-        return len(view)
+
+    def write_blocks(self, pieces: Iterable[memoryview]) -> None:
+        """Append the values of a tensor. The first piece begins a block, unless all of them are less than one.
+
+        Args:
+            pieces: All but the last are a multiple of BLOCK bytes.
+        """
+        for piece in pieces:
+            if len(piece) < BLOCK:
+                self.write(piece)
+                continue
+            self.end_block()
+            for begin in range(0, len(piece), BLOCK):
+                self.sums.append((self.position + begin, zlib.crc32(piece[begin : begin + BLOCK])))
+            self._stream.write(piece)
+            self.position = self._start = self.position + len(piece)
+            self._sync.reached(self.position)
 
     def end_block(self) -> None:
         """The next write begins a block."""
-        if self._position > self._start:
+        if self.position > self._start:
             self.sums.append((self._start, self._crc))
-        self._start, self._crc = self._position, 0
-
-    def tell(self) -> int:
-        return self._position
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def close(self) -> None:
-        """The file is closed by who opened it."""
+        self._start, self._crc = self.position, 0
 
 
 @contextmanager
-def summing(path: Path) -> Iterator[Any]:
+def summing(path: Path) -> Iterator[SummingFile]:
     """A data file to write; its sums are written beside it when it is whole."""
-    with files.open_synced(path) as stream:
-        summed = _SummingStream(stream)
-        yield summed
-        summed.end_block()
+    with files.open_synced(path) as stream, closing(files.EarlySync(stream)) as sync:
+        file = SummingFile(stream, sync)
+        yield file
+        file.end_block()
+        sync.wait()
     with files.open_synced(path.with_suffix(SUMS_SUFFIX)) as stream:
-        stream.write(np.array(summed.sums, dtype=_ENTRY).tobytes())
+        stream.write(np.array(file.sums, dtype=_ENTRY).tobytes())
 
 
-def parse_sums(content: bytes) -> np.ndarray[Any, Any]:
-    """The array in a ``.crc`` file: fields ``offset`` and ``crc``, ordered."""
-    return np.frombuffer(content, dtype=_ENTRY)
+@dataclass(frozen=True, kw_only=True)
+class BlockSums:
+    """What ``__0_0.crc`` says of a file of n blocks.
+
+    Attributes:
+        starts: Where the blocks begin, and behind them the file's size; (n + 1) int64.
+        crcs: Their CRC-32; (n) uint32.
+    """
+
+    starts: Array
+    crcs: Array
+
+
+def parse_sums(content: bytes, *, size: int) -> BlockSums:
+    """The content of a ``.crc`` file, of a data file of ``size`` bytes."""
+    entries = np.frombuffer(content, dtype=_ENTRY)
+    return BlockSums(starts=np.append(entries["offset"], np.uint64(size)).astype(np.int64), crcs=entries["crc"])
 
 
 class SummedFile:
     """A data file of which only what was checked is handed out."""
 
-    def __init__(self, stream: io.FileIO, path: Path, sums: np.ndarray[Any, Any], size: int) -> None:
-        self._stream, self._path, self._size = stream, path, size
-        self._starts = np.append(sums["offset"], np.uint64(size)).astype(np.int64)
-        self._crcs = sums["crc"].tolist()
+    def __init__(self, stream: io.FileIO, path: Path, sums: BlockSums) -> None:
+        self._stream, self._path = stream, path
+        self._starts, self._crcs, self._size = sums.starts, sums.crcs, int(sums.starts[-1])
+        self._scratch = np.empty(0, dtype=np.uint8)
 
     def block_end(self, position: int) -> int:
         """Where the block that holds byte ``position`` ends."""
         return int(self._starts[np.searchsorted(self._starts, position, side="right")])
 
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop); whole blocks are read and compared with their sums. The memory is the caller's, and writable.
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        """Bytes [start, stop); whole blocks are read and compared with their sums.
+
+        Args:
+            start: First byte.
+            stop: Behind the last byte.
+            into: Memory of that many bytes, which is read into and returned if they are whole blocks. Otherwise what is returned is
+                used again by the next call.
 
         Raises:
             CheckpointError: The file is damaged there; names the file and the first bad byte's block.
@@ -112,15 +142,15 @@ class SummedFile:
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         last = int(np.searchsorted(self._starts, stop))
         begin, end = int(self._starts[first]), int(self._starts[last])
-        content = memoryview(np.empty(end - begin, dtype=np.uint8).data)
+        content = into if into is not None and (begin, end) == (start, stop) else self._memory(end - begin)
         self._fill(content, begin)
-        for number in range(first, last):
-            one, other = int(self._starts[number]), int(self._starts[number + 1])
-            if zlib.crc32(content[one - begin : other - begin]) != self._crcs[number]:
+        bounds = self._starts[first : last + 1].tolist()
+        for one, other, crc in zip(bounds, bounds[1:], self._crcs[first:last].tolist(), strict=False):
+            if zlib.crc32(content[one - begin : other - begin]) != crc:
                 raise CheckpointError(f"{self._path} is damaged: bytes {one} to {other} do not have the CRC-32 that was written")
-        return content[start - begin : stop - begin]
+        return content if content is into else content[start - begin : stop - begin]
 
-    def check(self, *, step: int = 1 << 24) -> None:
+    def check(self, *, step: int = 1 << 20) -> None:
         """Read and compare everything, ``step`` bytes at a time.
 
         Raises:
@@ -131,6 +161,12 @@ class SummedFile:
             stop = self.block_end(min(start + step, self._size) - 1)
             self.read(start, stop)
             start = stop
+
+    def _memory(self, size: int) -> memoryview:
+        """The same for every read: what is still in the processor's cache is faster than what is fresh."""
+        if len(self._scratch) < size:
+            self._scratch = np.empty(size, dtype=np.uint8)
+        return self._scratch.data[:size]
 
     def _fill(self, content: memoryview, begin: int) -> None:
         self._stream.seek(begin)
@@ -143,7 +179,7 @@ class SummedFile:
 
 
 @contextmanager
-def open_summed(path: Path, *, sums: bytes, size: int) -> Iterator[SummedFile]:
-    """Open a data file of ``size`` bytes to be read with the content of its ``.crc`` file."""
+def open_summed(path: Path, sums: BlockSums) -> Iterator[SummedFile]:
+    """Open a data file to be read with its sums."""
     with open(path, "rb", buffering=0) as stream:
-        yield SummedFile(stream, path, parse_sums(sums), size)
+        yield SummedFile(stream, path, sums)

@@ -34,8 +34,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, part: int = 0, parts: int
     for name in [*(metadata.files.keys() - set(data)), *data[part::parts]]:
         try:
             if name in data:
-                sums = read_sums(folder, metadata, name)
-                with open_summed(folder / name, sums=sums, size=metadata.files[name].size) as file:
+                with open_summed(folder / name, read_sums(folder, metadata, name)) as file:
                     file.check()
             else:
                 read_verified(folder, metadata, name)

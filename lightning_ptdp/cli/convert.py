@@ -13,7 +13,7 @@ __all__ = ["run"]
 _DESCRIPTION = """\
 Convert between a checkpoint of ours (a folder) and
 
-  a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2 and Llama for our own models; any for a
+  a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2, Llama and BERT for our own models; any for a
                           LightningModule that wraps a Hugging Face model, with --names hf and --config)
   a state dict            .pt, .pth, .bin or .safetensors
   a Lightning checkpoint  one .ckpt file, as LightningModule.load_from_checkpoint reads it

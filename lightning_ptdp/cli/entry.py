@@ -13,16 +13,20 @@ from collections.abc import Sequence
 
 from lightning_ptdp.cli.errors import Terminated, UserError, explain, nearest, terminate_on_sigterm, worker_failure
 from lightning_ptdp.cli.inheritance import resolve_configs
+from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.version import __version__
 
-__all__ = ["main"]
+__all__ = ["VERBS", "main"]
 
 # verb: (module with a function run(verb, arguments), what it does). Nothing here may import torch: help must be quick.
 _RUN = "lightning_ptdp.cli.run"
-_VERBS = {
+_BENCH = "lightning_ptdp.cli.bench"
+_CONFIGURED = (_RUN, _BENCH)
+VERBS = {
     "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
     "validate": (_RUN, "evaluate a checkpoint on the validation data"),
     "test": (_RUN, "evaluate a checkpoint with the module's test_step"),
+    "predict": (_RUN, "score every validation sample with a checkpoint: JSON lines, printed or to --output"),
     "prepare": (_RUN, "tokenizer and token chunks of a recipe's data, without training"),
     "generate": ("lightning_ptdp.cli.generate", "write text with a trained checkpoint"),
     "convert": ("lightning_ptdp.cli.convert", "to and from Hugging Face folders, state dicts and Lightning's single file"),
@@ -30,6 +34,9 @@ _VERBS = {
     "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one and where its values come from"),
     "plan": ("lightning_ptdp.cli.plan", "the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8"),
     "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
+    "bench": (_BENCH, "measure training steps: ptdp bench --config gpt/nano [--compare 't2 p2, p4']"),
+    "doctor": ("lightning_ptdp.cli.doctor", "check the installation, devices, process groups and folders, and measure the links"),
+    "completion": ("lightning_ptdp.cli.completion", 'completions for bash, zsh and fish: eval "$(ptdp completion bash)"'),
 }
 
 
@@ -67,16 +74,18 @@ def _run(arguments: list[str]) -> int:
     if verb in ("-V", "--version"):
         print(f"lightning-ptdp {__version__}")
         return 0
-    if verb not in _VERBS:
-        raise UserError(f"there is no verb {verb!r}{nearest(verb, _VERBS)}; ptdp --help lists all")
-    name, rest = _VERBS[verb][0], arguments[1:]
-    if name == _RUN:
+    if verb not in VERBS:
+        raise UserError(f"there is no verb {verb!r}{nearest(verb, VERBS)}; ptdp --help lists all")
+    name, rest = VERBS[verb][0], arguments[1:]
+    if verb == "fit" and wants_launcher(rest):
+        name = "lightning_ptdp.cli.launcher"
+    if name in _CONFIGURED:
         rest = resolve_configs(rest)  # before the seconds that an import of torch takes
     return int(importlib.import_module(name).run(verb, rest))
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:10}{text}" for verb, (_, text) in _VERBS.items())
+    verbs = "\n".join(f"  {verb:12}{text}" for verb, (_, text) in VERBS.items())
     return f"""usage: ptdp VERB [options]
 
 Pipeline, tensor, sequence and data parallel training (PTD-P) on PyTorch Lightning.

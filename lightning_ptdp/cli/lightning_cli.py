@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentError
+from importlib import import_module
 from typing import Any, Literal
 
 import yaml
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
@@ -17,6 +20,7 @@ from lightning_ptdp.callbacks import (
     RunReport,
     SaveOnSignal,
     SaveResolvedConfig,
+    StepProgress,
     Throughput,
     TrainPerplexity,
     ValidateAtEnd,
@@ -24,6 +28,7 @@ from lightning_ptdp.callbacks import (
 from lightning_ptdp.cli.config_errors import dotted, readable
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import SampleOptions
+from lightning_ptdp.cli.strategy_option import keep_strategy_options
 
 __all__ = ["PTDPCLI", "parsed_values"]
 
@@ -42,7 +47,7 @@ class PTDPCLI(LightningCLI):
     def __init__(self, verb: str, arguments: list[str]) -> None:
         self.verb = verb
         super().__init__(
-            args=arguments,
+            args=keep_strategy_options(arguments),
             run=False,
             save_config_callback=None,
             seed_everything_default=1234,
@@ -57,6 +62,8 @@ class PTDPCLI(LightningCLI):
         if self.verb == "fit":
             parser.add_argument("--resume", type=Literal["auto"] | None, default=None, help=_RESUME_HELP)
             parser.add_argument("--init_from", type=str | None, default=None, help=_INIT_HELP)
+        if self.verb == "predict":
+            parser.add_argument("--output", type=str | None, default=None, help=_OUTPUT_HELP)
         parser.add_argument(
             "--sample",
             type=SampleOptions | None,
@@ -92,8 +99,18 @@ class PTDPCLI(LightningCLI):
                 SaveResolvedConfig(resolved),
                 SaveOnSignal(),
             ]
+            if _wants_our_bar(self.config.trainer):
+                self.trainer_defaults["callbacks"].append(StepProgress())
             if self.config.init_from is not None:
                 self.trainer_defaults["callbacks"].append(InitFrom(self.config.init_from))
+
+
+def _wants_our_bar(trainer: Namespace) -> bool:
+    """Unless the configuration has no bar, or one of its own."""
+    entries = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks] if trainer.callbacks else []
+    names = [entry.class_path.rpartition(".") for entry in entries]
+    has_one = any(issubclass(getattr(import_module(module), name), ProgressBar) for module, _, name in names)
+    return trainer.enable_progress_bar is not False and not has_one
 
 
 class _ParsedOnly(PTDPCLI):
@@ -127,9 +144,15 @@ _RESUME_HELP = (
     "ModelCheckpoint's), or begin if there is none; for schedulers that start a run again."
 )
 _INIT_HELP = "Checkpoint whose weights training begins with, as for fine-tuning; for other names use the callback InitFrom."
+_OUTPUT_HELP = "File to write to, a line a sample; null: the lines are printed."
 _DESCRIPTIONS = {
-    "fit": "Train a model. Prepares the data first, validates at the end, and says where everything is.",
+    "fit": (
+        "Train a model. Prepares the data first, validates at the end, and says where everything is. On SLURM or with torchrun: "
+        "ptdp fit --launcher slurm --help."
+    ),
     "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data.",
     "test": "Evaluate a checkpoint (--ckpt_path) with the module's test_step.",
+    "predict": "Write what predict_step gives for every validation sample, as JSON lines: a GPT's loss and perplexity, a BERT's tokens.",
+    "bench": "Measure training steps of a configuration: real steps on random tokens, without loggers, callbacks and validation.",
     "prepare": "Make the tokenizer and the token chunks of a configuration's data, without training.",
 }

@@ -1,4 +1,4 @@
-"""The verbs that run a Trainer: fit, validate, test; and prepare, which stops before that."""
+"""The verbs that run a Trainer: fit, validate, test, predict; and prepare, which stops before that."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_ptdp.callbacks import RunRecord, RunReport
+from lightning_ptdp.callbacks import PredictionWriter, RunRecord, RunReport
 from lightning_ptdp.cli.checks import check_data, check_run
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import write_text
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.cli.resume import find_newest
+from lightning_ptdp.loggers.store import check_writable_folder
 
 __all__ = ["run"]
 
@@ -44,9 +45,12 @@ def run(verb: str, arguments: list[str]) -> int:
     if verb == "fit":
         return _fit(cli, ckpt_path)
     if ckpt_path is None:
-        rank_zero_info(f"ptdp {verb} without --ckpt_path evaluates the initial weights")
+        rank_zero_info(f"ptdp {verb} without --ckpt_path uses the initial weights")
     with ending_workers(cli.trainer):
-        getattr(cli.trainer, verb)(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
+        if verb == "predict":
+            _predict(cli, ckpt_path)
+        else:
+            getattr(cli.trainer, verb)(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
     return 0
 
 
@@ -79,6 +83,16 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
     if record is not None and cli.trainer.is_global_zero:
         _sample(cli, record)
     return 0
+
+
+def _predict(cli: PTDPCLI, ckpt_path: str | None) -> None:
+    output: str | None = cli.config.output
+    if output is not None:
+        if Path(output).is_dir():
+            raise UserError(f"--output {output} is a folder; name a file in it")
+        check_writable_folder(Path(output).absolute().parent, f"--output {output}")
+    cli.trainer.callbacks.append(PredictionWriter(output))
+    cli.trainer.predict(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, return_predictions=False)
 
 
 def _prepare(cli: PTDPCLI) -> None:

@@ -138,6 +138,10 @@ class StreamDataModule(LightningDataModule):
         """The validation samples: there is no third split."""
         return self.val_dataloader()
 
+    def predict_dataloader(self) -> EvaluationLoader:
+        """The validation samples."""
+        return self.val_dataloader()
+
     def state_dict(self) -> dict[str, Any]:
         """The place in the training data, saved in checkpoints."""
         return self._train.state_dict() if self._train is not None else dict(self._saved)

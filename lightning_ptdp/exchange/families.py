@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from lightning_ptdp.checkpoint import CheckpointError
+from lightning_ptdp.exchange.bert import BERT, MEGATRON_BERT
 from lightning_ptdp.exchange.gpt2 import GPT2
 from lightning_ptdp.exchange.llama import LLAMA
 from lightning_ptdp.exchange.tables import Family
-from lightning_ptdp.models.gpt_config import GPTConfig
 
 __all__ = ["FAMILIES", "HF_TIED", "family_of_config_json", "family_of_hyper_parameters"]
 
-FAMILIES = (GPT2, LLAMA)
+FAMILIES = (GPT2, LLAMA, BERT, MEGATRON_BERT)
+
+_BERT_TIED = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
 
 # Names that Hugging Face ties and leaves out of its files: model_type -> alias -> the name that is stored.
 HF_TIED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {"lm_head.weight": "transformer.wte.weight"},
     "llama": {"lm_head.weight": "model.embed_tokens.weight"},
-    "bert": {
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    },
+    "bert": _BERT_TIED,
+    "megatron-bert": _BERT_TIED,
 }
 
 
@@ -54,16 +58,28 @@ def family_of_hyper_parameters(hyper_parameters: Mapping[str, Any]) -> tuple[Fam
             "the checkpoint's hyperparameters name no configuration of one of our models. If its module wraps a Hugging Face model, "
             "name that model's config.json"
         )
-    try:
-        config = GPTConfig(**stored)
-    except TypeError as error:
-        raise CheckpointError(f"the checkpoint's configuration is not one of our models' ({error})") from error
-    choices = (config.norm, config.position, config.mlp)
-    if choices == ("layer", "learned", "gelu"):
-        return GPT2, config
-    if choices == ("rms", "rope", "swiglu"):
-        return LLAMA, config
-    raise CheckpointError(
-        f"a model with norm={config.norm!r}, position={config.position!r} and mlp={config.mlp!r} is neither a GPT-2 "
-        "('layer', 'learned', 'gelu') nor a Llama ('rms', 'rope', 'swiglu'); Hugging Face has no model of that kind"
-    )
+    config = _config(stored)
+    for family in FAMILIES:
+        if family.describes(config):
+            return family, config
+    alike = [family for family in FAMILIES if isinstance(config, family.config_class)]
+    known = "; ".join(f"{family.model_type!r} has {_shown(family.choices)}" for family in alike)
+    found = {name: getattr(config, name) for family in alike for name in family.choices}
+    raise CheckpointError(f"Hugging Face has no model with {_shown(found)}: {known}")
+
+
+def _config(stored: Mapping[str, Any]) -> Any:
+    """Of the class that has all the fields."""
+    classes = list(dict.fromkeys(family.config_class for family in FAMILIES))
+    for config_class in classes:
+        if stored.keys() <= {field.name for field in fields(config_class)}:
+            try:
+                return config_class(**stored)
+            except ValueError as error:
+                raise CheckpointError(f"the checkpoint's configuration is not a {config_class.__name__}: {error}") from error
+    names = " or ".join(config_class.__name__ for config_class in classes)
+    raise CheckpointError(f"the checkpoint's configuration is not one of our models' ({names}): its fields are {sorted(stored)}")
+
+
+def _shown(choices: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in choices.items())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.exchange.tables import Family, Row
+from lightning_ptdp.exchange.tables import Family, Row, check_choices
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.gpt_config import GPTConfig
 
@@ -34,13 +33,14 @@ def _config_from(theirs: Mapping[str, Any]) -> GPTConfig:
         raise CheckpointError(
             f"activation_function={activation!r}: our GPT has GELU in the tanh approximation only ({_TANH_GELU})"
         )
-    for field, wanted in (
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("scale_attn_weights", True),
-        ("add_cross_attention", False),
-    ):
-        if theirs.get(field, wanted) != wanted:
-            raise CheckpointError(f"{field}={theirs[field]!r}: our GPT has {field}={wanted} only")
+    check_choices(
+        "GPT",
+        {
+            "scale_attn_by_inverse_layer_idx": (theirs.get("scale_attn_by_inverse_layer_idx", False), False),
+            "scale_attn_weights": (theirs.get("scale_attn_weights", True), True),
+            "add_cross_attention": (theirs.get("add_cross_attention", False), False),
+        },
+    )
     return GPTConfig.gpt2(
         vocabulary_size=theirs["vocab_size"],
         sequence_length=theirs["n_positions"],
@@ -86,8 +86,9 @@ GPT2 = Family(
     ignored=(r"\.attn\.(masked_)?bias$",),
     tied={"head.weight": "wte.weight"},
     build=GPT,
+    config_class=GPTConfig,
+    choices={"norm": "layer", "position": "learned", "mlp": "gelu"},
     config_from=_config_from,
     config_to=_config_to,
     is_tied=lambda config: config.tie_embeddings,
-    hyper_parameters=lambda config: {"config": asdict(config)},
 )

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,8 +65,8 @@ def from_huggingface(
         source: The folder.
         destination: The checkpoint folder to make. It holds weights and no state of training: start from it with
             ``init_from`` (``ptdp fit --init_from``) or :func:`lightning_ptdp.checkpoint.load_tensors`.
-        names: "ptdp" for our own model of that kind (``LitGPT``), "hf" to keep their names, for a LightningModule that wraps the
-            Hugging Face model; then any architecture will do.
+        names: "ptdp" for our own model of that kind (``LitGPT``, ``LitBert``), "hf" to keep their names, for a LightningModule that
+            wraps the Hugging Face model; then any architecture will do.
         prefix: Name of the model's attribute in the LightningModule, with a dot.
 
     Raises:
@@ -86,7 +86,7 @@ def from_huggingface(
         boxes = list(_boxes(family, ours, tensors, f"model/{prefix}"))
         _check_complete(family, ours, boxes, f"model/{prefix}", folder)
         aliases = family.aliases(ours)
-        state = weights_only_state(family.hyper_parameters(ours))
+        state = weights_only_state({"config": asdict(ours)})
     metadata = {"aliases": {prefix + alias: prefix + name for alias, name in aliases.items()}, "converted_from": str(folder)}
     write_checkpoint(destination, boxes=boxes, state=state, metadata=metadata)
 
@@ -176,7 +176,7 @@ def _boxes(family: Family, config: Any, tensors: Mapping[str, torch.Tensor], pre
     for name, value in tensors.items():
         if family.is_ignored(name):
             continue
-        part = family.place(f"{family.base}{name}" if bare and name.partition(".")[0] != "lm_head" else name, config)
+        part = family.place(name, config) or (family.place(family.base + name, config) if bare else None)
         if part is None:
             unknown.append(name)
             continue

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.exchange.tables import Family, Row
+from lightning_ptdp.exchange.tables import Family, Row, check_choices
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.gpt_config import GPTConfig
 
@@ -41,15 +39,15 @@ def _config_from(theirs: Mapping[str, Any]) -> GPTConfig:
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     heads, hidden = theirs["num_attention_heads"], theirs["hidden_size"]
-    checks = {
-        "hidden_act": (theirs.get("hidden_act", "silu"), "silu"),
-        "rope_type": (kind, "default"),
-        "head_dim": (theirs.get("head_dim") or hidden // heads, hidden // heads),
-        "mlp_bias": (theirs.get("mlp_bias", False), theirs.get("attention_bias", False)),
-    }
-    for field, (found, wanted) in checks.items():
-        if found != wanted:
-            raise CheckpointError(f"{field}={found!r}: our GPT would need {field}={wanted!r}")
+    check_choices(
+        "GPT",
+        {
+            "hidden_act": (theirs.get("hidden_act", "silu"), "silu"),
+            "rope_type": (kind, "default"),
+            "head_dim": (theirs.get("head_dim") or hidden // heads, hidden // heads),
+            "mlp_bias": (theirs.get("mlp_bias", False), theirs.get("attention_bias", False)),
+        },
+    )
     return GPTConfig.llama(
         vocabulary_size=theirs["vocab_size"],
         sequence_length=theirs["max_position_embeddings"],
@@ -96,8 +94,9 @@ LLAMA = Family(
     ignored=(r"\.rotary_emb\.inv_freq$",),
     tied={"head.weight": "wte.weight"},
     build=GPT,
+    config_class=GPTConfig,
+    choices={"norm": "rms", "position": "rope", "mlp": "swiglu"},
     config_from=_config_from,
     config_to=_config_to,
     is_tied=lambda config: config.tie_embeddings,
-    hyper_parameters=lambda config: {"config": asdict(config)},
 )

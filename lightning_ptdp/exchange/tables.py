@@ -6,20 +6,22 @@ theirs; one that they store as (in, out) is ``transposed``. Nothing is computed:
     ours  blocks.3.attention.qkv.weight [q | k | v]        theirs  model.layers.3.self_attn.k_proj.weight
                                          ^ rows here
 
-To add a model: a module with a ``Family`` beside ``gpt2.py`` and ``llama.py``, and its name in ``families.py``.
+To add a model: a module with a ``Family`` beside ``gpt2.py``, ``llama.py`` and ``bert.py``, and its name in ``families.py``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Family", "Part", "Row"]
+from lightning_ptdp.checkpoint import CheckpointError
+
+__all__ = ["Family", "Part", "Row", "check_choices"]
 
 Sizes = Callable[[Any], Sequence[int]]
 
@@ -71,10 +73,12 @@ class Family:
         ignored: Regular expressions of names of theirs that hold no weights (masks, frequencies).
         tied: Our names that are tied to others, if the configuration ties them: alias -> name.
         build: Our configuration -> our model; called on the meta device.
+        config_class: The class of our configuration.
+        choices: Fields of our configuration that make it this model and no other: field -> value.
         config_from: Their configuration -> ours; raises a CheckpointError that names what ours lacks.
         config_to: Ours -> theirs; raises a CheckpointError that names what theirs lacks.
-        is_tied: Whether our configuration ties ``tied``.
-        hyper_parameters: Our configuration -> the arguments of the LightningModule around the model.
+        is_tied: Whether our configuration ties ``tied``; default: always.
+        older: What weights and biases are called in older files of theirs: name there -> name today.
     """
 
     model_type: str
@@ -84,14 +88,22 @@ class Family:
     ignored: tuple[str, ...]
     tied: Mapping[str, str]
     build: Callable[[Any], nn.Module]
+    config_class: type[Any]
+    choices: Mapping[str, Any]
     config_from: Callable[[Mapping[str, Any]], Any]
     config_to: Callable[[Any], dict[str, Any]]
-    is_tied: Callable[[Any], bool]
-    hyper_parameters: Callable[[Any], dict[str, Any]]
+    is_tied: Callable[[Any], bool] = lambda config: True
+    older: Mapping[str, str] = field(default_factory=dict)
+
+    def describes(self, config: Any) -> bool:
+        """Whether a configuration of ours is of this model."""
+        fits = isinstance(config, self.config_class)
+        return fits and all(getattr(config, name) == value for name, value in self.choices.items())
 
     def place(self, theirs: str, config: Any) -> Part | None:
         """Where a tensor of theirs lies in ours, or None if the table does not have it."""
         module, _, kind = theirs.rpartition(".")
+        kind = self.older.get(kind, kind)
         for row in self.rows:
             for number, name in enumerate(row.parts):
                 found = re.fullmatch(_pattern(name), module)
@@ -127,6 +139,17 @@ class Family:
     def is_ignored(self, theirs: str) -> bool:
         """Whether a tensor of theirs holds no weights."""
         return any(re.search(pattern, theirs) for pattern in self.ignored)
+
+
+def check_choices(model: str, choices: Mapping[str, tuple[Any, Any]]) -> None:
+    """Compare fields of their configuration with the only value that our ``model`` has: field -> (found, wanted).
+
+    Raises:
+        CheckpointError: They differ; names the field and both values.
+    """
+    for name, (found, wanted) in choices.items():
+        if found != wanted:
+            raise CheckpointError(f"{name}={found!r}: our {model} would need {name}={wanted!r}")
 
 
 def _pattern(name: str) -> str:

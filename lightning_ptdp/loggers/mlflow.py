@@ -51,6 +51,8 @@ class MLFlowLogger(Logger):
         artifact_location: Where artifacts go; None: ``<save_dir>/artifacts`` for the default store, else the server's choice.
         run_id: Resume this run: metrics are appended, only parameters that it does not have yet are logged.
         log_model: Copy checkpoints to the artifacts, as Lightning's logger does: False, True (at the end) or "all".
+        log_system_metrics: Also log CPU, memory, disk, network and GPUs of rank 0's machine every 10 seconds, by MLflow's own monitor
+            (``MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL`` is another interval, in seconds).
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class MLFlowLogger(Logger):
         artifact_location: str | None = None,
         run_id: str | None = None,
         log_model: bool | str = False,
+        log_system_metrics: bool = False,
     ) -> None:
         super().__init__()
         folder = Path(save_dir).absolute()
@@ -82,6 +85,8 @@ class MLFlowLogger(Logger):
             "artifact_location": artifact_location,
             "log_model": log_model,
         }
+        self._log_system_metrics = log_system_metrics
+        self._monitor: Any = None
         self._inner: LightningMLFlowLogger | None = None
         self._writer: BackgroundWriter[Any] | None = None
         self._opened_by: int | None = None
@@ -182,6 +187,9 @@ class MLFlowLogger(Logger):
         """Flush, and end the run as FINISHED, or FAILED for any status but "success" and "finished"."""
         if self._is_open():
             self._finalized = True
+            if self._monitor is not None:
+                self._monitor.finish()
+                self._monitor = None
             self.save()
             self._open().finalize(status if status in ("success", "finished") else "failed")
 
@@ -195,6 +203,7 @@ class MLFlowLogger(Logger):
             self._inner, self._opened_by, self._finalized = self._connect(), os.getpid(), False
             self._run_id = self._inner.run_id
             self._writer = BackgroundWriter(self._write_metrics)
+            self._monitor = self._start_monitor() if self._log_system_metrics else None
             if multiprocessing.parent_process() is not None:
                 # A worker that fails ends without Lightning's finalize, and without Python's atexit.
                 util.Finalize(None, self._end_at_exit, exitpriority=10)
@@ -220,6 +229,15 @@ class MLFlowLogger(Logger):
                 client.set_tag(self._run_id, key, value)
         return inner
 
+    def _start_monitor(self) -> Any:
+        """MLflow's thread that logs what the machine does; a run that goes on counts its samples on."""
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        with _quiet("mlflow.system_metrics.system_metrics_monitor"):
+            monitor = SystemMetricsMonitor(self._run_id, resume_logging=True, tracking_uri=self._tracking_uri)
+            monitor.start()
+        return monitor
+
     def _write_metrics(self, metrics: Sequence[Any]) -> None:
         assert self._inner is not None
         self._inner.experiment.log_batch(self._run_id, metrics=metrics)
@@ -229,7 +247,7 @@ class MLFlowLogger(Logger):
             self.finalize("failed")
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_inner": None, "_writer": None, "_opened_by": None}
+        return self.__dict__ | {"_inner": None, "_writer": None, "_monitor": None, "_opened_by": None}
 
 
 def _find_run(inner: LightningMLFlowLogger, run_id: str | None) -> Any:

@@ -87,11 +87,20 @@ class LitGPT(pl.LightningModule):
         return self._step(batch, "test_loss", sync_dist=True)
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Scores of each sample: ``nll``, its summed negative log-likelihood (b,) float32, and ``token_count`` (b,) int64.
+        """``token_nll``, the negative log-likelihood of each label, 0 where it is ignored, (b, s) float32, and ``counted``, where it is
+        not, (b, s) bool.
 
-        The score and not the predicted token, since it needs no rank to hold the logits of the whole vocabulary.
+        Scores and not the predicted tokens, since they need no rank to hold the logits of the whole vocabulary; and of tokens, since a
+        rank of a context group, which sees a part of the sequence, cannot sum over the whole. ``summarize_predictions`` does.
         """
-        return {"nll": self._token_losses(batch).sum(1, dtype=torch.float32), "token_count": _counted(batch).sum(1)}
+        return {"token_nll": self._token_losses(batch).float(), "counted": _counted(batch)}
+
+    def summarize_predictions(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What ``predict_step`` gives, for each sample: ``nll``, the sum, ``loss``, the mean, and ``perplexity``, its exponential, (b,)
+        float32; and ``token_count`` (b,) int64."""
+        nll, token_count = outputs["token_nll"].sum(1), outputs["counted"].sum(1)
+        loss = nll / token_count.clamp(min=1)
+        return {"nll": nll, "token_count": token_count, "loss": loss, "perplexity": loss.exp()}
 
     def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add the batch to the perplexity, which is over all validation loaders."""

@@ -10,7 +10,7 @@ schedules, steps) has a file each.
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, ClosedForm, least_microbatches
-from lightning_ptdp.planner.devices import DEVICES, Device, Link, find_device
+from lightning_ptdp.planner.devices import DEVICES, Device, Link, find_device, known_peak_flops
 from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, find_precision
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, rank_memory, static_bytes
@@ -42,6 +42,7 @@ __all__ = [
     "fullest_rank",
     "head_time",
     "input_time",
+    "known_peak_flops",
     "layer_activations",
     "layer_parameters",
     "layer_time",

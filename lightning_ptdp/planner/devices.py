@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
-__all__ = ["DEVICES", "Device", "Link", "find_device"]
+__all__ = ["DEVICES", "Device", "Link", "find_device", "known_peak_flops"]
 
 _GIB = 2**30
 
@@ -167,3 +167,13 @@ def find_device(name: str) -> Device:
     near = difflib.get_close_matches(wanted, DEVICES, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"device={name!r} is unknown: {hint}The devices are {', '.join(DEVICES)}")
+
+
+def known_peak_flops(device: str, precision: str) -> float | None:
+    """The data sheet's dense peak of a GPU that calls itself ``device`` ("NVIDIA H100 80GB HBM3"), in Lightning's ``precision``; None if
+    it is none of the presets."""
+    words = device.lower().replace("-", " ").split()
+    for name, preset in DEVICES.items():
+        if name != "cpu" and name.partition("-")[0] in words:
+            return preset.peak(2 if "16" in precision else 4)
+    return None

@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from lightning_ptdp._lightning import lightning_names
 from lightning_ptdp.strategy.stopping import ending_children_on_sigterm
 
-__all__ = ["make_launcher"]
+__all__ = ["InProcessLauncher", "make_launcher"]
 
 
 def make_launcher(strategy: Any, namespace: str, start_method: str) -> Any:
-    """The launcher that starts this node's processes with ``start_method``."""
+    """The launcher that starts this node's processes with ``start_method``; one process alone is this one, whatever the method."""
+    if strategy.num_nodes * strategy.num_processes == 1:
+        return InProcessLauncher(strategy)
     subprocesses, workers = _launcher_classes(namespace)
     if start_method == "popen":
         return subprocesses(strategy)
     return workers(strategy, start_method)
+
+
+class InProcessLauncher:
+    """Starts nothing. A forked child would inherit the threads' locks of a notebook or a test run, but not their threads."""
+
+    is_interactive_compatible = True
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Check, then call ``function``."""
+        self._strategy.check_before_launch(trainer, args)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        """There is no other process to hand a signal to."""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """Instead of results: the processes ended themselves (SIGTERM). Without it the main process would wait for results forever."""
 
 
 @lru_cache(maxsize=2)
@@ -51,9 +76,22 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
             self._strategy.check_before_launch(trainer, args)
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
+        def _wrapping_function(self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *queues: Any) -> None:
+            try:
+                super()._wrapping_function(process_idx, trainer, function, args, kwargs, *queues)
+            except SystemExit as end:
+                if process_idx == 0 and not end.code:
+                    queues[0].put(_Ended())
+                raise
+
         def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
             with self._strategy.whole_state_dict(trainer.lightning_module):
                 return super()._collect_rank_zero_results(trainer, results)
+
+        def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+            if isinstance(worker_output, _Ended):
+                raise SystemExit
+            super()._recover_results_in_main_process(worker_output, trainer)
 
         __reduce__ = reduce
 

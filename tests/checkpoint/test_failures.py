@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, _dcp, read_full, read_metadata, same_outcome, save_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    _dcp,
+    read_full,
+    read_metadata,
+    same_outcome,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from lightning_ptdp.checkpoint import files as files_module
 from lightning_ptdp.tensor_parallel.sharding import Piece, Sharding
 from tests.pool import Pool
@@ -58,6 +66,12 @@ def _uncovered(rank: int) -> dict[str, Any]:
     return {"tensors": _half(0, 2.0)}
 
 
+def _overlapping(rank: int) -> dict[str, Any]:
+    tensor, _ = _half(rank, 2.0)["model/w"]
+    piece = Piece(local=(0,), full=(rank * (ROWS - 10),), size=(ROWS,))
+    return {"tensors": {"model/w": (tensor, Sharding(full_shape=(2 * ROWS,), local_shape=(ROWS,), pieces=(piece,)))}}
+
+
 def _class_in_the_state(rank: int) -> dict[str, Any]:
     return {"tensors": _half(rank, 2.0), "state": {"callbacks": {"mine": [1, object()]}}}
 
@@ -70,7 +84,8 @@ CASES: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     (_disk_full, r"rank 1: .*OSError: .*File too large"),
     (_wrong_local_shape, r"rank 1: 'model/w' has the local shape \(3,\), but its sharding says \(200000,\)"),
     (_other_dtype, r"'model/w' is torch.float32 .* on rank 0, but torch.bfloat16 of \(400000,\) on rank 1"),
-    (_uncovered, r"'model/w': the rectangles to save cover 200000 of 400000 elements|invalid fill"),
+    (_uncovered, r"'model/w': the rectangles to save cover 200000 of 400000 elements; \[200000:400000\] is in none of them"),
+    (_overlapping, r"'model/w': of the rectangles to save, \[199990:399990\] has elements that are in another one too"),
     (_class_in_the_state, r"rank 0: state\['callbacks'\]\['mine'\]\[1\] is a builtins.object"),
     (_not_json, r"rank 0: metadata\['layout'\] = \{1, 2\} cannot be written as JSON"),
 ]
@@ -100,10 +115,13 @@ def test_rectangles_must_cover_in_one_process_too(tmp_path: Path, monkeypatch: p
     with pytest.raises(CheckpointError, match="the rectangles to save cover 10 of 20 elements"):
         save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
     with monkeypatch.context() as patch:
-        patch.setattr(_dcp, "_check_volume", lambda *_: None)
+        patch.setattr(_dcp, "_check_whole_tensors", lambda *_: None)
         save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
-    with pytest.raises(CheckpointError, match="the rectangles to load cover 10 of 20 elements"):
+    words = r"'model/w': the rectangles {} cover 10 of 20 elements; \[10:20\] is in none of them"
+    with pytest.raises(CheckpointError, match=words.format("to load")):
         read_full(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=words.format(f"in {tmp_path / 'c'}")):
+        verify_checkpoint(tmp_path / "c")
 
 
 def _save_twice(rank: int, path: str) -> None:

@@ -19,7 +19,10 @@ from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
 
 Run = Callable[..., tuple[int, str, str]]
 
-VERBS = ["fit", "validate", "test", "prepare", "generate", "convert", "ckpt", "recipes", "plan", "timeline"]
+VERBS = [
+    "fit", "validate", "test", "predict", "prepare", "generate", "convert", "ckpt", "recipes", "plan", "timeline", "bench", "doctor",
+    "completion",
+]  # fmt: skip
 
 
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:
@@ -27,13 +30,17 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
 import sys
 from lightning_ptdp.cli import main
 assert main(["--help"]) == 0 and main([]) == 0 and main(["--version"]) == 0 and main(["recipes", "list"]) == 0
-assert main(["fti"]) == 2 and main(["fit", "--config", "gpt/nanoo"]) == 2 and main(["recipes", "--help"]) == 0
+for verb in ("doctor", "completion", "plan", "timeline", "generate", "convert", "ckpt"):
+    assert main([verb, "--help"]) == 0
+assert main(["fit", "--launcher", "slurm", "--config", "gpt/124m", "--dry-run"]) == 0
+assert main(["docter"]) == 2 and main(["fti"]) == 2 and main(["fit", "--config", "gpt/nanoo"]) == 2 and main(["recipes", "--help"]) == 0
 assert "torch" not in sys.modules and "lightning" not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for verb in VERBS:
         assert f"\n  {verb} " in result.stdout
     assert "did you mean 'fit'?" in result.stderr
+    assert "did you mean 'doctor'?" in result.stderr
     assert "did you mean 'gpt/nano'?" in result.stderr
 
 

@@ -55,6 +55,8 @@ class LitScript(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, *_):
+        if "terminate_ranks" in SETTINGS:
+            (FOLDER / f"step-{self.global_rank}").write_text(str(self.global_step))
         if self.global_step == 3:
             (FOLDER / f"running-{self.global_rank}").write_text(str(os.getpid()))
 
@@ -85,11 +87,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    try:
-        trainer.fit(module, data)
-    except SystemExit:  # Lightning's answer to SIGTERM
-        (FOLDER / f"ended-{trainer.global_rank}").write_text(str(trainer.global_step))
-        raise
+    trainer.fit(module, data)
     result = {
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,

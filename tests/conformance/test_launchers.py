@@ -139,12 +139,13 @@ def test_sigterm_to_the_first_process_ends_all(tmp_path: Path) -> None:
         script.finish(40)
 
 
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
-def test_sigterm_while_another_stage_waits_for_this_one(tmp_path: Path, ranks: list[int]) -> None:
-    settings = {"layout": P2, "max_steps": -1, "terminate_ranks": ranks}
+@pytest.mark.parametrize(("ranks", "start_method"), [([0], "popen"), ([1], "fork"), ([0, 1], "fork")], ids=str)
+def test_sigterm_while_another_stage_waits_for_this_one(tmp_path: Path, ranks: list[int], start_method: str) -> None:
+    settings = {"layout": {**P2, "start_method": start_method}, "max_steps": -1, "terminate_ranks": ranks}
     with started(tmp_path, settings) as script:
         script.finish()
-    assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["4", "4"], script.output
+    assert [(tmp_path / f"step-{rank}").read_text() for rank in range(2)] == ["4", "4"], script.output
+    assert not results(tmp_path), "fit returned as if it was done"
 
 
 def test_sigterm_before_training_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -139,3 +139,29 @@ def test_exception_on_one_forked_rank_ends_all_and_is_shown(fresh: Pool) -> None
     with pytest.raises(WorkerFailure, match="the user's own mistake") as failure:
         fresh.run(forked, world_size=1, args=(place, LitFails), limit=60.0)
     assert "in training_step" in str(failure.value)
+
+
+class LitNotes(LitNet):
+    """Keeps what only the process that trains could know."""
+
+    pid = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.pid = os.getpid()
+        return super().training_step(batch, batch_idx)
+
+
+def one_process(rank: int, start_method: str) -> None:
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    before = dict(os.environ)
+    trainer, net = make_trainer(Place(layout={"start_method": start_method})), LitNotes()
+    trainer.fit(net, loader(), loader())
+    assert net.pid == os.getpid()
+    assert len(trainer.predict(net, loader())) > 0
+    assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {}, "a later Trainer would see it"
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork", "spawn"])
+def test_a_process_alone_is_this_one(pool: Pool, start_method: str) -> None:
+    pool.run(one_process, world_size=1, args=(start_method,))

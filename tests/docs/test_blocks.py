@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ PAGES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "README.md"
 WORDS = ["the", "a", "stage", "rank", "layer", "sends", "waits", "holds", "its", "gradient", "forward", "backward", "then", "of"]
 # A block that cannot run in a test needs a reason in front of it; a new one is a decision, made here.
 MOST_NOT_RUN = 6
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """A worker that nothing else has used: blocks fork processes, and threads of earlier tests would not live on in them."""
+    workers = Pool()
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="module")

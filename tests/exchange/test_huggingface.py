@@ -173,7 +173,10 @@ def _edit(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "opt"}, r"model_type='opt'; our own models are read from and written to 'gpt2', 'llama'"),
+        (
+            {"model_type": "opt"},
+            r"model_type='opt'; our own models are read from and written to 'gpt2', 'llama', 'bert', 'megatron-bert'",
+        ),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu': our GPT would need hidden_act='silu'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_type='llama3': our GPT would need rope_type='default'"),
         ({"num_hidden_layers": 4}, r"lacks \['model\.layers\.3\."),
@@ -210,9 +213,9 @@ def test_damaged_folders(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -
 def test_models_that_hugging_face_does_not_have(tmp_path: Path) -> None:
     config = replace(GPT2, position="rope")
     for hyper_parameters, words in (
-        ({"config": vars(config)}, r"neither a GPT-2 .* nor a Llama"),
+        ({"config": vars(config)}, r"no model with norm='layer', position='rope', mlp='gelu': 'gpt2' has .*; 'llama' has"),
         ({"config": vars(replace(GPT2, bias=False))}, r"has biases .* bias=False"),
-        ({"config": {"hidden_sise": 3}}, r"not one of our models'"),
+        ({"config": {"hidden_sise": 3}}, r"not one of our models' .* its fields are \['hidden_sise'\]"),
         ({}, r"name that model's config\.json"),
     ):
         one = {"model/model.w": (torch.ones(2), Sharding.replicated((2,)))}

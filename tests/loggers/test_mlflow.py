@@ -6,6 +6,8 @@ import copy
 import multiprocessing
 import pickle
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,19 @@ def test_a_store_that_cannot_work_is_found_at_once(tmp_path: Path, kind: str) ->
         logger.check()
     with pytest.raises(ValueError, match=r"(save_dir|tracking_uri)='"):
         logger.log_metrics({"loss": 1.0}, 0)
+
+
+def test_what_the_machine_does_is_logged_and_counted_on(save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+    run_id, steps = None, []
+    for _ in range(2):
+        logger = MLFlowLogger(save_dir=str(save_dir), run_id=run_id, log_system_metrics=True)
+        run_id, name = logger.run_id, "system/cpu_utilization_percentage"
+        seen, deadline = len(steps), time.monotonic() + 60
+        while len(history(logger, name)) <= seen:
+            assert time.monotonic() < deadline
+        assert pickle.loads(pickle.dumps(logger)).tracking_uri == logger.tracking_uri
+        logger.finalize("success")
+        assert not any(thread.name == "SystemMetricsMonitor" for thread in threading.enumerate())
+        steps = [step for step, _ in history(logger, name)]
+    assert steps == list(range(len(steps)))

@@ -101,7 +101,7 @@ def test_predict_scores_each_sample() -> None:
     lit, ignored = built(LLAMA).eval(), torch.zeros(3, 8, dtype=torch.bool)
     ignored[1, 3:] = True
     batch = batch_of(61, ignored=ignored)
-    scores = lit.predict_step(batch, 0)
+    scores = lit.summarize_predictions(lit.predict_step(batch, 0))
     assert scores["token_count"].tolist() == [8, 3, 8]
     losses = -lit(batch["input_ids"]).log_softmax(-1).gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(scores["nll"], losses.masked_fill(ignored, 0.0).sum(1))
@@ -135,7 +135,7 @@ def test_training_memorizes_a_sequence_and_greedy_generation_repeats_it(tmp_path
     assert trainer.test(lit, pattern_loader(), verbose=False)[0]["test_loss"] < 0.02
     predictions = trainer.predict(lit, pattern_loader())
     assert predictions is not None
-    assert [p["token_count"].tolist() for p in predictions] == [[12, 12], [12, 12]]
+    assert [p["counted"].sum(1).tolist() for p in predictions] == [[12, 12], [12, 12]]
 
 
 def test_perplexity_counts_tokens_and_not_batches(tmp_path: Path) -> None:

@@ -1,0 +1,8 @@
+"""``python -m lightning_ptdp`` is ``ptdp``."""
+
+import sys
+
+from lightning_ptdp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

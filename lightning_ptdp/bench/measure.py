@@ -1,0 +1,116 @@
+"""Steps of an ordinary fit, by the clock."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ptdp.bench.result import BenchResult
+from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
+from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
+from lightning_ptdp.pipeline.spans import Timeline
+from lightning_ptdp.planner import known_peak_flops
+
+__all__ = ["StepTimes"]
+
+
+class StepTimes(Callback):
+    """Measure optimizer steps and end the fit; global rank 0 writes a ``BenchResult``.
+
+    The clock runs from the end of one step to the end of the next; on a GPU the device is waited for there. After the measured steps
+    one more is recorded where there is a pipeline, for its bubble.
+
+    Args:
+        warmup: Steps before the measured ones.
+        steps: Steps that are measured.
+        file: Where the result is written.
+        peak_flops: Operations a second of which one device is capable; None: the data sheet's, where the device is known.
+    """
+
+    def __init__(self, *, warmup: int, steps: int, file: Path, peak_flops: float | None = None) -> None:
+        self._warmup, self._steps, self._file, self._peak_flops = warmup, steps, file, peak_flops
+        self._ends: list[float] = []
+        self._recorder: Recorder | None = None
+        self._timeline: Timeline | None = None
+        self._shape = (0, 0)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """After the measured steps, record."""
+        if self._measured and self._recorder is None:
+            self._recorder = Recorder(trainer.strategy.root_device)
+            trainer.strategy.observers.add(self._recorder)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Look at the clock; after the last step, gather and stop."""
+        if trainer.global_step <= len(self._ends):
+            return  # gradients are being accumulated
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+        self._ends.append(time.perf_counter())
+        if len(self._ends) == self._warmup and on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        if self._recorder is not None:
+            trainer.strategy.observers.remove(self._recorder)
+            self._timeline = self._recorder.gather(trainer.strategy.mesh.group("pipeline"))
+        if self._recorder is not None or (self._measured and not _has_pipeline(trainer)):
+            self._shape = batch_shape(batch)
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what was found."""
+        peaks = _gather(_peak_memory(trainer.strategy.root_device))
+        if trainer.is_global_zero:
+            self._result(trainer, pl_module, peaks).write(self._file)
+
+    @property
+    def _measured(self) -> bool:
+        return len(self._ends) >= self._warmup + self._steps
+
+    def _result(self, trainer: Trainer, module: LightningModule, peaks: list[int]) -> BenchResult:
+        ends = self._ends[self._warmup - 1 : self._warmup + self._steps]
+        rows, length = self._shape
+        samples = rows * replicas(trainer) * trainer.accumulate_grad_batches
+        device, precision = device_name(trainer.strategy.root_device), str(trainer.precision)
+        measured = self._timeline
+        layout = getattr(trainer.strategy, "layout", None)
+        return BenchResult(
+            layout=type(trainer.strategy).__name__ if layout is None else layout.describe(),
+            device=device,
+            precision=precision,
+            world_size=trainer.world_size,
+            samples=samples,
+            tokens=samples * length,
+            flops=samples * flops_per_sample(module, length),
+            seconds=tuple(after - before for before, after in itertools.pairwise(ends)),
+            peak_memory_bytes=tuple(peaks),
+            peak_flops=self._peak_flops or known_peak_flops(device, precision),
+            bubble=None if measured is None else float(measured.bubble_fraction),
+            ideal_bubble=None if measured is None else float(ideal_timeline(measured).bubble_fraction),
+        )
+
+
+def _has_pipeline(trainer: Trainer) -> bool:
+    return getattr(getattr(trainer.strategy, "layout", None), "pipeline_parallel_size", 1) > 1
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _gather(mine: int) -> list[int]:
+    if not dist.is_initialized():
+        return [mine]
+    gathered = [0] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered

@@ -1,0 +1,92 @@
+"""Random tokens in the shapes that a data module would give: nothing is read, nothing is prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from lightning_ptdp.batch_size import BatchPlan, RampUp
+from lightning_ptdp.data import BertDataModule, TextDataModule
+from lightning_ptdp.data.masking import number_to_predict
+from lightning_ptdp.data.stream import IGNORE_INDEX
+
+__all__ = ["SyntheticData"]
+
+Batch = dict[str, Tensor]
+
+_STEPS = 2**31
+_SPECIAL = 3  # [CLS] and two [SEP]
+
+
+class SyntheticData(LightningDataModule):
+    """The batches of a ``TextDataModule`` or ``BertDataModule`` in size and shape, with random contents: one batch a replica, again
+    and again. A ramp-up begins at its end.
+
+    Args:
+        like: The data module; it is not asked for data.
+    """
+
+    def __init__(self, like: TextDataModule) -> None:
+        super().__init__()
+        self.like = like
+        self.sequence_length, self.vocabulary_size = like.sequence_length, like.vocabulary_size
+
+    def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
+        """The sizes that the steps have after a ramp-up."""
+        return self.like.batch_plans(num_replicas=num_replicas)[-1:]
+
+    @property
+    def step_sizes(self) -> RampUp:
+        """Samples of every step, of all replicas."""
+        (plan,) = self.batch_plans(num_replicas=self._replica()[0])
+        return RampUp(start=plan.global_batch, stop=plan.global_batch, increment=1, samples=1)
+
+    def train_dataloader(self) -> _Again:
+        """The same batch for as long as it is wanted; the ranks of a replica have the same."""
+        num_replicas, replica = self._replica()
+        (plan,) = self.batch_plans(num_replicas=num_replicas)
+        return _Again(self._batch(plan.replica_batch, torch.Generator().manual_seed(replica)))
+
+    def _replica(self) -> tuple[int, int]:
+        strategy = self.trainer.strategy if self.trainer is not None else None
+        kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        return int(kwargs["num_replicas"]), int(kwargs["rank"])
+
+    def _batch(self, size: int, generator: torch.Generator) -> Batch:
+        s = self.sequence_length
+        tokens = torch.randint(self.vocabulary_size, (size, s + 1), generator=generator)
+        if not isinstance(self.like, BertDataModule):
+            return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        k = number_to_predict(s - _SPECIAL, self.like.mask_probability)
+        positions = torch.rand(size, s, generator=generator).argsort(dim=1)[:, :k].contiguous()
+        ids = tokens[:, :-1].contiguous()
+        return {
+            "input_ids": ids,
+            "token_type_ids": (torch.arange(s) >= s // 2).long().expand(size, s).contiguous(),
+            "attention_mask": torch.ones_like(ids),
+            "labels": torch.full_like(ids, IGNORE_INDEX).scatter(1, positions, ids.gather(1, positions)),
+            "masked_positions": positions,
+            "next_sentence_label": torch.randint(2, (size,), generator=generator),
+        }
+
+
+class _Again:
+    """A loader of one batch, without end as far as a benchmark is concerned."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch["input_ids"].size(0)
+
+    def __len__(self) -> int:
+        return _STEPS
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._batch

@@ -1,0 +1,125 @@
+"""Predictions as JSON lines, a line a sample, in the order of the samples whatever the layout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+__all__ = ["PredictionWriter"]
+
+_PADDING = -1
+
+Record = dict[str, Any]
+
+
+class PredictionWriter(Callback):
+    """Write what ``predict_step`` returns: a tensor, or a mapping of tensors, with a row a sample; or what the module's
+    ``summarize_predictions(outputs)`` makes of it, if it has one.
+
+    A line is ``{"sample": 7, "nll": 61.2, …}``; the number of the sample is there if the loader tells it, by a method ``indices(step)``
+    as ``EvaluationLoader`` has it, where -1 marks a row that only fills up its batch and is left out. Rank 0 gathers every batch from
+    the other replicas and writes it at once: a batch of all replicas is all that is held.
+
+    Args:
+        file: Where to; None prints the lines.
+
+    Raises:
+        ValueError: (while predicting) ``predict_step`` returns something else.
+    """
+
+    def __init__(self, file: str | None = None) -> None:
+        self._path = None if file is None else Path(file)
+        self._out: TextIO | None = None
+        self._written = 0
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the file."""
+        self._written = 0
+        if trainer.is_global_zero and self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._out = self._path.open("w", encoding="utf-8")
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Gather the replicas' rows and write them."""
+        summarize = getattr(pl_module, "summarize_predictions", None)
+        if callable(summarize):
+            outputs = summarize(outputs)
+        records = list(_records(outputs, _indices(trainer, batch_idx, dataloader_idx)))
+        gathered = _from_all_replicas(trainer, records)
+        if trainer.is_global_zero:
+            out = self._out or sys.stdout
+            for record in (one for replica in gathered for one in replica):
+                out.write(json.dumps(record) + "\n")
+                self._written += 1
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the file and say where it is."""
+        if self._out is not None:
+            rank_zero_info(f"{self._written} predictions written to {self._path}")
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep what was written."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._out is not None:
+            self._out.close()
+        elif sys.stdout is not None:
+            sys.stdout.flush()
+        self._out = None
+
+
+def _indices(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> list[int] | None:
+    loader = trainer.predict_dataloaders
+    if isinstance(loader, (list, tuple)):
+        loader = loader[dataloader_idx]
+    tell = getattr(loader, "indices", None)
+    return list(tell(batch_idx)) if callable(tell) else None
+
+
+def _records(outputs: Any, indices: list[int] | None) -> Iterator[Record]:
+    columns = {"prediction": outputs} if isinstance(outputs, Tensor) else outputs
+    if not isinstance(columns, Mapping) or not all(isinstance(value, Tensor) and value.dim() for value in columns.values()):
+        raise ValueError(
+            f"predict_step returned {_kind(outputs)}: predictions are written from a tensor, or a mapping of tensors, with a row a sample; "
+            "for anything else give the Trainer a BasePredictionWriter of your own"
+        )
+    lists = {str(name): value.detach().to("cpu").tolist() for name, value in columns.items()}
+    for row, values in enumerate(zip(*lists.values(), strict=True)):
+        record = dict(zip(lists, values, strict=True))
+        if indices is None:
+            yield record
+        elif indices[row] != _PADDING:
+            yield {"sample": indices[row], **record}
+
+
+def _kind(outputs: Any) -> str:
+    if isinstance(outputs, Mapping):
+        return "a mapping of " + ", ".join(sorted({type(value).__name__ for value in outputs.values()}))
+    return "a " + type(outputs).__name__
+
+
+def _from_all_replicas(trainer: Trainer, records: list[Record]) -> list[list[Record]]:
+    """What every replica has, in order, on rank 0; collective."""
+    mesh = getattr(trainer.strategy, "mesh", None)
+    if mesh is None:
+        ranks, handle = list(range(trainer.world_size)), None
+    else:
+        group = mesh.group("data")
+        ranks, handle = list(group.ranks), group.handle
+    if len(ranks) == 1:
+        return [records]
+    gathered: list[Any] | None = [None] * len(ranks) if dist.get_rank() == ranks[0] else None
+    dist.gather_object(records, gathered, dst=ranks[0], group=handle)
+    return gathered or []

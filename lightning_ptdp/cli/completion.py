@@ -1,0 +1,136 @@
+"""``ptdp completion``: completions for the shell, which asks at every TAB; so nothing here imports torch.
+
+Verbs and recipes are listed. The options of fit and its like are the keys of the configuration that the line names; those of all other
+verbs are read from their help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.recipe_files import find_config, recipe_names
+
+__all__ = ["complete", "run"]
+
+_SCRIPTS = {
+    "bash": """\
+_ptdp() {
+    local IFS=$'\\n'
+    COMPREPLY=($(ptdp completion words -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _ptdp ptdp
+""",
+    "zsh": """\
+#compdef ptdp
+_ptdp() {
+    local -a found
+    found=(${(f)"$(ptdp completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    if (( $#found )); then compadd -a found; else _files; fi
+}
+compdef _ptdp ptdp
+""",
+    "fish": """\
+complete -c ptdp -a '(ptdp completion words -- (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+""",
+}
+_DESCRIPTION = """\
+Print the completions of a shell:
+
+  eval "$(ptdp completion bash)"           in ~/.bashrc
+  eval "$(ptdp completion zsh)"            in ~/.zshrc, after compinit
+  ptdp completion fish | source            in ~/.config/fish/config.fish"""
+
+_EXAMPLE = "gpt/nano"
+_CONFIG_OPTIONS = ("--config", "-c", "--recipe")
+_COMMON = ("--help", "--config", "--print_config", "--ckpt_path", "--debug")
+# verb: its options that are no keys of a configuration file
+_OWN: Mapping[str, Sequence[str]] = {
+    "fit": ("--resume", "--init_from", "--launcher"),
+    "validate": (),
+    "test": (),
+    "predict": ("--output",),
+    "prepare": (),
+    "bench": ("--warmup", "--steps", "--peak_tflops", "--compare", "--json"),
+}
+_VALUES = {"--launcher": ("slurm", "torchrun"), "--resume": ("auto",)}
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_COMMAND = re.compile(r"^    ([a-z]+)(?: |$)", re.MULTILINE)
+
+
+def run(verb: str, arguments: list[str]) -> int:
+    """Print a shell's script; or, for the script, the words that may stand at the end of a line."""
+    parser = argparse.ArgumentParser(
+        prog=f"ptdp {verb}", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shell", choices=(*_SCRIPTS, "words"), help="words: what a script asks for")
+    parser.add_argument("line", nargs="*", help="words: the line so far, without ptdp")
+    options = parser.parse_args(arguments)
+    print(_SCRIPTS[options.shell] if options.shell in _SCRIPTS else "\n".join(complete(options.line)))
+    return 0
+
+
+def complete(line: Sequence[str]) -> list[str]:
+    """The words that the last one of ``line``, which may be empty, can become; none where a file or a free value stands."""
+    *before, current = line or [""]
+    return sorted({word for word in _candidates(before, current) if word.startswith(current)})
+
+
+def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
+    from lightning_ptdp.cli.entry import VERBS
+
+    if not before:
+        return [*VERBS, "--help", "--version"]
+    verb, previous = before[0], before[-1]
+    if verb not in VERBS:
+        return []
+    if previous in _CONFIG_OPTIONS or (verb, previous) == ("recipes", "show"):
+        return recipe_names()
+    if previous in _VALUES:
+        return _VALUES[previous]
+    if verb in _OWN:
+        return [*_COMMON, *_OWN[verb], *_keys(before)] if current.startswith("-") else []
+    module = importlib.import_module(VERBS[verb][0])
+    commands = _COMMAND.findall(_help(module, verb, []))
+    if len(before) == 1 and commands and not current.startswith("-"):
+        return commands
+    return _OPTION.findall(_help(module, verb, before[1:2] if before[1:2] and before[1] in commands else []))
+
+
+def _keys(before: Sequence[str]) -> list[str]:
+    """The keys of the configuration on the line as options; of a recipe that has the usual ones if there is none."""
+    given = [value for option, value in pairwise(before) if option in _CONFIG_OPTIONS]
+    try:
+        values = resolve_config(find_config(given[-1] if given else _EXAMPLE)).values
+    except UserError:
+        return []
+    return [f"--{'.'.join(path)}" for path in _paths(values)]
+
+
+def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """As on the command line: without ``init_args``, and a class under its own name."""
+    for key, value in values.items():
+        below = list(_paths(value)) if isinstance(value, Mapping) else []
+        if key == "init_args":
+            yield from below
+        elif key == "class_path":
+            yield ()
+        elif below:
+            yield from ((str(key), *path) for path in below)
+        else:
+            yield (str(key),)
+
+
+def _help(module: Any, verb: str, command: Sequence[str]) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        module.run(verb, [*command, "--help"])
+    return said.getvalue()

@@ -1,0 +1,179 @@
+"""``ptdp fit --launcher slurm|torchrun``: the script that starts the same fit on many devices, shown, written or run.
+
+Nothing here imports torch: a script is there at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.launch_scripts import LaunchJob, slurm_script, torchrun_script
+from lightning_ptdp.cli.recipe_files import find_config
+from lightning_ptdp.layout import ParallelLayout
+
+__all__ = ["parser", "run", "wants_launcher"]
+
+_DESCRIPTION = """\
+Make a script that trains on many devices, and start it. All other options are those of ptdp fit and go into the script.
+
+slurm: one task a device; the job saves before it is taken away, goes back into the queue and continues (--resume auto).
+torchrun: on every node; after a failure all processes are started again and continue."""
+
+_SCRIPTS = {"slurm": slurm_script, "torchrun": torchrun_script}
+_CORES = 8
+_DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "context_parallel_size")
+
+
+def wants_launcher(arguments: Sequence[str]) -> bool:
+    """Whether a command line of ``ptdp fit`` asks for a script."""
+    return any(argument == "--launcher" or argument.startswith("--launcher=") for argument in arguments)
+
+
+def parser(verb: str) -> argparse.ArgumentParser:
+    """The options beside those of ``ptdp fit``."""
+    options = argparse.ArgumentParser(
+        prog=f"ptdp {verb}", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    options.add_argument("--launcher", choices=tuple(_SCRIPTS), required=True, help="who starts the processes")
+    options.add_argument("--dry-run", action="store_true", help="print the script and start nothing")
+    options.add_argument("--output", type=Path, metavar="FILE", help="write the script there and start nothing")
+    options.add_argument("--nodes", type=int, metavar="N", help="machines (default: trainer.num_nodes)")
+    options.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="devices, and processes, of each (default: trainer.devices)"
+    )
+    options.add_argument("--cpus-per-task", type=int, metavar="N", help=f"cores of a process (default {_CORES}, on CPU 1)")
+    options.add_argument("--job-name", metavar="NAME", help="default: the configuration's name")
+    slurm = options.add_argument_group("slurm")
+    slurm.add_argument("--partition", metavar="NAME")
+    slurm.add_argument("--account", metavar="NAME")
+    slurm.add_argument("--time", metavar="H:MM:SS", help="limit of the job")
+    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="another option, as --sbatch=--qos=high")
+    torchrun = options.add_argument_group("torchrun")
+    torchrun.add_argument("--max-restarts", type=int, default=3, metavar="N", help="after failures (default 3)")
+    torchrun.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where nodes meet (default: $MASTER_ADDR:$MASTER_PORT)")
+    return options
+
+
+def run(verb: str, arguments: list[str]) -> int:
+    """Show, write or run the script; the exit code, of torchrun or sbatch if it is run.
+
+    Raises:
+        UserError: There is no configuration, or nobody to run the script here.
+        ValueError: The layout does not fit the devices.
+    """
+    options, rest = parser(verb).parse_known_args(arguments)
+    script = _SCRIPTS[options.launcher](_job(options, rest))
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(script, encoding="utf-8")
+        options.output.chmod(0o755)
+        print(f"written: {options.output}")
+        return 0
+    if options.dry_run:
+        print(script, end="")
+        return 0
+    return _submit(script) if options.launcher == "slurm" else _start(script)
+
+
+def _submit(script: str) -> int:
+    if shutil.which("sbatch") is None:
+        raise UserError("there is no sbatch on this machine: run this where SLURM is, or look at the script with --dry-run")
+    return subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
+
+
+def _start(script: str) -> int:
+    with tempfile.NamedTemporaryFile("w", suffix=".sh", delete=False) as file:
+        file.write(script)
+    try:
+        # The child gets a terminal's Ctrl-C too, and ends its workers.
+        return subprocess.run(["bash", file.name], check=False).returncode
+    finally:
+        os.unlink(file.name)
+
+
+def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
+    name = _given(rest, "config") or _given(rest, "c")
+    if name is None:
+        raise UserError("what is to be trained? Give --config, a recipe (ptdp recipes list) or a file")
+    config = resolve_config(find_config(name)).values
+    trainer: Mapping[str, Any] = config.get("trainer") or {}
+    devices = _number(options.gpus_per_node, "gpus-per-node", rest, "trainer.devices", trainer.get("devices"))
+    nodes = _number(options.nodes, "nodes", rest, "trainer.num_nodes", trainer.get("num_nodes", 1))
+    strategy = trainer.get("strategy")
+    gpus = (_given(rest, "trainer.accelerator") or trainer.get("accelerator", "auto")) != "cpu"
+    is_ours = _check_layout(strategy, rest, nodes * devices)
+    added = [f"--trainer.num_nodes={nodes}", f"--trainer.devices={devices}"]
+    if is_ours:
+        added.append("--trainer.strategy.start_method=popen")  # whoever starts the processes, it is not the strategy
+        if not any(_given(rest, key) for key in ("resume", "ckpt_path")):
+            added.append("--resume=auto")
+    return LaunchJob(
+        arguments=(*rest, *added),
+        nodes=nodes,
+        devices=devices,
+        gpus=gpus,
+        cpus_per_task=options.cpus_per_task or (_CORES if gpus else 1),
+        name=options.job_name or "-".join(Path(name.removesuffix(".yaml")).parts[-2:]).strip("-./"),
+        folder=Path.cwd(),
+        python=sys.executable,
+        sbatch=(*_sbatch(options), *options.sbatch),
+        max_restarts=options.max_restarts,
+        rendezvous=options.rdzv_endpoint,
+    )
+
+
+def _sbatch(options: argparse.Namespace) -> list[str]:
+    names = ("partition", "account", "time")
+    return [f"--{name}={getattr(options, name)}" for name in names if getattr(options, name)]
+
+
+def _check_layout(strategy: Any, rest: Sequence[str], world_size: int) -> bool:
+    """Whether the strategy is ours; then its degrees must fit the devices."""
+    chosen = _given(rest, "trainer.strategy")
+    named = strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy
+    if not str(chosen or named or "").rpartition(".")[2].startswith(("PTDPStrategy", "ptdp")):
+        return False
+    arguments = dict((strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {})
+    for name in (*_DEGREES, "sequence_parallel"):
+        value = _given(rest, f"trainer.strategy.{name}") or _given(rest, f"trainer.strategy.init_args.{name}")
+        if value is not None:
+            arguments[name] = yaml.safe_load(value)
+    degrees = {name: arguments[name] for name in (*_DEGREES, "sequence_parallel") if name in arguments}
+    ParallelLayout(world_size=world_size, **degrees)
+    return True
+
+
+def _number(option: int | None, name: str, rest: Sequence[str], key: str, configured: Any) -> int:
+    """A count from the launcher's option, from fit's, or from the configuration."""
+    given = _given(rest, key)
+    value = option if option is not None else given if given is not None else configured
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise UserError(f"{key}={value!r} is not a number of processes that a script can be made for: give --{name} 1 or more")
+    return number
+
+
+def _given(arguments: Sequence[str], key: str) -> str | None:
+    """The last value of an option, ``--key value`` or ``--key=value``."""
+    found, option = None, f"--{key}" if len(key) > 1 else f"-{key}"
+    for place, argument in enumerate(arguments):
+        if argument == option and place + 1 < len(arguments):
+            found = arguments[place + 1]
+        elif argument.startswith(f"{option}="):
+            found = argument.partition("=")[2]
+    return found

@@ -1,0 +1,57 @@
+"""``--trainer.strategy CLASS`` on the command line.
+
+The Trainer takes a name or an object for its strategy, so that a bare class would be taken for a name: the options that the
+configuration gives it would be lost, and Lightning would know no strategy of that name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["keep_strategy_options"]
+
+_OPTION = "--trainer.strategy"
+_CLASS = "PTDPStrategy"
+_CLASS_PATH = "lightning_ptdp.PTDPStrategy"
+_NAME = "ptdp"
+
+
+def keep_strategy_options(arguments: Sequence[str]) -> list[str]:
+    """A command line in which our strategy, if it is named, keeps the options of the configurations before it.
+
+    Args:
+        arguments: Configurations as ``--config=FILE`` or ``--config=TEXT``, in YAML without a base.
+    """
+    kept: list[str] = []
+    configured: Any = None
+    rest = iter(arguments)
+    for argument in rest:
+        option, given, value = argument.partition("=")
+        if option == "--config":
+            configured = _strategy_of(value, configured)
+        if option != _OPTION:
+            kept.append(argument)
+            continue
+        value = value if given else next(rest, "")
+        if value.rpartition(".")[2] != _CLASS and value != _NAME:
+            configured = None
+            kept.append(f"{_OPTION}={value}")
+        elif not _is_ours(configured):
+            kept.append(f"{_OPTION}={value if value == _NAME else json.dumps({'class_path': _CLASS_PATH})}")
+    return kept
+
+
+def _strategy_of(config: str, before: Any) -> Any:
+    text = config if "\n" in config else Path(config).read_text(encoding="utf-8") if Path(config).is_file() else ""
+    values = yaml.safe_load(text)
+    trainer = values.get("trainer") if isinstance(values, Mapping) else None
+    return trainer["strategy"] if isinstance(trainer, Mapping) and "strategy" in trainer else before
+
+
+def _is_ours(strategy: Any) -> bool:
+    return isinstance(strategy, Mapping) and str(strategy.get("class_path", "")).rpartition(".")[2] == _CLASS

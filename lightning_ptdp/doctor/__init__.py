@@ -1,0 +1,11 @@
+"""Whether this machine can train: checks that each find one thing out, and say what would mend it.
+
+A check is a function that returns a ``Check`` (or some) and never raises for what it looks for. ``inspect_all`` runs them in order;
+``render`` is for people, ``as_json`` for programs. Add one by writing the function beside its kin and naming it in ``inspection.py``.
+"""
+
+from lightning_ptdp.doctor.check import Check, Status
+from lightning_ptdp.doctor.inspection import Inspection, Question, inspect_all
+from lightning_ptdp.doctor.report import as_json, render
+
+__all__ = ["Check", "Inspection", "Question", "Status", "as_json", "inspect_all", "render"]

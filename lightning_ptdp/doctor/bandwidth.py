@@ -1,0 +1,129 @@
+"""How fast ranks talk: seconds and bytes a second of messages and collectives at a few sizes.
+
+Bytes a second are those of the links and comparable between numbers of ranks, as in NVIDIA's nccl-tests: an all-reduce of x bytes moves
+2 (n - 1) / n · x over each rank's link, a reduce-scatter or an all-gather of x bytes in all (n - 1) / n · x, a message x.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
+from lightning_ptdp.doctor.check import Check, ok, warning
+from lightning_ptdp.doctor.collectives import Place
+from lightning_ptdp.doctor.processes import Tell
+
+__all__ = ["SIZES", "Measurement", "check_links", "measure"]
+
+SIZES = (8 * 2**10, 2**20, 32 * 2**20)
+"""Bytes."""
+
+_BUDGET_S = 0.1
+_MOST = 50
+_LEAST = 3
+_ELEMENT = 4
+# Links of one kind differ by some 10 to 20 %.
+_SLOW = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The median of one operation.
+
+    Attributes:
+        operation: Its name; a message's with both ranks.
+        size: Bytes.
+        seconds: Of the slowest rank.
+        bytes_per_s: Over a rank's link.
+    """
+
+    operation: str
+    size: int
+    seconds: float
+    bytes_per_s: float
+
+
+def measure(place: Place, tell: Tell, sizes: Sequence[int] = SIZES) -> list[Measurement]:
+    """Messages between neighbours and three collectives; collective, and equal on all ranks."""
+    return [
+        _timed(place, tell, name, size, operation, share)
+        for size in sizes
+        for name, operation, share in _operations(place, -(-size // (_ELEMENT * place.size)) * place.size)
+    ]
+
+
+def check_links(measurements: Sequence[Measurement]) -> Check:
+    """Whether all neighbours are joined about equally well, by the largest messages."""
+    largest = max(one.size for one in measurements)
+    links = [one for one in measurements if one.size == largest and one.operation.startswith("send")]
+    slowest, quickest = min(links, key=lambda one: one.bytes_per_s), max(links, key=lambda one: one.bytes_per_s)
+    rates = dict.fromkeys(f"{one.bytes_per_s / 1e9:.2f}" for one in (slowest, quickest))
+    found = f"{' to '.join(rates)} GB/s between neighbours"
+    if slowest.bytes_per_s < _SLOW * quickest.bytes_per_s:
+        mend = "keep tensor-parallel ranks off this link, or look at its cable, its PCIe slot and nvidia-smi topo -m"
+        return warning("links", f"{found}; the slowest is {slowest.operation}", mend)
+    return ok("links", found)
+
+
+_Operation = Callable[[], None]
+
+
+def _operations(place: Place, count: int) -> Iterator[tuple[str, _Operation, float]]:
+    """(name, operation on ``count`` elements, part of the bytes that crosses a link)."""
+    n = place.size
+    whole, part = place.full(count, 1), place.full(count // n, 1)
+    for first in range(n if n > 2 else 1):
+        second = (first + 1) % n
+        yield f"send {first} to {second}", _there_and_back(place, whole, first, second), 2.0
+    yield "all-reduce", lambda: _discard(dist.all_reduce(whole)), 2 * (n - 1) / n
+    yield "reduce-scatter", lambda: _discard(reduce_scatter_single(part, whole, dist.group.WORLD)), (n - 1) / n
+    yield "all-gather", lambda: _discard(all_gather_single(whole, part, dist.group.WORLD)), (n - 1) / n
+
+
+def _there_and_back(place: Place, tensor: torch.Tensor, first: int, second: int) -> _Operation:
+    def run() -> None:
+        if place.rank == first:
+            dist.send(tensor, second)
+            dist.recv(tensor, second)
+        elif place.rank == second:
+            dist.recv(tensor, first)
+            dist.send(tensor, first)
+
+    return run
+
+
+def _timed(place: Place, tell: Tell, name: str, size: int, operation: _Operation, share: float) -> Measurement:
+    tell(f"{name} of {size} bytes")
+    operation()  # makes the connections
+    once = _agreed(place, _seconds(place, operation))
+    repetitions = min(max(int(_BUDGET_S / once), _LEAST), _MOST)
+    median = sorted(_seconds(place, operation) for _ in range(repetitions))[repetitions // 2]
+    seconds = _agreed(place, median)
+    trips = 2 if name.startswith("send") else 1
+    return Measurement(operation=name, size=size, seconds=seconds / trips, bytes_per_s=share * size / seconds)
+
+
+def _seconds(place: Place, operation: _Operation) -> float:
+    if place.device.type == "cuda":
+        torch.cuda.synchronize(place.device)
+    start = time.perf_counter()
+    operation()
+    if place.device.type == "cuda":
+        torch.cuda.synchronize(place.device)
+    return time.perf_counter() - start
+
+
+def _agreed(place: Place, seconds: float) -> float:
+    """The longest of all ranks."""
+    longest = place.full(1, seconds)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return max(longest.item(), 1e-9)
+
+
+def _discard(work: object) -> None:
+    """A blocking collective returns nothing of use."""

@@ -1,0 +1,145 @@
+"""All checks, in order: the table of contents of the doctor."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from lightning_ptdp.doctor.bandwidth import Measurement
+from lightning_ptdp.doctor.check import Check, Status, failed
+from lightning_ptdp.doctor.devices import check_devices, count_gpus
+from lightning_ptdp.doctor.folders import (
+    check_clock,
+    check_data_folder,
+    check_database_locks,
+    check_root_dir,
+    check_tracking_store,
+)
+from lightning_ptdp.doctor.installation import check_entry_points, check_packages, check_python, check_recipes
+from lightning_ptdp.doctor.machine import check_cores, check_memory, check_open_files, check_shared_memory
+from lightning_ptdp.doctor.processes import Tell, run_ranks
+from lightning_ptdp.doctor.ranks import check_ranks
+
+__all__ = ["Inspection", "Question", "Section", "inspect_all"]
+
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_SHARED_MEMORY = Path("/dev/shm")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be looked at.
+
+    Attributes:
+        processes: Number of ranks that are started.
+        backend: "gloo" or "nccl"; None: NCCL if there are as many GPUs.
+        root_dir: Where runs are to be written.
+        tracking_uri: An MLflow store or server; None: it is not looked at.
+        data_dir: Folder of prepared data; None: it is not looked at.
+        timeout_s: Limit of each part that can hang.
+    """
+
+    processes: int = 2
+    backend: str | None = None
+    root_dir: Path = Path()
+    tracking_uri: str | None = None
+    data_dir: Path | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """The checks of one subject."""
+
+    title: str
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """Everything that was found."""
+
+    sections: tuple[Section, ...]
+    measurements: tuple[Measurement, ...] = ()
+
+    def count(self, status: Status) -> int:
+        """Number of checks that ended so."""
+        return sum(check.status == status for section in self.sections for check in section.checks)
+
+
+def inspect_all(question: Question) -> Inspection:
+    """Look at everything."""
+    limit = question.timeout_s
+    gpus, devices = _limited(
+        "devices", limit, lambda: (count_gpus(), tuple(check_devices(question.processes))), lambda check: (0, (check,))
+    )
+    folders = _limited("folders", limit, lambda: tuple(_folders(question)), lambda check: (check,))
+    backend = question.backend or ("nccl" if gpus >= question.processes else "gloo")
+    ranks = check_ranks(count=question.processes, backend=backend, timeout_s=limit)
+    device = "GPUs" if backend == "nccl" else "CPU"
+    sections = (
+        Section(title="installation", checks=tuple(_installation())),
+        Section(title="machine", checks=tuple(_machine(question.processes, accelerated=backend == "nccl"))),
+        Section(title="devices", checks=devices),
+        Section(title="folders", checks=folders),
+        Section(title=f"ranks ({question.processes} on the {device}, {backend})", checks=ranks.checks),
+    )
+    return Inspection(sections=sections, measurements=ranks.measurements)
+
+
+def _limited(subject: str, timeout_s: float, look: Callable[[], _T], instead: Callable[[Check], _T]) -> _T:
+    """What ``look`` finds in a process of its own, which a dead file system or driver may hold for ever."""
+
+    def in_a_process(rank: int, tell: Tell) -> _T:
+        tell(subject)
+        return look()
+
+    outcome = run_ranks(in_a_process, count=1, timeout_s=timeout_s)
+    if 0 in outcome.results:
+        found: _T = outcome.results[0]
+        return found
+    said = outcome.errors.get(0, f"no answer within {timeout_s:g} s")
+    return instead(
+        failed(subject, said, "what hangs is a driver or a (network) file system: see dmesg, or give a longer --timeout")
+    )
+
+
+def _installation() -> Iterator[Check]:
+    from lightning_ptdp.cli.recipe_files import recipe_names
+
+    yield check_python()
+    yield from check_packages()
+    yield check_entry_points(os.environ)
+    yield check_recipes(recipe_names)
+
+
+def _machine(processes: int, *, accelerated: bool) -> Iterator[Check]:
+    memory = psutil.virtual_memory()
+    yield check_cores(cores=len(os.sched_getaffinity(0)), processes=processes, accelerated=accelerated)
+    yield check_memory(available=memory.available, total=memory.total, limit=_container_limit(), processes=processes)
+    yield check_shared_memory(shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None)
+    yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def _folders(question: Question) -> Iterator[Check]:
+    yield check_root_dir(question.root_dir)
+    yield check_database_locks(question.root_dir)
+    yield check_clock(question.root_dir)
+    if question.tracking_uri is not None:
+        yield check_tracking_store(question.tracking_uri, timeout_s=min(question.timeout_s, 5.0))
+    if question.data_dir is not None:
+        yield check_data_folder(question.data_dir)
+
+
+def _container_limit() -> int | None:
+    text = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
+    return None if text == "max" else int(text)

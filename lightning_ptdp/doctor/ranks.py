@@ -1,0 +1,106 @@
+"""Processes that form a group, as training does, use it and measure it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
+from lightning_ptdp.doctor.check import Check, failed, ok
+from lightning_ptdp.doctor.collectives import COLLECTIVES, Place
+from lightning_ptdp.doctor.processes import Outcome, Tell, run_ranks
+
+__all__ = ["RankCheck", "check_ranks"]
+
+_GROUP = "forming the group"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCheck:
+    """What the ranks found.
+
+    Attributes:
+        checks: The group and each collective.
+        measurements: Empty if the ranks did not come so far, or there is one.
+    """
+
+    checks: tuple[Check, ...]
+    measurements: tuple[Measurement, ...]
+
+
+def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
+    """Start ``count`` processes on this machine and let them use each collective once; then measure.
+
+    Args:
+        count: Number of processes.
+        backend: "gloo" (on the CPU) or "nccl" (on as many GPUs).
+        timeout_s: After so many seconds ranks that have not come through are named and ended.
+    """
+    outcome = run_ranks(_rank, count=count, args=(count, backend, _free_port(), timeout_s), timeout_s=timeout_s)
+    checks = tuple(_checks(outcome, count, backend, timeout_s))
+    measurements = outcome.results[0]["measurements"] if 0 in outcome.results else []
+    links = (check_links(measurements),) if measurements else ()
+    return RankCheck(checks=(*checks, *links), measurements=tuple(measurements))
+
+
+def _rank(rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    place = Place(rank=rank, size=count, device=device)
+    tell(_GROUP)
+    start = time.perf_counter()
+    # The parent's limit comes first and names the rank; torch's ends a process that lost its parent.
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count, timeout=timedelta(seconds=2 * timeout_s)
+    )
+    formed = time.perf_counter() - start
+    wrong = []
+    measurements: list[Measurement] = []
+    if count > 1:
+        for name, use in COLLECTIVES.items():
+            tell(name)
+            if not use(place):
+                wrong.append(name)
+        measurements = measure(place, tell)
+    tell("leaving the group")
+    dist.destroy_process_group()
+    return {"formed_s": formed, "wrong": wrong, "measurements": measurements}
+
+
+def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Iterator[Check]:
+    problem, said = outcome.explain(), {what for told in outcome.told.values() for what in told}
+    used = [name for name in COLLECTIVES if name in said]
+    if problem:
+        done = f"; right until then: {', '.join(used[:-1])}" if len(used) > 1 else ""
+        late = f" after {timeout_s:g} s" if outcome.late and not outcome.errors else ""
+        yield failed("group", f"{problem}{late}{done}", _mend(backend))
+        return
+    formed = max(result["formed_s"] for result in outcome.results.values())
+    yield ok("group", f"{count} {'process' if count == 1 else 'processes'} joined in {formed:.2f} s")
+    for name in used:
+        ranks = [str(rank) for rank, result in outcome.results.items() if name in result["wrong"]]
+        if ranks:
+            yield failed(name, f"a wrong answer on rank {', '.join(ranks)}", _mend(backend))
+        else:
+            yield ok(name, "right on all ranks")
+
+
+def _mend(backend: str) -> str:
+    if backend == "nccl":
+        return "NCCL_DEBUG=INFO shows what NCCL does; try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME, or --backend gloo"
+    return "GLOO_SOCKET_IFNAME=lo, or a longer --timeout; a firewall or a host name that does not resolve are the usual causes"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,72 @@
+"""Results and synthetic batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ptdp.bench import BenchResult, SyntheticData, render
+from lightning_ptdp.data import BertDataModule, TextDataModule
+
+
+def result(**changes: Any) -> BenchResult:
+    values: dict[str, Any] = {
+        "layout": "t2 p1 v1 d1",
+        "device": "cpu",
+        "precision": "32-true",
+        "world_size": 2,
+        "samples": 4,
+        "tokens": 400,
+        "flops": 8e12,
+        "seconds": (4.0, 1.0, 2.0),
+        "peak_memory_bytes": (2**30, 2**31),
+    }
+    return BenchResult(**(values | changes))
+
+
+def test_what_follows_from_the_measured_steps() -> None:
+    found = result(peak_flops=4e12)
+    assert (found.median_s, found.percentile_s(0), found.percentile_s(75), found.percentile_s(100)) == (2.0, 1.0, 3.0, 4.0)
+    assert (found.tokens_per_s, found.flops_per_s, found.mfu) == (200.0, 2e12, 0.5)
+    assert result().mfu is None
+    assert result(seconds=(3.0,)).percentile_s(90) == 3.0
+
+
+def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    found = result(bubble=0.25, ideal_bubble=0.2)
+    found.write(tmp_path / "result.json")
+    assert BenchResult.read(json.loads((tmp_path / "result.json").read_text())) == found
+    assert BenchResult.read(json.loads(json.dumps(found.as_dict()))) == found
+
+
+def test_layouts_stand_beside_each_other() -> None:
+    lines = render(
+        [result(), result(layout="t1 p2 v1 d1", seconds=(1.0,), bubble=0.5, ideal_bubble=0.25, flops=0.0)]
+    ).splitlines()
+    cells = {line[:22].strip(): line[22:].split() for line in lines}
+    assert len({len(line) for line in lines}) == 1, "columns are even"
+    assert cells["tokens/s"] == ["200", "400"]
+    assert cells["bubble, measured"] == ["-", "50.0%"]
+    assert cells["model TFLOP/s a device"] == ["2", "-"]
+    assert cells["speed, of the first"] == ["1.00", "2.00"]
+    assert "bubble" not in render([result()])
+
+
+def test_batches_have_the_sizes_of_the_data_module_which_is_not_read(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"data_dir": str(tmp_path), "vocabulary_size": 320, "sequence_length": 32, "micro_batch_size": 2}
+    gpt = SyntheticData(TextDataModule(**common, num_microbatches=3))
+    batch = next(iter(gpt.train_dataloader()))
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {"input_ids": (6, 32), "labels": (6, 32)}
+    assert torch.equal(batch["input_ids"][:, 1:], batch["labels"][:, :-1])
+    (plan,) = gpt.batch_plans(num_replicas=2)
+    assert (plan.replica_batch, plan.global_batch) == (6, 12)
+
+    bert = next(iter(SyntheticData(BertDataModule(**common)).train_dataloader()))
+    labelled = bert["labels"] != -100
+    assert labelled.sum(1).tolist() == [bert["masked_positions"].size(1)] * 2
+    assert torch.equal(bert["labels"][labelled], bert["input_ids"][labelled])
+    assert bert["next_sentence_label"].shape == (2,)
+    assert bert["token_type_ids"].unique().tolist() == [0, 1]

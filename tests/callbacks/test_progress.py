@@ -1,0 +1,84 @@
+"""The progress of a fit, as it is shown."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_ptdp.callbacks import StepProgress, Throughput
+from lightning_ptdp.callbacks.progress import describe
+from tests.callbacks.test_callbacks import Tokens
+from tests.conformance.toys import LitNet, loader
+
+
+def fit(*callbacks: Any, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = Trainer(callbacks=[*callbacks], **(quiet | options))
+    trainer.fit(Tokens())
+    return trainer
+
+
+def test_lines_count_optimizer_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(StepProgress(), Throughput(), max_steps=7, log_every_n_steps=3, accumulate_grad_batches=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
+    assert all("tokens/s" in line for line in lines)
+    assert [bool(re.search(r", ETA 0:00:0\d$", line)) for line in lines] == [True, True, False]
+
+
+@pytest.mark.parametrize("style", ["rich", "tqdm"])
+def test_bars_end_at_the_last_step_also_with_validation_in_between(capsys: pytest.CaptureFixture[str], style: Any) -> None:
+    trainer = Trainer(
+        callbacks=[StepProgress(style=style)], max_epochs=2, log_every_n_steps=1, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(LitNet(), loader(), loader())
+    said = capsys.readouterr().out
+    assert "8/8" in said
+    assert "-2" not in said, "Lightning's own bar"
+
+
+def test_a_bar_goes_on_where_a_checkpoint_ended() -> None:
+    shown: list[tuple[int, str]] = []
+
+    class Recorded(StepProgress):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_train_start(trainer, pl_module)
+            assert self._display is not None
+            self._display.show = lambda step, text: shown.append((step, text))  # type: ignore[method-assign]
+
+    fit(Recorded(style="lines", refresh_rate=2), max_steps=5)
+    assert [step for step, _ in shown] == [2, 4, 5]
+
+
+def test_only_one_rank_shows_and_a_trainer_with_a_bar_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = StepProgress(style="lines")
+    progress.disable()
+    trainer = fit(progress, max_steps=2, log_every_n_steps=1)
+    assert "step" not in capsys.readouterr().out
+    copied = copy.deepcopy(trainer.progress_bar_callback)
+    assert isinstance(copied, StepProgress)
+
+
+def test_metrics_in_a_line() -> None:
+    metrics = {"train_loss": 3.14159, "tokens_per_s": 12345.0, "mfu": 0.4123, "name": "text"}
+    assert describe(metrics) == "train_loss 3.142, 12.3k tokens/s, MFU 41.2%"
+    assert describe({"tokens_per_s": 1.5e6}) == "1.5M tokens/s"
+    assert describe({}) == ""
+
+
+def test_mfu_is_logged_against_a_named_peak() -> None:
+    trainer = fit(Throughput(peak_tflops=0.5), max_steps=4, enable_progress_bar=False)
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert found["mfu"] == pytest.approx(found["model_tflops_per_s"] / 0.5)
+    assert "mfu" not in fit(Throughput(), max_steps=4, enable_progress_bar=False).callback_metrics
+
+
+@pytest.mark.parametrize(("option", "value"), [("style", "fancy"), ("refresh_rate", 0)])
+def test_mistakes(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value!r}"):
+        StepProgress(**{option: value})

@@ -1,0 +1,66 @@
+"""Rectangles make up a tensor, or it is said where they do not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ptdp.checkpoint import CheckpointError
+from lightning_ptdp.checkpoint.coverage import Rectangle, check_cover
+
+
+@st.composite
+def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Rectangle]]:
+    """A shape, cut again and again at random."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    parts: list[Rectangle] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        begin, end = parts.pop(draw(st.integers(0, len(parts) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(begin[dim], end[dim]))
+        parts.append((begin, (*end[:dim], at, *end[dim + 1 :])))
+        parts.append(((*begin[:dim], at, *begin[dim + 1 :]), end))
+    return shape, draw(st.permutations(parts))
+
+
+def _counts(shape: tuple[int, ...], parts: list[Rectangle]) -> torch.Tensor:
+    counts = torch.zeros(shape, dtype=torch.int64)
+    for begin, end in parts:
+        counts[tuple(slice(first, last) for first, last in zip(begin, end, strict=True))] += 1
+    return counts
+
+
+@settings(deadline=None, max_examples=60)
+@given(drawn=cut(), data=st.data())
+def test_it_agrees_with_counting(drawn: tuple[tuple[int, ...], list[Rectangle]], data: st.DataObject) -> None:
+    shape, parts = drawn
+    check_cover("w", shape, parts, "to save")
+    dropped = data.draw(st.integers(0, len(parts) - 1))
+    again = data.draw(st.integers(0, len(parts) - 1))
+    changed = [part for number, part in enumerate(parts) if number != dropped or again == dropped]
+    changed += [parts[again]] if data.draw(st.booleans()) else []
+    counts = _counts(shape, changed)
+    if counts.eq(1).all():
+        check_cover("w", shape, changed, "to save")
+        return
+    with pytest.raises(CheckpointError) as error:
+        check_cover("w", shape, changed, "to save")
+    named = tuple(slice(*map(int, part.split(":"))) for part in re.findall(r"\d+:\d+", str(error.value)))
+    region = counts[named]
+    assert region.eq(0).all() if "in none of them" in str(error.value) else region.gt(1).any()
+
+
+def test_what_reaches_beyond_is_said() -> None:
+    with pytest.raises(CheckpointError, match=r"'w': of the rectangles to save, \[0:5, 0:3\] is not in the tensor of \(4, 3\)"):
+        check_cover("w", (4, 3), [((0, 0), (5, 3))], "to save")
+
+
+def test_numbers_and_empty_tensors() -> None:
+    check_cover("w", (), [((), ())], "to save")
+    check_cover("w", (0, 3), [], "to save")
+    with pytest.raises(CheckpointError, match=r"cover 0 of 1 elements"):
+        check_cover("w", (), [], "to load")

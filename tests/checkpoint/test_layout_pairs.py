@@ -1,0 +1,157 @@
+"""Save -> load -> save keeps every element, whatever the two layouts: ranks played one after the other in one process.
+
+A layout cuts uneven layers into p v stages, matrices over t ranks (padded vocabulary, fused projection), and with ZeRO the optimizer's
+states over the d c ranks that hold the same parameters. The embedding is tied: the first and the last stage have it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ptdp.checkpoint import Box, CheckpointMetadata, Placed, load_tensors, read_full, read_metadata
+from lightning_ptdp.checkpoint.boxes import boxes_of
+from lightning_ptdp.checkpoint.save import write_checkpoint
+from lightning_ptdp.data_parallel.shards import FlatSharding, Shard
+from lightning_ptdp.pipeline.partition import partition_layers
+from tests.checkpoint.layouts import PADDING, shard
+
+LAYERS = 5
+Tensors = dict[str, tuple[torch.Tensor, Placed]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees by their letters."""
+
+    t: int = 1
+    p: int = 1
+    v: int = 1
+    d: int = 1
+    c: int = 1
+    zero: bool = False
+
+    def coordinates(self) -> Iterator[tuple[int, int, int]]:
+        """(stage, tensor rank, which of the ranks with the same parameters) of every chunk of every rank."""
+        return itertools.product(range(self.p * self.v), range(self.t), range(self.d * self.c))
+
+
+LAYOUTS = [
+    Layout(t, p, v, d, c, zero)
+    for t, p, v, d, c in itertools.product((1, 2), repeat=5)
+    for zero in ((False, True) if d * c > 1 else (False,))
+    if p > 1 or v == 1
+]
+
+
+def _full() -> dict[str, tuple[torch.Tensor, str]]:
+    """Parameters and how they are cut."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"wte.weight": ((29, 6), "vocabulary"), "norm.weight": ((6,), "replicated")}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"h.{layer}.qkv.weight": ((16, 6), "fused"),
+            f"h.{layer}.qkv.bias": ((16,), "fused"),
+            f"h.{layer}.down.weight": ((6, 8), "row"),
+            f"h.{layer}.ln.weight": ((6,), "replicated"),
+        }
+    return {name: (torch.randn(shape, generator=generator), kind) for name, (shape, kind) in shapes.items()}
+
+
+def _names(layout: Layout, stage: int) -> list[str]:
+    stages = partition_layers([1.0] * LAYERS, num_stages=layout.p * layout.v, first_cost=0.5, last_cost=0.7)
+    first, last = stage == 0, stage == len(stages) - 1
+    blocks = [f"h.{layer}." for layer in range(*stages[stage])]
+    return [
+        name
+        for name in _full()
+        if name.startswith(tuple(blocks)) or (name == "wte.weight" and (first or last)) or (name == "norm.weight" and last)
+    ]
+
+
+def _held(layout: Layout, stage: int, tensor_rank: int, replica: int) -> Tensors:
+    """What a chunk of a rank holds: parameters, and the optimizer's state of them or of its range of them."""
+    full, found = _full(), dict[str, tuple[torch.Tensor, Placed]]()
+    for name in _names(layout, stage):
+        value, kind = full[name]
+        local, sharding = shard(value, kind, size=layout.t, rank=tensor_rank)
+        found[f"model/{name}"] = (local, sharding)
+        state, _ = shard(value * 3, kind, size=layout.t, rank=tensor_rank)
+        if not layout.zero:
+            found[f"optimizer/0/exp_avg/{name}"] = (state, sharding)
+            continue
+        parts = layout.d * layout.c
+        start, stop = (number * local.numel() // parts for number in (replica, replica + 1))
+        place = FlatSharding(whole=sharding, shard=Shard(tuple(local.shape), start, stop))
+        found[f"optimizer/0/exp_avg/{name}"] = (state.flatten()[start:stop], place)
+    return found
+
+
+def _load(layout: Layout, source: Path | None) -> list[Box]:
+    """Every rank's rectangles: as they are at first, or as they come from a checkpoint; then all of them are compared."""
+    boxes = []
+    for coordinate in layout.coordinates():
+        expected = _held(layout, *coordinate)
+        tensors = expected
+        if source is not None:
+            tensors = {name: (torch.full_like(tensor, PADDING), place) for name, (tensor, place) in expected.items()}
+            load_tensors(source, tensors)
+            for name, (tensor, place) in tensors.items():
+                for (_, found), (_, wanted) in zip(place.boxes(tensor), place.boxes(expected[name][0]), strict=True):
+                    assert torch.equal(found, wanted), f"{name} in {layout}"
+        boxes += boxes_of(tensors)
+    return boxes
+
+
+def _save(path: Path, layout: Layout, source: Path | None) -> CheckpointMetadata:
+    write_checkpoint(path, boxes=_load(layout, source), state={}, metadata={"aliases": {"head.weight": "wte.weight"}})
+    return read_metadata(path)
+
+
+def _check(path: Path) -> None:
+    model, states = read_full(path), read_full(path, prefix="optimizer/0/exp_avg/")
+    assert model["head.weight"] is model["wte.weight"]
+    assert model.keys() - {"head.weight"} == states.keys() == _full().keys()
+    for name, (value, _) in _full().items():
+        assert torch.equal(model[name], value) and torch.equal(states[name], value * 3), name
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def test_through_all_layouts_one_after_the_other(tmp_path: Path) -> None:
+    layouts = random.Random(0).sample(LAYOUTS, len(LAYOUTS))
+    assert len(layouts) == 42
+    tensors = _save(tmp_path / "0", layouts[0], None).tensors
+    for number, layout in enumerate(layouts[1:], start=1):
+        assert _save(tmp_path / str(number), layout, tmp_path / str(number - 1)).tensors == tensors
+        shutil.rmtree(tmp_path / str(number - 1))
+    _check(tmp_path / str(len(layouts) - 1))
+
+
+degrees = st.builds(
+    Layout, t=st.sampled_from([1, 2, 4]), p=st.integers(1, 3), d=st.integers(1, 3), c=st.integers(1, 2), zero=st.booleans()
+)
+
+
+@settings(deadline=None, max_examples=12)
+@given(before=degrees, after=degrees)
+def test_any_two_layouts(before: Layout, after: Layout) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        _save(path / "one", before, None)
+        _save(path / "two", after, path / "one")
+        _check(path / "two")

@@ -1,0 +1,22 @@
+"""The progress that ``ptdp fit`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_fit_counts_its_steps_unless_it_is_told_to_show_something_else(ptdp: Run, config: str) -> None:
+    fit = ["fit", "--config", config, "--sample=null", "--trainer.max_steps=2"]
+    code, out, err = ptdp(*fit, "--trainer.enable_progress_bar=true")
+    assert code == 0, err
+    assert "step 1/2: train_loss" in out
+    assert ", ETA 0:00:" in out
+    last = next(line for line in out.splitlines() if line.startswith("step 2/2:"))
+    assert "tokens/s" in last
+    for other in ("--trainer.callbacks+=TQDMProgressBar", "--trainer.enable_progress_bar=false"):
+        show = ["--trainer.enable_progress_bar=true"] if "callbacks" in other else []
+        code, out, err = ptdp(*fit, *show, other)
+        assert code == 0, err
+        assert "step 2/2:" not in out

@@ -1,0 +1,60 @@
+"""``ptdp doctor``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_ptdp.doctor import Check, Inspection, Status, render
+from lightning_ptdp.doctor.inspection import Section, _limited
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_the_whole_inspection_of_this_machine(ptdp: Run, tmp_path: Path, prepared: Path) -> None:
+    code, out, _ = ptdp("doctor", "--root-dir", str(tmp_path), "--data-dir", str(prepared), "--json")
+    found = json.loads(out)
+    failed = [check for section in found["sections"] for check in section["checks"] if check["status"] == "failed"]
+    assert (code, failed, found["ok"]) == (0, [], True)
+    titles = [section["title"].partition(" ")[0] for section in found["sections"]]
+    assert titles == ["installation", "machine", "devices", "folders", "ranks"]
+    assert {one["operation"] for one in found["measurements"]} == {"send 0 to 1", "all-reduce", "reduce-scatter", "all-gather"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_failed_is_in_the_text_and_in_the_exit_code(ptdp: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, _ = ptdp("doctor", "--devices", "1", "--root-dir", str(tmp_path / "file"))
+    assert code == 1
+    assert "-> name a folder that you may write to" in out
+    assert out.rstrip().endswith("3 failed")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--devices", "0"), ("--timeout", "-1")])
+def test_numbers_out_of_range(ptdp: Run, option: str, value: str) -> None:
+    code, _, err = ptdp("doctor", option, value)
+    assert (code, option in err) == (2, True)
+
+
+def test_columns_are_even() -> None:
+    checks = (
+        Check(subject="a", status=Status.OK, found="found"),
+        Check(subject="longer", status=Status.WARNING, found="found", mend="mend"),
+    )
+    lines = render(Inspection(sections=(Section(title="title", checks=checks),))).splitlines()
+    assert lines[:4] == ["title", "  ok       a       found", "  warning  longer  found", "                   -> mend"]
+    assert lines[-1] == "1 ok, 1 warning, 0 failed"
+
+
+def test_a_file_system_that_does_not_answer() -> None:
+    import threading
+
+    def dead() -> tuple[Check, ...]:
+        threading.Event().wait()
+        return ()
+
+    (check,) = _limited("folders", 0.5, dead, lambda check: (check,))
+    assert (check.status, check.found) == (Status.FAILED, "no answer within 0.5 s")

@@ -1,0 +1,151 @@
+"""Scripts for SLURM and torchrun, looked at and run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_ptdp.checkpoint import read_metadata
+
+Run = Callable[..., tuple[int, str, str]]
+
+STRATEGY = ["--trainer.strategy=lightning_ptdp.PTDPStrategy", "--trainer.strategy.pipeline_parallel_size=2"]
+# srun starts a task with the variables that SLURM sets; scontrol names the only host.
+SRUN = """#!/bin/bash
+while [[ "$1" == -* ]]; do shift; done
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & done
+status=0
+for task in 0 1; do wait -n || status=$?; done
+exit $status
+"""
+SCONTROL = "#!/bin/bash\necho 127.0.0.1\n"
+
+
+def script(ptdp: Run, *arguments: str) -> str:
+    code, out, err = ptdp("fit", *arguments, "--dry-run")
+    assert code == 0, err
+    assert subprocess.run(["bash", "-n"], input=out, text=True, check=False).returncode == 0
+    return out
+
+
+def words(text: str) -> list[str]:
+    """The command that the script becomes."""
+    (command,) = [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("exec ")]
+    return shlex.split(command)
+
+
+def test_a_script_for_slurm(ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--nodes", "32", "--gpus-per-node", "8", "--partition", "a100", "--time=24:00:00", "--sbatch=--qos=high"]
+    text = script(ptdp, "--config", "gpt/ptdp-18.4b", "--launcher", "slurm", *options, "--data.source", "my text")
+    asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert asked == [
+        "--job-name=gpt-ptdp-18.4b", "--nodes=32", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=8",
+        f"--chdir={tmp_path}", "--output=%x-%j.log", "--open-mode=append", "--requeue", "--signal=SIGUSR1@120",
+        "--partition=a100", "--time=24:00:00", "--qos=high",
+    ]  # fmt: skip
+    command = words(text)
+    assert command[1] == "srun"
+    assert command[command.index("fit") :] == [
+        "fit", "--config", "gpt/ptdp-18.4b", "--data.source", "my text", "--trainer.num_nodes=32", "--trainer.devices=8",
+        "--trainer.strategy.start_method=popen", "--resume=auto",
+    ]  # fmt: skip
+
+
+def test_a_script_for_torchrun(ptdp: Run) -> None:
+    one = words(script(ptdp, "--launcher=torchrun", "-c", "gpt/nano", "--ckpt_path", "x.ckpt"))
+    assert one[1:5] == [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
+    assert {"--nproc-per-node=4", "--standalone", "--max-restarts=3"} <= set(one)
+    assert "--resume=auto" not in one, "a checkpoint was named"
+    many = script(ptdp, "--launcher=torchrun", "--config=gpt/nano", "--nodes=2", "--max-restarts=0")
+    assert '--rdzv-endpoint="${MASTER_ADDR:?the first node}:${MASTER_PORT:-29500}"' in many
+    assert "--nnodes=2" in many
+    at = words(script(ptdp, "--launcher=torchrun", "--config=gpt/nano", "--nodes=2", "--rdzv-endpoint=node0:1234"))
+    assert "--rdzv-endpoint=node0:1234" in at
+
+
+def test_sizes_come_from_the_options_of_fit_too_and_another_strategy_is_left_alone(ptdp: Run) -> None:
+    text = script(ptdp, "--launcher=slurm", "--config=gpt/124m", "--trainer.devices=2", "--trainer.num_nodes", "3")
+    assert "--nodes=3" in text
+    assert "--ntasks-per-node=2" in text
+    text = script(ptdp, "--launcher=slurm", "--config=gpt/124m", "--trainer.strategy=ddp", "--trainer.accelerator=cpu")
+    assert "start_method" not in text
+    assert "resume" not in text
+    assert "gpus" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config=gpt/nano", "--gpus-per-node=3"], "world_size=3 is not divisible"),
+        (["--config=gpt/nano", "--trainer.strategy.tensor_parallel_size=8"], "world_size=4 is not divisible"),
+        (["--config=gpt/nano", "--trainer.devices=auto"], "trainer.devices='auto' is not a number of processes"),
+        (["--config=gpt/nani"], "did you mean 'gpt/nano'?"),
+        ([], "Give --config"),
+    ],
+)
+def test_mistakes(ptdp: Run, arguments: list[str], said: str) -> None:
+    code, _, err = ptdp("fit", "--launcher=torchrun", *arguments)
+    assert (code, said in err) == (2, True), err
+
+
+def test_without_slurm_nothing_is_submitted(ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = ptdp("fit", "--launcher=slurm", "--config=gpt/nano")
+    assert (code, "there is no sbatch" in err) == (2, True)
+
+
+def test_a_job_is_submitted(ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(tmp_path, "sbatch", f"#!/bin/bash\ncat > {tmp_path}/submitted\nexit 3\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert ptdp("fit", "--launcher=slurm", "--config=gpt/nano")[0] == 3
+    assert (tmp_path / "submitted").read_text() == script(ptdp, "--launcher=slurm", "--config=gpt/nano")
+
+
+def install(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def steps(folder: Path) -> list[int]:
+    found = {path.resolve() for path in folder.glob("runs/tiny/*/checkpoints/latest")}
+    return sorted(read_metadata(path).run["global_step"] for path in found)
+
+
+@pytest.mark.timeout(400)
+def test_torchrun_and_then_slurm_really_train_and_continue(
+    ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "srun", SRUN)
+    install(tmp_path, "scontrol", SCONTROL)
+    package = Path(__file__).resolve().parents[2]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")
+    clean = {key: value for key, value in os.environ.items() if key not in names and not key.startswith("SLURM")}
+    clean |= {"PATH": f"{tmp_path}:{clean['PATH']}", "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    monkeypatch.chdir(tmp_path)
+    common = ["fit", "--config", config, "--gpus-per-node=2", *STRATEGY, "--sample=null"]
+
+    assert ptdp(*common, "--launcher=torchrun", "--output=train.sh", "--trainer.max_steps=2")[0] == 0
+    done = subprocess.run(["./train.sh"], env=clean, capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps(tmp_path) == [2]
+
+    assert ptdp(*common, "--launcher=slurm", "--output=train.sbatch", "--trainer.max_steps=3")[0] == 0
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+    }
+    done = subprocess.run(["./train.sbatch"], env=clean | slurm, capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps(tmp_path) == [2, 3], "the second run continues where the first one ended"

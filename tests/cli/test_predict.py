@@ -1,0 +1,74 @@
+"""``ptdp predict``: the same lines in every layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ptdp.callbacks.predictions import _records
+from tests.cli.test_run import PTDP
+
+Run = Callable[..., tuple[int, str, str]]
+
+LAYOUTS = {
+    "one": [],
+    "t2p2": [*PTDP, "--trainer.strategy.virtual_pipeline_size=1"],
+    "d2": ["--trainer.devices=2", "--trainer.strategy=lightning_ptdp.PTDPStrategy", "--trainer.strategy.start_method=fork"],
+    "c2": [
+        "--trainer.devices=2",
+        "--trainer.strategy=lightning_ptdp.PTDPStrategy",
+        "--trainer.strategy.context_parallel_size=2",
+        "--trainer.strategy.start_method=fork",
+    ],
+}
+
+
+@pytest.fixture
+def checkpoint(ptdp: Run, config: str, tmp_path: Path) -> str:
+    assert ptdp("fit", "--config", config, "--trainer.max_steps=2", "--sample=null")[0] == 0
+    (found,) = tmp_path.glob("runs/tiny/*/checkpoints/last.ckpt")
+    return str(found)
+
+
+def test_every_layout_writes_what_one_process_writes(ptdp: Run, config: str, tmp_path: Path, checkpoint: str) -> None:
+    # 9 samples in batches of 8: the last batch is mostly filled up, and not everywhere in the same place.
+    common = ["predict", "--config", config, "--ckpt_path", checkpoint, "--data.validation_samples=9", "--trainer.logger=false"]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, layout in LAYOUTS.items():
+        file = tmp_path / "new folder" / f"{name}.jsonl"
+        code, out, err = ptdp(*common, *layout, "--output", str(file))
+        assert code == 0, err
+        assert "nll" not in out
+        found[name] = [json.loads(line) for line in file.read_text().splitlines()]
+    for lines in found.values():
+        assert [line["sample"] for line in lines] == list(range(9))
+        for line, expected in zip(lines, found["one"], strict=True):
+            assert line == pytest.approx(expected, rel=1e-5)
+    (first, *_) = found["one"]
+    assert first["token_count"] == 16
+    assert first["loss"] == pytest.approx(first["nll"] / 16)
+    assert len({line["nll"] for line in found["one"]}) == 9
+
+    code, out, _ = ptdp(*common)
+    assert [json.loads(line) for line in out.splitlines() if line.startswith("{")] == found["one"]
+
+
+def test_an_output_that_cannot_be_written(ptdp: Run, config: str, tmp_path: Path) -> None:
+    for output in (tmp_path, tmp_path / "tiny.yaml" / "x.jsonl"):
+        code, _, err = ptdp("predict", "--config", config, "--output", str(output))
+        assert (code, f"--output {output}" in err) == (2, True)
+
+
+def test_rows_become_records() -> None:
+    assert list(_records(torch.tensor([[1, 2], [3, 4]]), None)) == [{"prediction": [1, 2]}, {"prediction": [3, 4]}]
+    assert list(_records({"a": torch.tensor([1.5, 2.5]), "b": torch.tensor([1, 2])}, [-1, 7])) == [
+        {"sample": 7, "a": 2.5, "b": 2}
+    ]
+    for outputs, words in ((torch.tensor(1.0), "a Tensor"), ({"a": 1}, "a mapping of int"), (None, "a NoneType")):
+        with pytest.raises(ValueError, match=f"predict_step returned {words}"):
+            list(_records(outputs, None))

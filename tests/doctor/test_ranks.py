@@ -1,0 +1,100 @@
+"""Processes that are started for real, some of which misbehave."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp.doctor import Status
+from lightning_ptdp.doctor.bandwidth import measure
+from lightning_ptdp.doctor.collectives import COLLECTIVES, Place
+from lightning_ptdp.doctor.processes import Tell, run_ranks
+from lightning_ptdp.doctor.ranks import check_ranks
+from tests.pool import Pool
+
+
+def meet_without(rank: int, tell: Tell, absent: int, how: str) -> int:
+    tell("the start")
+    if rank == absent:
+        if how == "dies":
+            os._exit(3)
+        if how == "raises":
+            raise ValueError("no\nmore")
+        threading.Event().wait()
+    tell("the meeting")
+    if how != "alone":
+        threading.Event().wait()
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("how", "explained"),
+    [
+        ("hangs", "rank 1 hangs in the start; rank 0 waits in the meeting; rank 2 waits in the meeting"),
+        ("dies", "rank 1 failed in the start: the process died"),
+        ("raises", "rank 1 failed in the start: ValueError: no"),
+    ],
+)
+def test_the_rank_that_is_to_blame_is_named(how: str, explained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ptdp.doctor.processes._ENDING_S", 0.5)
+    before = set(psutil.Process().children())
+    outcome = run_ranks(meet_without, count=3, args=(1, how), timeout_s=1.5)
+    assert outcome.explain() == explained
+    assert set(psutil.Process().children()) <= before, "a process is left behind"
+
+
+def test_all_came_through() -> None:
+    outcome = run_ranks(meet_without, count=2, args=(-1, "alone"), timeout_s=60)
+    assert (outcome.results, outcome.explain()) == ({0: 0, 1: 1}, "")
+
+
+def use_all(rank: int, size: int) -> tuple[list[bool], list[str]]:
+    place = Place(rank=rank, size=size, device=torch.device("cpu"))
+    said: list[str] = []
+    measured = measure(place, said.append, sizes=(4096,))
+    assert all(one.seconds > 0 for one in measured)
+    return [use(place) for use in COLLECTIVES.values()], said
+
+
+def test_all_collectives_are_right_among_three(pool: Pool) -> None:
+    for right, said in pool.run(use_all, world_size=3, args=(3,)):
+        assert all(right)
+        assert [what.partition(" of ")[0] for what in said] == [
+            "send 0 to 1", "send 1 to 2", "send 2 to 0", "all-reduce", "reduce-scatter", "all-gather",
+        ]  # fmt: skip
+
+
+def spoiled(rank: int) -> list[str]:
+    """Which collectives notice that every sum is one too large on this rank."""
+    real: Callable[..., Any] = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        real(tensor, *args, **kwargs)
+        tensor += rank
+
+    dist.all_reduce = all_reduce
+    try:
+        place = Place(rank=rank, size=2, device=torch.device("cpu"))
+        return [name for name, use in COLLECTIVES.items() if not use(place)]
+    finally:
+        dist.all_reduce = real
+
+
+def test_a_wrong_sum_is_noticed_where_it_is(pool: Pool) -> None:
+    assert pool.run(spoiled, world_size=2) == [[], ["all-reduce", "groups"]]
+
+
+def test_one_process_and_a_backend_that_cannot_work() -> None:
+    alone = check_ranks(count=1, backend="gloo", timeout_s=60)
+    assert {check.status for check in alone.checks} == {Status.OK}
+    assert not alone.measurements
+    if not torch.cuda.is_available():
+        (check,) = check_ranks(count=2, backend="nccl", timeout_s=30).checks
+        assert (check.status, check.found.startswith("rank 0 failed in its start")) == (Status.FAILED, True), check

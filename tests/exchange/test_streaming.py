@@ -1,0 +1,98 @@
+"""Conversions hold a few tensors at a time, not the model: measured in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from lightning_ptdp.checkpoint import Box, read_metadata, reshard_checkpoint, verify_checkpoint
+from lightning_ptdp.checkpoint.save import write_checkpoint
+from lightning_ptdp.exchange import FAMILIES, convert
+from lightning_ptdp.models import GPTConfig
+
+CONFIG = GPTConfig.gpt2(vocabulary_size=512, sequence_length=32, num_layers=16, hidden_size=512, num_heads=8)
+LARGEST = 4 * CONFIG.hidden_size**2 * 4
+# What is read, what is transposed, what is written, and as many again; and what Python and torch take for themselves.
+LIMIT = 8 * LARGEST + 24 * 2**20
+
+
+def _write(path: Path) -> None:
+    """A checkpoint whose values are made when they are written."""
+    gpt2 = FAMILIES[0]
+    boxes = [
+        Box(
+            name=f"model/model.{name}",
+            full_shape=shape,
+            offset=(0,) * len(shape),
+            values=torch.empty(shape, device="meta"),
+            read=lambda offset, shape: torch.full(shape, float(sum(offset))),
+        )
+        for name, shape in gpt2.shapes(CONFIG).items()
+    ]
+    state = {"hyper_parameters": {"config": asdict(CONFIG)}}
+    write_checkpoint(path, boxes=boxes, state=state, metadata={"aliases": {"model.head.weight": "model.wte.weight"}})
+
+
+def _anonymous_bytes() -> int:
+    """Memory that this process has filled itself; pages of mapped files, which the system may drop, are not among it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)["RssAnon"].split()[0]) * 1024
+
+
+@contextmanager
+def _peak(peaks: dict[str, int], name: str) -> Iterator[None]:
+    """The most memory that the block had beside what there was before. A model that is held is held for hundreds of samples."""
+    before, done = _anonymous_bytes(), threading.Event()
+    peaks[name] = 0
+
+    def sample() -> None:
+        while not done.wait(0.002):
+            peaks[name] = max(peaks[name], _anonymous_bytes() - before)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        peaks[name] = max(peaks[name], _anonymous_bytes() - before)
+        done.set()
+        thread.join()
+
+
+def measure(folder: str) -> None:
+    """Print the peaks of all conversions as JSON."""
+    root, peaks = Path(folder), dict[str, int]()
+    steps: dict[str, Callable[[], object]] = {
+        "write": lambda: _write(root / "ours"),
+        "to Hugging Face": lambda: convert(root / "ours", root / "hf", shard_bytes=40_000_000),
+        "from Hugging Face": lambda: convert(root / "hf", root / "back"),
+        "reshard": lambda: reshard_checkpoint(root / "ours", root / "two", num_files=2, dtype=torch.bfloat16),
+        "to safetensors": lambda: convert(root / "ours", root / "x.safetensors", prefix="model."),
+        "from safetensors": lambda: convert(root / "x.safetensors", root / "again", prefix="model."),
+        "verify": lambda: verify_checkpoint(root / "back"),
+    }
+    for name, step in steps.items():
+        with _peak(peaks, name):
+            step()
+    print(json.dumps(peaks))
+
+
+def test_memory_of_conversions(tmp_path: Path) -> None:
+    command = f"from tests.exchange.test_streaming import measure; measure({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    tensors = read_metadata(tmp_path / "back").tensors.values()
+    size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in tensors)
+    assert size > 200_000_000 > 3 * LIMIT
+    assert max(math.prod(entry.shape) * entry.dtype.itemsize for entry in tensors) == LARGEST
+    assert {name: peak for name, peak in peaks.items() if peak > LIMIT} == {}
