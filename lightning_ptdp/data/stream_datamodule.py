@@ -35,9 +35,14 @@ class StreamDataModule(LightningDataModule):
         seed: Of the order of the training samples.
         num_workers: Processes that read ahead, for each rank.
 
+    Attributes:
+        vocabulary_size: Number of ids that a token can have; subclasses set it.
+
     Raises:
         ValueError: A number is out of range; the message names it.
     """
+
+    vocabulary_size: int
 
     def __init__(
         self,
