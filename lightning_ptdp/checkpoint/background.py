@@ -66,6 +66,7 @@ class BackgroundSaver:
 
         Raises:
             CheckpointError: The save before failed, or this one cannot work; the same on all ranks.
+            RuntimeError: As :meth:`wait`.
         """
         self.wait()
         began = time.perf_counter()
@@ -94,6 +95,7 @@ class BackgroundSaver:
 
         Raises:
             CheckpointError: The save failed, or does not end within the limit; what was there before is whole.
+            RuntimeError: Another rank was lost meanwhile (the error of torch's communication).
         """
         thread, limit = self._thread, limit or self._limit
         if thread is None:
@@ -102,14 +104,16 @@ class BackgroundSaver:
         if thread.is_alive():
             raise CheckpointError(f"saving the checkpoint {self._target} did not end within {limit.total_seconds():g} s")
         error, self._thread, self._error = self._error, None, None
-        if error is not None:
+        if isinstance(error, CheckpointError):
             raise CheckpointError(str(error)) from error
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait, and give the memory and the group back.
 
         Raises:
-            CheckpointError: As :meth:`wait`.
+            CheckpointError: As :meth:`wait`; and RuntimeError.
         """
         try:
             self.wait()

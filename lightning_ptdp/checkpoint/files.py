@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_ptdp.checkpoint.errors import CheckpointError
 __all__ = [
     "EarlySync",
     "check_replaceable",
+    "leftover_of",
     "leftovers",
     "open_synced",
     "part_name",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 _PART, _OLD = ".tmp-", ".old-"
+_TEMPORARY = re.compile(rf"(.+)(?:{re.escape(_PART)}|{re.escape(_OLD)})[0-9a-f]+")
 _SYNC_BYTES = 1 << 25
 
 
@@ -99,25 +102,40 @@ def leftovers(target: Path) -> list[Path]:
     """What a save of ``target`` that was killed left beside it."""
     if not target.parent.is_dir():
         return []
-    marks = (target.name + _PART, target.name + _OLD)
-    return sorted(entry for entry in target.parent.iterdir() if entry.name.startswith(marks))
+    return sorted(entry for entry in target.parent.iterdir() if leftover_of(entry) == target)
 
 
-def replace(part: Path, target: Path) -> None:
+def leftover_of(path: Path) -> Path | None:
+    """What is saved, where ``path`` is a name that a save writes under or moves the old one to; None for other names."""
+    name = _TEMPORARY.fullmatch(path.name)
+    return path.with_name(name[1]) if name is not None else None
+
+
+def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lambda _: None) -> None:
     """Put ``part`` in the place of ``target``; what was there is moved aside first and removed last.
 
     A crash at any point leaves the old or the new one whole, under its name or, between the two renames, beside it.
+
+    Args:
+        part: What is complete under its temporary name.
+        target: The name that it shall have.
+        follow: Is given where one of the two stands, before the other one is renamed: a link that is moved there always leads to one.
     """
-    aside = None
-    if os.path.lexists(target):
-        aside = Path(f"{target}{_OLD}{uuid.uuid4().hex[:12]}")
-        os.rename(target, aside)
+    aside = Path(f"{target}{_OLD}{uuid.uuid4().hex[:12]}") if os.path.lexists(target) else None
     try:
+        if aside is not None:
+            follow(part)
+            os.rename(target, aside)
+            follow(aside)
         os.rename(part, target)
     except OSError:
         if aside is not None:
-            os.rename(aside, target)
+            if os.path.lexists(aside) and not os.path.lexists(target):
+                follow(part)
+                os.rename(aside, target)
+            follow(target)
         raise
+    follow(target)
     sync_folder(target.parent)
     for path in leftovers(target):
         remove(path)

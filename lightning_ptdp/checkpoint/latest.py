@@ -1,7 +1,8 @@
 """The newest complete checkpoint of a folder: how it is marked, and how it is found when the mark or the checkpoint is damaged.
 
-``latest`` is a link beside the checkpoints that is moved, in one step, when one has been written whole. It is a convenience and not the
-truth: what counts is which folders hold a whole ``metadata.json``, and when they say that they were written.
+``latest`` is a link beside the checkpoints that is moved, in one step, when one has been written whole, and that leads to a whole one at
+every instant, also while the one that it leads to is replaced or removed. It is a convenience and not the truth: what counts is which
+folders hold a whole ``metadata.json``, and when they say that they were written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
 from lightning_ptdp.checkpoint.verify import verify_checkpoint
 
-__all__ = ["LATEST", "OnDamage", "choose_checkpoint", "complete_checkpoints", "mark_latest", "newest_checkpoint"]
+__all__ = [
+    "LATEST",
+    "OnDamage",
+    "choose_checkpoint",
+    "complete_checkpoints",
+    "latest_follows",
+    "latest_leaves",
+    "mark_latest",
+    "newest_checkpoint",
+]
 
 LATEST = "latest"
 OnDamage = Literal["previous", "refuse"]
@@ -33,8 +43,36 @@ def mark_latest(checkpoint: Path) -> None:
     try:
         os.symlink(checkpoint.name, fresh)
         os.replace(fresh, link)
+        for cut_off in link.parent.glob(f".{LATEST}-*"):
+            files.remove(cut_off)
     except OSError as error:  # a file system without links; the checkpoint itself is whole
         warnings.warn(f"{link} cannot be made ({error}): continue with newest_checkpoint({str(link.parent)!r})", stacklevel=2)
+
+
+def latest_follows(target: Path) -> Callable[[Path], None]:
+    """What moves a ``latest`` that leads to ``target``, or to what a save of it that was cut off left, wherever it is told; another
+    ``latest`` is left alone."""
+    led = _led_to(target.parent)
+    if led is None or target not in (led, files.leftover_of(led)):
+        return lambda _: None
+    return mark_latest
+
+
+def latest_leaves(checkpoint: Path) -> None:
+    """Before ``checkpoint`` is removed: a ``latest`` that leads to it is moved to the newest complete one of the others."""
+    if _led_to(checkpoint.parent) != checkpoint:
+        return
+    left = [other for other in complete_checkpoints(checkpoint.parent) if other != checkpoint]
+    if left:
+        mark_latest(left[0])
+    else:
+        (checkpoint.parent / LATEST).unlink()
+
+
+def _led_to(folder: Path) -> Path | None:
+    """Where the ``latest`` of ``folder`` leads to, whether or not it is there."""
+    link = folder / LATEST
+    return folder / os.readlink(link) if link.is_symlink() else None
 
 
 def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[Path]:
@@ -105,7 +143,7 @@ def choose_checkpoint(
 def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
     """The checkpoint that is meant, and how to find those that were written before it."""
     folder = given if _holds_checkpoints(given) else given.parent
-    if folder == given or (given.name == LATEST and not given.exists()):
+    if folder == given or (given.name == LATEST and _was_cut_off(given)):
         found = complete_checkpoints(folder)
         if not found:
             raise CheckpointError(f"there is no complete checkpoint in {folder}")
@@ -120,6 +158,12 @@ def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
         return [other for other in others if other in left]
 
     return first, earlier
+
+
+def _was_cut_off(latest: Path) -> bool:
+    """Whether ``latest`` leads to nothing, or to the temporary name of a save that was cut off."""
+    led = _led_to(latest.parent)
+    return not latest.exists() or (led is not None and files.leftover_of(led) is not None)
 
 
 def _holds_checkpoints(path: Path) -> bool:

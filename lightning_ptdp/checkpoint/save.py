@@ -13,6 +13,7 @@ from lightning_ptdp.checkpoint import _dcp, files
 from lightning_ptdp.checkpoint.agreement import from_rank_zero, is_rank_zero, same_outcome
 from lightning_ptdp.checkpoint.boxes import Box, Tensors, boxes_of, cut_strips
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.latest import latest_follows
 from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
     STATE_FILE,
@@ -112,7 +113,7 @@ def save_boxes(
                     stream.write(content)
                 write_metadata(part, describe_folder(part, run=metadata, tensors=entries))
                 files.sync_folder(part)
-                files.replace(part, target)
+                files.replace(part, target, follow=latest_follows(target))
     except CheckpointError:
         with same_outcome(f"cleaning up after {doing}", group):
             if is_rank_zero():

@@ -25,16 +25,17 @@ from lightning_ptdp.pipeline.bulletin import Bulletin
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus, duration
 
-__all__ = ["Watchdog"]
+__all__ = ["Watchdog", "is_communication_error"]
 
 _ANSWER_LIMIT_S = 2.0
 _PUBLISH_LIMIT_S = 1.0
 _MOST_LINES = 16
 _RANKS_PER_SECOND = 1000  # publications that the store's host should have to take
 _SILENT_INTERVALS = 4
+_ALL_WATCHED = 64  # ranks up to which a rank asks for all of them, and not for those of its own groups only
 _REPORT_AT = 0.9  # of the limit: at the whole of it torch ends the process
 
-_GLOO_ERROR = re.compile(r"^\[[^\]]*gloo/[^\]]*:\d+\]")
+_GLOO_ERROR = re.compile(r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]")
 
 
 class Watchdog:
@@ -94,7 +95,9 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 store = default_store().clone()
             reports = dist.get_backend() != "gloo"
-        ranks = {rank for axis in ("model", "replica_sum") for rank in mesh.groups[axis].ranks}
+        ranks = set(range(world_size))
+        if world_size > _ALL_WATCHED:
+            ranks = {rank for axis in ("model", "replica_sum") for rank in mesh.groups[axis].ranks}
         return cls(
             rank=mesh.rank,
             world_size=world_size,
@@ -127,7 +130,7 @@ class Watchdog:
                 # Before it is explained, which takes a moment: the others may be about to ask.
                 progress.failure = _summary(error)
                 self.publish()
-            if not _is_communication_error(error):
+            if not is_communication_error(error):
                 raise
             place = progress.status().place()
             raise PeerError(f"{self._name} lost another rank ({place}): {error}\n{self.explain()}".rstrip()) from error
@@ -189,6 +192,11 @@ class Watchdog:
             text.append(f"  … and {self._world_size - len(shown)} other ranks")
         return "\n".join(text)
 
+    def annotate(self, error: BaseException) -> None:
+        """Add what each rank did last to an error of torch's communication that did not pass through ``during``."""
+        if is_communication_error(error):
+            error.add_note(self.explain())
+
     def publish(self) -> bool:
         """Tell the others now what this rank is doing; whether the store took it within a second."""
         return self._bulletin is not None and self._bulletin.publish(_PUBLISH_LIMIT_S)
@@ -229,13 +237,13 @@ def _suspects(ranks: Iterable[int], found: Mapping[int, RankStatus]) -> list[int
 
 def _summary(error: BaseException) -> str:
     """What to tell others of an error; of a lost rank nothing more, since the place says which one."""
-    if isinstance(error, PeerError) or _is_communication_error(error):
+    if isinstance(error, PeerError) or is_communication_error(error):
         return "lost another rank"
     first_line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first_line[:200]}"
 
 
-def _is_communication_error(error: BaseException) -> bool:
+def is_communication_error(error: BaseException) -> bool:
     """Whether torch's communication failed: an error class of its own, except that gloo's errors are told by their text alone."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None)
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._lightning import LightningNames, lightning_names
@@ -31,6 +32,7 @@ from lightning_ptdp.recompute import JoinedContexts, apply_recomputation
 from lightning_ptdp.strategy.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.context import make_context_parallel, make_keyed_dropout
+from lightning_ptdp.strategy.joining import joining
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.options import StrategyOptions
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
@@ -126,10 +128,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         self._names.reset_seed()
         self.set_world_ranks()
         layout = self.layout
-        if layout.world_size > 1:
-            backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
-            # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
-            self._names.init_process_group(self.cluster_environment, backend, timeout=self.config.timeout)
+        if layout.world_size > 1 and not dist.is_initialized():
+            self._join(layout)
         if layout.world_size > 1 and self.root_device.type == "cpu":
             return_large_blocks()
         if layout.world_size > 1 and layout.data_parallel_size == 1:
@@ -140,6 +140,14 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         if self._watchdog is None or self._watchdog.closed:
             self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
         self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
+
+    def _join(self, layout: ParallelLayout) -> None:
+        backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
+        environment, rank, limit = self.cluster_environment, self.global_rank, self.config.timeout
+        with joining(environment, rank=rank, world_size=layout.world_size, limit=limit) as store:
+            # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
+            self._names.init_process_group(environment, backend, rank, layout.world_size, timeout=limit, store=store)
+            self.mesh = ProcessMesh.create(layout=layout, rank=rank, timeout=limit)
 
     def set_world_ranks(self) -> None:
         """Tell Lightning's environment and rank-zero helpers who we are."""
@@ -287,7 +295,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         """Release gradients and the device; a save in the background is waited for."""
         self.finish_saving()
         if self._engine is not None:
-            self._engine.close()
+            with self.waiting_in("the last parameters to arrive"):
+                self._engine.close()
         if self._watchdog is not None:
             self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
         super().teardown()

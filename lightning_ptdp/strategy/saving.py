@@ -20,7 +20,6 @@ from lightning_ptdp.checkpoint import (
     CheckpointError,
     Placed,
     choose_checkpoint,
-    complete_checkpoints,
     load_optimizer,
     load_tensors,
     mark_latest,
@@ -33,7 +32,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint.agreement import gather
-from lightning_ptdp.checkpoint.latest import LATEST
+from lightning_ptdp.checkpoint.latest import latest_leaves
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Stepped
 from lightning_ptdp.engine import Engine
@@ -125,17 +124,21 @@ class ModelSpaceSaving(WorldCollectives):
         """
         saver, self._saver = self._saver, None
         if saver is not None:
-            saver.close()
+            with self.waiting_in("the end of a save in the background"):
+                saver.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let a save in the background end, if it can: a dead rank would never let it."""
+        """Let a save in the background end, if it can: a dead rank would never let it. An error of torch's communication from outside
+        the strategy's own waits gets a note of what each rank did last."""
         super().on_exception(exception)
+        if self._watchdog is not None:
+            self._watchdog.annotate(exception)
         saver, self._saver = self._saver, None
         if saver is not None:
             try:
                 saver.wait(min(self.config.timeout, _PATIENCE))
-            except CheckpointError as error:
-                warnings.warn(str(error), stacklevel=2)
+            except (CheckpointError, RuntimeError) as error:
+                warnings.warn(f"the save in the background did not end: {error}", stacklevel=2)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint that is no longer among the best, but not before the one that is being written is complete; a ``latest``
@@ -146,12 +149,9 @@ class ModelSpaceSaving(WorldCollectives):
             self._remove_now(filepath)
 
     def _remove_now(self, filepath: Any) -> None:
+        if self.global_rank == 0:
+            latest_leaves(Path(os.path.abspath(filepath)))
         super().remove_checkpoint(filepath)
-        folder = Path(os.path.abspath(filepath)).parent
-        link = folder / LATEST
-        if self.global_rank == 0 and link.is_symlink() and not link.exists():
-            left = complete_checkpoints(folder)
-            mark_latest(left[0]) if left else link.unlink()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read what is not a tensor; the model and the optimizer follow in their own calls.
@@ -167,7 +167,8 @@ class ModelSpaceSaving(WorldCollectives):
             self._loading = None
             return super().load_checkpoint(path, weights_only=weights_only)
         fitting = self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING
-        path = choose_checkpoint(path, on_damage=self.config.on_damage if fitting else "refuse", verify=self._verify)
+        with self.waiting_in(f"verifying the checkpoint {path}"):
+            path = choose_checkpoint(path, on_damage=self.config.on_damage if fitting else "refuse", verify=self._verify)
         state = read_state(path)
         if fitting and "optimizer_states" not in state:
             raise CheckpointError(
@@ -211,9 +212,9 @@ class ModelSpaceSaving(WorldCollectives):
         """
         tensors = {_MODEL + name: entry for name, entry in self._model_tensors().items()}
         found = {_MODEL + ours: _MODEL + theirs for ours, theirs in (rename or {}).items()}
-        missing = load_tensors(
-            self.broadcast(str(path)), tensors, strict=strict, prefix=_MODEL if strict and not rename else None, rename=found
-        )
+        path = self.broadcast(str(path))
+        with self.waiting_in(f"loading weights from {path}"):
+            missing = load_tensors(path, tensors, strict=strict, prefix=_MODEL if strict and not rename else None, rename=found)
         self._parameters_set()
         return [name.removeprefix(_MODEL) for name in missing]
 
@@ -266,8 +267,8 @@ class ModelSpaceSaving(WorldCollectives):
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole, uncut model's state on the CPU of every rank; collective over the world, for models that fit."""
-        local = {name: (tensor.cpu(), sharding) for name, (tensor, sharding) in self._model_tensors().items()}
         with self.waiting_in("gathering the whole model"):
+            local = {name: (tensor.cpu(), sharding) for name, (tensor, sharding) in self._model_tensors().items()}
             ranks = gather(local)
         whole: dict[str, Tensor] = {}
         for part in ranks:

@@ -59,8 +59,10 @@ class ScheduledSteps(StrategyBase):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step; the next batch starts from zero gradients."""
         assert self._engine is not None
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._engine.gradients.used()
+        # A sharded optimizer gathers the parameters behind its step.
+        with self._during("optimizer step"):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self._engine.gradients.used()
         return output
 
     @contextlib.contextmanager

@@ -75,12 +75,58 @@ def test_all_ranks_save_and_end(pool: Pool, tmp_path: Path, signalled: int, asyn
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
+class Preempt(L.Callback):
+    """SLURM's signal arrives in the middle of a step; ``seen`` is what Lightning's handler found."""
+
+    def __init__(self) -> None:
+        self.inside, self.seen = False, list[tuple[bool, int]]()
+
+    def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        signal.signal(signal.SIGUSR2, lambda *_: self.seen.append((self.inside, trainer.global_step)))
+        trainer.strategy.cluster_environment = slurm()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.inside = True
+        if trainer.global_step == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert self.seen == [], "the handler is called in the middle of a step"
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.inside = False
+
+
+def slurm() -> SLURMEnvironment:
+    environment = SLURMEnvironment.__new__(SLURMEnvironment)
+    environment.auto_requeue, environment.requeue_signal = True, signal.SIGUSR2
+    return environment
+
+
+def test_lightnings_handler_runs_between_steps(tmp_path: Path) -> None:
+    before, preempt = signal.getsignal(signal.SIGUSR2), Preempt()
+    trainer = L.Trainer(
+        strategy="auto",
+        accelerator="cpu",
+        devices=1,
+        max_steps=5,
+        default_root_dir=tmp_path,
+        callbacks=[preempt, SaveOnSignal()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(LitTiny(Run(layers=2)), DataLoader(PaddedTokens(40), batch_size=8))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert trainer.global_step == 5, "Lightning's handler saves and asks for the job again; ending it is SLURM's business"
+    assert preempt.seen == [(False, 3)]
+
+
 def test_slurms_signal_is_put_off_too() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     assert _requeue_signals(trainer) == ()
-    environment = SLURMEnvironment.__new__(SLURMEnvironment)
-    environment.auto_requeue, environment.requeue_signal = True, signal.SIGUSR2
-    trainer.strategy.cluster_environment = environment
+    environment = trainer.strategy.cluster_environment = slurm()
     assert _requeue_signals(trainer) == (signal.SIGUSR2,)
     environment.auto_requeue = False
     assert _requeue_signals(trainer) == ()

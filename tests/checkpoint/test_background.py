@@ -15,7 +15,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_ptdp.checkpoint import BackgroundSaver, CheckpointError, _dcp, mark_latest, read_full, verify_checkpoint
+from lightning_ptdp.checkpoint import (
+    BackgroundSaver,
+    CheckpointError,
+    _dcp,
+    background,
+    mark_latest,
+    read_full,
+    verify_checkpoint,
+)
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel.sharding import Sharding
 from tests.parity import LitTiny, PaddedTokens, Run
@@ -93,6 +101,20 @@ def test_a_failure_is_raised_by_the_next_save_and_removes_nothing(tmp_path: Path
     _start(saver, tmp_path / "c", torch.ones(4))
     saver.close()
     assert os.readlink(tmp_path / "latest") == "c"
+
+
+def test_a_lost_rank_is_told_as_torch_told_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise lost
+
+    monkeypatch.setattr(background, "save_boxes", fail)
+    saver = BackgroundSaver(limit=LIMIT)
+    _start(saver, tmp_path / "a", torch.ones(4))
+    with pytest.raises(RuntimeError) as caught:
+        saver.wait()
+    assert caught.value is lost, "by its class and text the strategy knows it, and adds what each rank did last"
 
 
 def test_waiting_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

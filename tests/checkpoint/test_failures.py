@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,39 @@ def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: 
         _save_one(path, 2.0)
     assert read_full(path)["w"].item() == 1.0
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, mkdir = tmp_path / "last.ckpt", os.mkdir
+    _save_one(path, 1.0)
+
+    def refuse(made: Any, *args: Any, **kwargs: Any) -> None:  # permissions do not stop root, and tests may run as root
+        if str(made).startswith(str(tmp_path)):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(made))
+        mkdir(made, *args, **kwargs)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(CheckpointError, match=r"saving the checkpoint .*last\.ckpt failed: .*Read-only file system"):
+        _save_one(path, 2.0)
+    assert read_full(path)["w"].item() == 1.0
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_storage_that_vanishes_while_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, gone = tmp_path / "kept" / "a.ckpt", tmp_path / "gone" / "b.ckpt"
+    _save_one(kept, 1.0)
+    write = _dcp.write_boxes
+
+    def vanish(*args: Any) -> Any:
+        entries = write(*args)
+        shutil.rmtree(gone.parent)
+        return entries
+
+    monkeypatch.setattr(_dcp, "write_boxes", vanish)
+    with pytest.raises(CheckpointError, match=r"saving the checkpoint .*b\.ckpt failed: FileNotFoundError: .*gone"):
+        _save_one(gone, 2.0)
+    assert not gone.parent.exists()
+    assert read_full(kept)["w"].item() == 1.0
 
 
 def test_a_save_killed_between_the_renames_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

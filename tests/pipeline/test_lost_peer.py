@@ -22,7 +22,9 @@ from torch.distributed import TCPStore
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline import Action
+from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import PRELOAD
 
@@ -113,6 +115,12 @@ def _train_between(rank: int, parent: Connection, victim: int, hook: str, where:
     second.fit(_LosesBetweenSteps(victim, hook), loader(), ckpt_path=path)
 
 
+def _train_sharded(rank: int, parent: Connection, victim: int, where: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    place = Place(world_size=2, layout={"shard_optimizer": True, "timeout_s": 8.0})
+    make_trainer(place, default_root_dir=where, max_steps=1).fit(_LosesBetweenSteps(victim, "norm"), loader())
+
+
 def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: Any) -> None:
     """Tell the parent how ``part`` ended."""
     _join(rank, parent)
@@ -193,3 +201,25 @@ def test_collectives_outside_the_steps_name_the_lost_rank_too(hook: str, place: 
     said = _said_by_survivor(_train_between, 1, hook, str(tmp_path))
     assert re.match(rf"PeerError: rank 0 \(.*\) lost another rank \({place}\):", said), said
     assert re.search(rf"rank 0: {place} since \d", said)
+
+
+def test_parameters_that_are_gathered_behind_the_optimizer_step_too(tmp_path: Path) -> None:
+    said = _said_by_survivor(_train_sharded, 1, str(tmp_path))
+    assert re.match(r"PeerError: rank 0 \(.*\) lost another rank \(optimizer step 0\):", said), said
+
+
+class _Arriving:
+    """An engine whose parameters are on their way from a rank that is gone."""
+
+    def close(self) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
+
+
+def test_the_end_of_a_run_that_lost_a_rank_does_not_hide_it() -> None:
+    strategy = PTDPStrategy()
+    strategy._engine = _Arriving()
+    strategy._watchdog = Watchdog(rank=0, world_size=2, ranks=[0, 1], limit_s=LIMIT_S)
+    with pytest.raises(
+        PeerError, match=r"rank 0 lost another rank \(the last parameters to arrive\): .*\nWhat each rank did last:"
+    ):
+        strategy.teardown()

@@ -21,6 +21,7 @@ from lightning_ptdp.pipeline import Action
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from tests.pool import Pool
 
 HANGS_S = 40.0
 """By then a test that should have ended hangs."""
@@ -75,6 +76,29 @@ def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
         "  rank 4: has told nothing yet",
         "  … and 1 other ranks",
     ]
+
+
+def _ranks_asked(rank: int) -> list[str]:
+    layout = ParallelLayout(world_size=4, pipeline_parallel_size=2)
+    watched = Watchdog.create(mesh=ProcessMesh.create(layout=layout, rank=rank), limit_s=60.0)
+    dist.barrier()
+    try:
+        return re.findall(r"  rank (\d):", watched.explain())
+    finally:
+        dist.barrier()
+        watched.close()
+
+
+def test_ranks_that_share_only_the_world_are_told_of_too(pool: Pool) -> None:
+    assert pool.run(_ranks_asked, world_size=4) == [["0", "1", "2", "3"]] * 4
+
+
+def test_an_error_from_outside_gets_a_note(opened: Callable[..., Watchdog]) -> None:
+    lost, other = dist.DistNetworkError("Connection reset by peer"), KeyError("mine")
+    for error in (lost, other):
+        opened(HashStore()).annotate(error)
+    assert lost.__notes__[0].startswith("What each rank did last:\n  rank 0: before its first step")
+    assert not hasattr(other, "__notes__")
 
 
 def test_after_a_wait_the_action_goes_on(opened: Callable[..., Watchdog]) -> None:

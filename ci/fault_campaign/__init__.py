@@ -1,0 +1,3 @@
+"""The parts of ``ci/faults.py``."""
+
+__all__: list[str] = []

@@ -1,0 +1,62 @@
+"""What must be true of a folder of checkpoints at every instant."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ptdp.checkpoint import CheckpointError, newest_checkpoint, read_metadata, verify_checkpoint
+
+__all__ = ["Standing", "look"]
+
+_NUMBERED = re.compile(r"step=(\d+)(-v\d+)?\.ckpt$")
+_LEFTOVER = re.compile(r"\.(tmp|old)-[0-9a-f]+$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What a folder holds; steps are -1 where there is nothing.
+
+    Attributes:
+        newest: The newest complete checkpoint.
+        newest_step: Its optimizer step.
+        latest_step: That of the one that ``latest`` points to.
+        wrong: What should not be.
+    """
+
+    newest: Path | None = None
+    newest_step: int = -1
+    latest_step: int = -1
+    wrong: tuple[str, ...] = ()
+
+
+def look(folder: Path, before: Standing) -> Standing:
+    """Read every byte of every checkpoint in ``folder``, and compare with what was there ``before``."""
+    wrong: list[str] = []
+    newest, newest_step, latest_step = newest_checkpoint(folder), -1, -1
+    if newest is not None:
+        newest_step = _step(newest, wrong)
+    latest = folder / "latest"
+    if latest.is_symlink():
+        latest_step = _step(latest, wrong)
+    if newest_step < before.newest_step:
+        wrong.append(f"the newest complete checkpoint is of step {newest_step}, and was of step {before.newest_step}")
+    if latest_step < before.latest_step:
+        wrong.append(f"latest is of step {latest_step}, and was of step {before.latest_step}")
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or _LEFTOVER.search(path.name):
+            continue
+        number = _NUMBERED.search(path.name)
+        if number is None or int(number[1]) >= newest_step:
+            _step(path, wrong)
+    return Standing(newest=newest, newest_step=newest_step, latest_step=latest_step, wrong=tuple(wrong))
+
+
+def _step(path: Path, wrong: list[str]) -> int:
+    try:
+        verify_checkpoint(path)
+        return int(read_metadata(path).run["global_step"])
+    except CheckpointError as error:
+        wrong.append(f"{path.name} is not whole: {error}")
+        return -1

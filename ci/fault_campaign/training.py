@@ -1,0 +1,173 @@
+"""What one process of the fault campaign does: train a tiny GPT, from the beginning or from a checkpoint."""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import Dataset
+
+from fault_campaign.kinds import Trap, set_trap
+from lightning_ptdp.checkpoint import sums
+from lightning_ptdp.data.loader import TokenLoader
+from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
+from lightning_ptdp.strategy import PTDPStrategy
+
+__all__ = ["LAYOUTS", "SAVE_EVERY", "Attempt", "train_rank", "world_size_of"]
+
+SAVE_EVERY = 3
+_VOCABULARY, _LENGTH, _SAMPLES, _BATCH = 64, 16, 48, 8
+_PIPELINE = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "d2": (2, {}),
+    "p2": (2, _PIPELINE),
+    "t2": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "d2 ZeRO": (2, {"shard_optimizer": True}),
+    "p2 d2 ZeRO": (4, {**_PIPELINE, "num_microbatches": 2, "shard_optimizer": True}),
+}
+
+
+def world_size_of(layout: str) -> int:
+    """Processes of a layout."""
+    return LAYOUTS[layout][0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One life of all ranks.
+
+    Attributes:
+        layout: A key of ``LAYOUTS``.
+        folder: Where the checkpoints are.
+        resume: What to continue from; None: nothing.
+        steps: Optimizer steps of the whole training.
+        timeout_s: The strategy's.
+        async_save: The strategy's; writing is then slowed down, so that training goes on beside it.
+        trap: Where one rank dies.
+        environment: Variables that torchrun, SLURM or Lightning would set for all ranks.
+    """
+
+    layout: str
+    folder: Path
+    resume: Path | None
+    steps: int
+    timeout_s: float
+    async_save: bool
+    trap: Trap | None
+    environment: Mapping[str, str]
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Random tokens, the same in every process."""
+
+    sequence_length, fingerprint = _LENGTH, "random tokens"
+
+    def __init__(self) -> None:
+        self._rows = np.random.default_rng(7).integers(0, _VOCABULARY, (_SAMPLES, _LENGTH + 1))
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: rows[0] for name, rows in self.as_batch(self.__getitems__([index])).items()}
+
+    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+        return self._rows[np.asarray(visits) % _SAMPLES]
+
+    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        tokens_bs = torch.from_numpy(rows)
+        return {"input_ids": tokens_bs[:, :-1].contiguous(), "labels": tokens_bs[:, 1:].contiguous()}
+
+
+class _Tells(pl.Callback):
+    """Tells the campaign how far this rank is."""
+
+    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+        self._tell = tell
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._tell("step", trainer.global_step)
+
+
+def train_rank(rank: int, attempt: Attempt, pipe: Connection, log: Path) -> None:
+    """Train as rank ``rank``; tells ("step", number), and at last ("weights", digest) or ("error", text)."""
+    # What is printed, by torch's own C++ too, is of interest only where the campaign finds something.
+    with open(log, "wb", buffering=0) as stream:
+        os.dup2(stream.fileno(), sys.stdout.fileno())
+        os.dup2(stream.fileno(), sys.stderr.fileno())
+    faulthandler.register(signal.SIGUSR2)
+    warnings.simplefilter("ignore")
+    os.environ.update(attempt.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    try:
+        _train(rank, attempt, lambda name, value: pipe.send((name, value)))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(("error", "".join(traceback.format_exception_only(error))))
+        sys.exit(1)
+
+
+def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> None:
+    callbacks: list[pl.Callback] = [_Tells(tell)]
+    if attempt.async_save:
+        _write_slowly()
+    if attempt.trap is not None and attempt.trap.victim == rank:
+        callbacks.append(set_trap(attempt.trap))
+    world_size, options = LAYOUTS[attempt.layout]
+    pl.seed_everything(3, verbose=False)
+    strategy = PTDPStrategy(**options, timeout_s=attempt.timeout_s, async_save=attempt.async_save)
+    saving = {"every_n_train_steps": SAVE_EVERY, "save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=attempt.steps,
+        gradient_clip_val=0.5,
+        callbacks=[*callbacks, ModelCheckpoint(attempt.folder, filename="{step}", **saving)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    sizes = {"vocabulary_size": _VOCABULARY, "sequence_length": _LENGTH, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
+    module = LitGPT(GPTConfig.gpt2(**sizes, dropout=0.1), AdamWConfig(learning_rate=5e-3, warmup_steps=5, decay_steps=100))
+    place = strategy.distributed_sampler_kwargs
+    loader = TokenLoader(
+        Tokens(), batch_size=_BATCH // place["num_replicas"], num_replicas=place["num_replicas"], replica_rank=place["rank"]
+    )
+    trainer.fit(module, loader, ckpt_path=attempt.resume)
+    tell("weights", _digest(strategy.gather_state_dict()))
+
+
+def _digest(weights: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _write_slowly() -> None:
+    file: Any = sums.SummingFile
+    write = file.write
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.001)
+        write(*args)
+
+    file.write = slow

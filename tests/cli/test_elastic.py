@@ -1,0 +1,99 @@
+"""Under torchrun a lost rank starts all of them again, and the world may be another one by then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lightning_ptdp.checkpoint import newest_checkpoint, read_full, read_metadata
+from lightning_ptdp.cli import main
+from tests.pool import Pool
+
+Run = Callable[..., tuple[int, str, str]]
+
+SAVE_EACH_STEP = {
+    "class_path": "ModelCheckpoint",
+    "init_args": {"every_n_train_steps": 1, "save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True},
+}
+STEPS = 6
+
+
+def configure(config: str, path: Path, *, devices: int, steps: int, callbacks: Sequence[Any] = ()) -> str:
+    """The tiny configuration with a global batch that is the same for any number of replicas."""
+    settings = yaml.safe_load(Path(config).read_text())
+    settings["trainer"] |= {
+        "devices": devices,
+        "max_steps": steps,
+        "strategy": {
+            "class_path": "lightning_ptdp.PTDPStrategy",
+            "init_args": {"start_method": "fork" if devices == 4 else "popen", "timeout_s": 60.0},
+        },
+        "logger": False,
+        "limit_val_batches": 0,
+        "val_check_interval": None,
+        "default_root_dir": str(path.parent / ("whole" if devices == 1 else "run")),
+        "callbacks": [SAVE_EACH_STEP, *callbacks],
+    }
+    settings["model"]["init_args"]["optimizer"]["decay_steps"] = 100  # else it would follow from max_steps
+    settings["data"]["init_args"] |= {"global_batch_size": 16, "micro_batch_size": 2, "num_microbatches": None}
+    path.write_text(yaml.safe_dump({**settings, "sample": None}))
+    return str(path)
+
+
+def _fit(config: str) -> str:
+    """What every process of torchrun runs; how often they had been started again by the last time."""
+    if main(["fit", "--config", config, "--resume", "auto"]):
+        raise RuntimeError("ptdp fit failed")
+    return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def _torchrun(rank: int, config: str, folder: str) -> dict[int, str]:
+    """As ``torchrun --standalone --nproc-per-node 2 --max-restarts 2``, with processes that are forked, which have torch loaded."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name)
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="elastic",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        rdzv_configs={"is_host": True},
+        local_addr="127.0.0.1",
+        max_restarts=2,
+        monitor_interval=0.1,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+    )
+    return elastic_launch(launch, _fit)(config)
+
+
+def test_four_replicas_then_two_of_which_one_dies(ptdp: Run, config: str, tmp_path: Path) -> None:
+    """2 steps on 4 replicas; on 2 replicas to step 4, where one dies; started again to the end."""
+    code, _, err = ptdp("fit", "--config", configure(config, tmp_path / "whole.yaml", devices=1, steps=STEPS))
+    assert code == 0, err
+    code, _, err = ptdp("fit", "--config", configure(config, tmp_path / "four.yaml", devices=4, steps=2), "--resume=auto")
+    assert code == 0, err
+    dies = {"class_path": "tests.cli.dying.DiesOnce", "init_args": {"step": 4, "notes": str(tmp_path)}}
+    two = configure(config, tmp_path / "two.yaml", devices=2, steps=STEPS, callbacks=[dies])
+    with contextlib.closing(Pool()) as fresh:  # a worker that has trained has threads, which do not outlive a fork
+        (restarts,) = fresh.run(_torchrun, world_size=1, args=(two, str(tmp_path)))
+    assert restarts == {0: "1", 1: "1"}
+    starts = {path.name: int(path.read_text()) for path in tmp_path.glob("start-*")}
+    assert starts == {"start-0-rank-0": 2, "start-0-rank-1": 2, "start-1-rank-0": 4, "start-1-rank-1": 4}
+
+    newest, whole = newest_checkpoint(tmp_path / "run"), newest_checkpoint(tmp_path / "whole")
+    assert newest is not None and whole is not None
+    assert read_metadata(newest).run["global_step"] == read_metadata(whole).run["global_step"] == STEPS
+    assert read_metadata(newest).run["layout"] == "t1 p1 d2"
+    expected = read_full(whole)
+    for name, value in read_full(newest).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
