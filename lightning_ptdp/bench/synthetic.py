@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from lightning_ptdp.batch_size import BatchPlan, RampUp
-from lightning_ptdp.data import BertDataModule, TextDataModule
+from lightning_ptdp.data import BertDataModule, StreamDataModule
 from lightning_ptdp.data.masking import number_to_predict
 from lightning_ptdp.data.stream import IGNORE_INDEX
 
@@ -23,14 +23,14 @@ _SPECIAL = 3  # [CLS] and two [SEP]
 
 
 class SyntheticData(LightningDataModule):
-    """The batches of a ``TextDataModule`` or ``BertDataModule`` in size and shape, with random contents: one batch a replica, again
+    """The batches of a ``StreamDataModule`` in size and shape, with random contents: one batch a replica, again
     and again. A ramp-up begins at its end.
 
     Args:
         like: The data module; it is not asked for data.
     """
 
-    def __init__(self, like: TextDataModule) -> None:
+    def __init__(self, like: StreamDataModule) -> None:
         super().__init__()
         self.like = like
         self.sequence_length, self.vocabulary_size = like.sequence_length, like.vocabulary_size

@@ -20,7 +20,7 @@ from lightning_ptdp.cli.checks import check_run
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
-from lightning_ptdp.data import TextDataModule
+from lightning_ptdp.data import StreamDataModule
 
 __all__ = ["layout_options", "run"]
 
@@ -114,7 +114,7 @@ def layout_options(text: str) -> list[str]:
 def _measure(cli: _BenchCLI) -> BenchResult | None:
     """The result, in the process that has global rank 0 or started it."""
     data: LightningDataModule | None = cli.datamodule
-    if isinstance(data, TextDataModule):
+    if isinstance(data, StreamDataModule):
         data = SyntheticData(data)
     check_run(cli.trainer, cli.model, data, ckpt_path=None, writes=False)
     peak = cli.config.peak_tflops

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.data import TextDataModule
+from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.loggers.store import check_writable_folder
 
 __all__ = ["check_checkpoint", "check_data", "check_run"]
@@ -52,7 +52,7 @@ def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None
     Raises:
         DataError: They cannot, or do not.
     """
-    if isinstance(datamodule, TextDataModule):
+    if isinstance(datamodule, StreamDataModule):
         layout = getattr(trainer.strategy, "layout", None)
         datamodule.check(num_replicas=1 if layout is None else layout.data_parallel_size)
 

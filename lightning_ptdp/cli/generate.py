@@ -141,7 +141,8 @@ def _build(state: dict[str, Any], weights: dict[str, Any], checkpoint: str) -> A
 
 
 def _tokenizer_folder(state: dict[str, Any], checkpoint: str) -> str:
-    folder = state.get("datamodule_hyper_parameters", {}).get("data_dir")
+    given = state.get("datamodule_hyper_parameters", {})
+    folder = given["corpora"][0]["data_dir"] if given.get("corpora") else given.get("data_dir")
     if folder is None:
         raise UserError(f"--checkpoint {checkpoint} does not name its tokenizer: give the prepared folder with --tokenizer")
     return str(folder)

@@ -30,6 +30,7 @@ from lightning_ptdp.data.draws import Draws
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.masking import choose_words, number_to_predict, replace_tokens
+from lightning_ptdp.data.order import sample_visits
 from lightning_ptdp.data.pairs import LEAST_TOKENS, PairObjective, draw_pair, find_windows
 from lightning_ptdp.data.store import ChunkMap
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
@@ -108,6 +109,10 @@ class BertStream(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Sample ``index`` of the first epoch."""
         return {name: rows[0] for name, rows in self.as_batch(self.__getitems__([index])).items()}
+
+    def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
+        """Visits in the order of training."""
+        return sample_visits(numbers, size=self._size, seed=seed, shuffle=shuffle)
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Rows, int32, which ``as_batch`` takes apart; visit ``epoch * len(self) + sample``, or ``PADDING`` for a row that fills up."""

@@ -11,7 +11,9 @@ from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES, Corpus, Source, Undecod
 
 __all__ = ["PrepareConfig"]
 
-_NOT_SETTINGS = ("output", "overwrite")
+_NOT_SETTINGS = ("output", "overwrite", "num_workers", "part_bytes")
+_LATER = {"control_symbols": (), "tokenizer_dir": None, "document_bytes": 1 << 22}
+"""Settings that folders from before there were any do not name, and what is the same as none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,13 @@ class PrepareConfig:
         seed: Of the division and of the sample that the tokenizer learns from.
         chunk_tokens: Tokens of a chunk file; a training sample never spans two chunks.
         control_symbols: Pieces such as ``[MASK]`` that no text produces; they count into ``vocabulary_size``.
+        tokenizer_dir: Another prepared folder, whose tokenizer is taken, so that the two can be mixed. Default: learn one from the text.
         tokenizer_characters: How much of the training text the tokenizer learns from at most (lines drawn at random).
+        document_bytes: A text file that is bigger is cut between lines into documents of about this size.
         overwrite: Replace a folder that was prepared with other settings or is damaged.
+        num_workers: Processes that read and tokenize. With 1 it is this one, whose tokenizer takes as many threads as there are
+            processors. The result does not depend on it.
+        part_bytes: Text that a process takes at a time: more takes more memory, and is lost where one is killed.
 
     Raises:
         ValueError: A number is out of range; the message names it.
@@ -46,12 +53,21 @@ class PrepareConfig:
     seed: int = 0
     chunk_tokens: int = 1 << 22
     control_symbols: tuple[str, ...] = ()
+    tokenizer_dir: str | Path | None = None
     tokenizer_characters: int = 50_000_000
+    document_bytes: int = 1 << 22
     overwrite: bool = False
+    num_workers: int = 1
+    part_bytes: int = 1 << 24
 
     def __post_init__(self) -> None:
         if not str(self.output):
             raise ValueError("output='' must be the path of a folder")
+        if "://" in str(self.output):
+            raise ValueError(
+                f"output={str(self.output)!r} is an address: name a local folder, and copy it to the store when it is made. To train "
+                "on one in a store, set remote to its address and data_dir to a local folder for the copy"
+            )
         object.__setattr__(self, "suffixes", tuple(self.suffixes) if not isinstance(self.suffixes, str) else self.suffixes)
         symbols = self.control_symbols
         if isinstance(symbols, str) or not all(isinstance(s, str) and s for s in symbols) or len(set(symbols)) < len(symbols):
@@ -61,6 +77,9 @@ class PrepareConfig:
         check_integer("seed", self.seed, least=0, most=(1 << 63) - 1)
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
         check_integer("tokenizer_characters", self.tokenizer_characters)
+        check_integer("document_bytes", self.document_bytes, least=1 << 10)
+        check_integer("num_workers", self.num_workers)
+        check_integer("part_bytes", self.part_bytes)
         if isinstance(self.validation_fraction, bool) or not 0 < self.validation_fraction <= 0.5:
             raise ValueError(f"validation_fraction={self.validation_fraction!r} must be more than 0 and at most 0.5")
         self.corpus  # noqa: B018 - raises for suffixes and undecodable
@@ -68,13 +87,21 @@ class PrepareConfig:
     @property
     def corpus(self) -> Corpus:
         """The documents to read."""
-        return Corpus(source=self.source, suffixes=self.suffixes, text_field=self.text_field, undecodable=self.undecodable)
+        return Corpus(
+            source=self.source,
+            suffixes=self.suffixes,
+            text_field=self.text_field,
+            undecodable=self.undecodable,
+            document_bytes=self.document_bytes,
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the contents of the folder, as it is kept in the manifest."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SETTINGS}
-        symbols = values.pop("control_symbols")
-        if symbols:  # a folder without any is the same as one from before there were any
-            values["control_symbols"] = list(symbols)
+        values = {name: value for name, value in values.items() if name not in _LATER or value != _LATER[name]}
+        if self.tokenizer_dir is not None:
+            values["tokenizer_dir"] = str(self.tokenizer_dir)
+        if self.control_symbols:
+            values["control_symbols"] = list(self.control_symbols)
         return {**values, "source": list(self.corpus.roots), "suffixes": list(self.suffixes)}

@@ -7,17 +7,20 @@ lies, nothing is copied or redistributed).
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import CorpusError
+from lightning_ptdp.data.pieces import CorpusFile, Piece, cut_lines, cut_text
 
-__all__ = ["DEFAULT_SUFFIXES", "Corpus", "CorpusFile", "Document", "ReadReport", "Source", "Undecodable", "iter_documents"]
+__all__ = ["DEFAULT_SUFFIXES", "Corpus", "Document", "ReadReport", "Source", "Undecodable", "iter_documents"]
 
 Source: TypeAlias = str | Path | Sequence[str | Path] | None
 Undecodable: TypeAlias = Literal["replace", "skip", "error"]
@@ -33,19 +36,10 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and where it came from: a file's relative path, with ``:line`` for JSON-lines."""
+    """One text and where it came from: a file's relative path, with ``:line`` for JSON-lines and ``#number`` in a big text file."""
 
     name: str
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CorpusFile:
-    """A file of the corpus; ``name`` is relative to the source, so that it does not depend on the machine."""
-
-    name: str
-    path: Path
-    size: int
 
 
 @dataclass
@@ -69,11 +63,13 @@ class Corpus:
 
     Args:
         source: A file, a folder (searched recursively), or several of them; None is the standard library's sources. Files
-            that end in ``.jsonl`` or ``.ndjson`` hold one document a line, every other file is one document.
+            that end in ``.jsonl`` or ``.ndjson`` hold one document a line, every other file is one document, or several if it is
+            bigger than ``document_bytes``.
         suffixes: Which files of a folder are read; a file that is named itself is always read. Hidden files are not.
         text_field: The key of a JSON line's object that holds the text.
         undecodable: What to do with text that is not UTF-8: ``"replace"`` the bad bytes by U+FFFD, ``"skip"`` the document, or
             raise (``"error"``).
+        document_bytes: A text file that is bigger is cut between lines into documents of about this size.
 
     Raises:
         CorpusError: From ``files`` and ``documents``: a path is missing, unreadable, or holds no text.
@@ -83,10 +79,12 @@ class Corpus:
     suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
     text_field: str = "text"
     undecodable: Undecodable = "replace"
+    document_bytes: int = 1 << 22
 
     def __post_init__(self) -> None:
         if self.undecodable not in ("replace", "skip", "error"):
             raise ValueError(f"undecodable={self.undecodable!r} must be 'replace', 'skip' or 'error'")
+        check_integer("document_bytes", self.document_bytes)
         if isinstance(self.suffixes, str) or not all(isinstance(s, str) and s.startswith(".") for s in self.suffixes):
             raise ValueError(f"suffixes={self.suffixes!r} must be a list of endings with their dot, such as ['.txt', '.jsonl']")
 
@@ -118,33 +116,44 @@ class Corpus:
     def documents(self, report: ReadReport | None = None) -> Iterator[Document]:
         """Every document with text in it; ``report`` is filled on the way."""
         report = ReadReport() if report is None else report
-        for file in self.files():
-            lines = file.path.suffix.lower() in _JSON_LINES
-            for document in self._json_lines(file, report) if lines else self._whole(file, report):
-                report.documents += 1
-                yield document
+        for piece in self.pieces(self.files()):
+            yield from self.read(piece, report)
 
-    def _whole(self, file: CorpusFile, report: ReadReport) -> Iterator[Document]:
+    def pieces(self, files: Iterable[CorpusFile]) -> Iterator[Piece]:
+        """The files, cut into pieces that can be read one by one."""
+        for file in files:
+            cut = cut_lines if file.path.suffix.lower() in _JSON_LINES else cut_text
+            try:
+                yield from cut(file, self.document_bytes)
+            except OSError as error:
+                raise CorpusError(f"source file {file.path} cannot be read: {error.strerror or error}") from error
+
+    def read(self, piece: Piece, report: ReadReport) -> Iterator[Document]:
+        """The documents of a piece."""
         try:
-            data = file.path.read_bytes()
+            data = piece.read()
         except OSError as error:
-            raise CorpusError(f"source file {file.path} cannot be read: {error.strerror or error}") from error
-        text = self._decode(data, file.name, report)
-        if text:
-            yield Document(file.name, text)
+            raise CorpusError(f"source file {piece.file.path} cannot be read: {error.strerror or error}") from error
+        for document in self._whole(piece, data, report) if piece.line is None else self._json_lines(piece, data, report):
+            report.documents += 1
+            yield document
 
-    def _json_lines(self, file: CorpusFile, report: ReadReport) -> Iterator[Document]:
-        with open(file.path, "rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                name = f"{file.name}:{number}"
-                raw = self._decode(line, name, report)
-                if not raw or not raw.strip("\ufeff \t\r\n"):
-                    continue
-                text = self._field(raw.lstrip("\ufeff"), f"{file.path}:{number}")
-                # JSON may spell half a surrogate pair, which no encoding can hold.
-                text = self._decode(text.encode("utf-8", "surrogatepass"), name, report) or ""
-                if text:
-                    yield Document(name, text)
+    def _whole(self, piece: Piece, data: bytes, report: ReadReport) -> Iterator[Document]:
+        text = self._decode(data, piece.name, report, piece.start)
+        if text:
+            yield Document(piece.name, text)
+
+    def _json_lines(self, piece: Piece, data: bytes, report: ReadReport) -> Iterator[Document]:
+        for number, line in enumerate(io.BytesIO(data), start=piece.line or 1):
+            name = f"{piece.file.name}:{number}"
+            raw = self._decode(line, name, report)
+            if not raw or not raw.strip("\ufeff \t\r\n"):
+                continue
+            text = self._field(raw.lstrip("\ufeff"), f"{piece.file.path}:{number}")
+            # JSON may spell half a surrogate pair, which no encoding can hold.
+            text = self._decode(text.encode("utf-8", "surrogatepass"), name, report) or ""
+            if text:
+                yield Document(name, text)
 
     def _field(self, line: str, where: str) -> str:
         try:
@@ -160,13 +169,13 @@ class Corpus:
             raise CorpusError(f"{where}: field {self.text_field!r} is {type(text).__name__}, a string is needed")
         return text
 
-    def _decode(self, data: bytes, name: str, report: ReadReport) -> str | None:
+    def _decode(self, data: bytes, name: str, report: ReadReport, offset: int = 0) -> str | None:
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
             if self.undecodable == "error":
                 raise CorpusError(
-                    f"{name}: not UTF-8 at byte {error.start}; convert it, or set undecodable to 'replace' or 'skip'"
+                    f"{name}: not UTF-8 at byte {offset + error.start}; convert it, or set undecodable to 'replace' or 'skip'"
                 ) from error
             report.undecodable.append(name)
             return data.decode("utf-8", "replace") if self.undecodable == "replace" else None

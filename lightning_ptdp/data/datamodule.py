@@ -1,29 +1,26 @@
-"""Text for a Trainer: prepares it once, hands every replica its samples, and resumes exactly in the middle of an epoch."""
+"""Text for a Trainer, prepared once."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from lightning.pytorch import LightningDataModule
-
-from lightning_ptdp.batch_size import BatchPlan, RampUp
-from lightning_ptdp.data.batch_options import BatchOptions, RampUpOptions
-from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.batch_options import RampUpOptions
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
 from lightning_ptdp.data.errors import StoreError
-from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import SplitName, verify_store
 from lightning_ptdp.data.prepare import check_prepare, prepare
+from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream import SampleStream, TokenStream
+from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer
 
 __all__ = ["TextDataModule"]
 
 
-class TextDataModule(LightningDataModule):
+class TextDataModule(StreamDataModule):
     """Any text as batches of tokens.
 
     The text is tokenized into ``data_dir`` by the first process that trains (or by ``ptdp prepare``) and found there afterwards.
@@ -40,7 +37,10 @@ class TextDataModule(LightningDataModule):
         vocabulary_size: Number of ids of the tokenizer.
         validation_fraction: Part of the text that is kept for validation.
         split_seed: Of the division into training and validation.
+        tokenizer_dir: Another prepared folder, whose tokenizer is taken. Default: learn one from the text.
         overwrite: Prepare again where data_dir was made with other settings or is damaged.
+        remote: Address of a prepared folder in a store (s3://, gs://, …: what litdata has a downloader for), which is copied to
+            ``data_dir`` instead of preparing one; ``local:/path`` for a mounted one.
         sequence_length: Tokens of a sample.
         global_batch_size: Samples of a step of all replicas.
         micro_batch_size: Samples of a microbatch. Default: 8, or what follows.
@@ -50,6 +50,7 @@ class TextDataModule(LightningDataModule):
         validation_samples: Validate on the first so many samples; none is all.
         seed: Of the order of the training samples.
         num_workers: Processes that read ahead, for each rank.
+        prepare_workers: Processes that tokenize the text, once.
         verify_hashes: Compare every file's hash before training, not only its size.
     """
 
@@ -67,7 +68,9 @@ class TextDataModule(LightningDataModule):
         vocabulary_size: int = 8192,
         validation_fraction: float = 0.03,
         split_seed: int = 0,
+        tokenizer_dir: str | None = None,
         overwrite: bool = False,
+        remote: str | None = None,
         sequence_length: int = 256,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
@@ -76,9 +79,19 @@ class TextDataModule(LightningDataModule):
         validation_samples: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
+        prepare_workers: int = 1,
         verify_hashes: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            sequence_length=sequence_length,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            num_microbatches=num_microbatches,
+            ramp_up=ramp_up,
+            validation_samples=validation_samples,
+            seed=seed,
+            num_workers=num_workers,
+        )
         # Checkpoints name the data folder, in which the tokenizer is.
         self.save_hyperparameters()
         self.prepare_config = PrepareConfig(
@@ -90,52 +103,19 @@ class TextDataModule(LightningDataModule):
             vocabulary_size=vocabulary_size,
             validation_fraction=validation_fraction,
             seed=split_seed,
+            tokenizer_dir=tokenizer_dir,
             overwrite=overwrite,
+            num_workers=prepare_workers,
             control_symbols=self.control_symbols,
         )
-        check_integer("sequence_length", sequence_length)
-        check_integer("seed", seed, least=0)
-        check_integer("num_workers", num_workers, least=0)
-        if validation_samples is not None:
-            check_integer("validation_samples", validation_samples)
         if sequence_length >= self.prepare_config.chunk_tokens:
             raise ValueError(
                 f"sequence_length={sequence_length} must be less than {self.prepare_config.chunk_tokens} tokens, a chunk"
             )
         self.data_dir = Path(data_dir)
         self.vocabulary_size = vocabulary_size
-        self.sequence_length = sequence_length
-        self.batch_options = BatchOptions(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            num_microbatches=num_microbatches,
-            ramp_up=ramp_up,
-        )
-        self.validation_samples = validation_samples
-        self.seed = seed
-        self.num_workers = num_workers
+        self.remote = remote
         self.verify_hashes = verify_hashes
-        self._train: TokenLoader | None = None
-        self._train_for: Any = None
-        self._saved: dict[str, Any] = {}
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a batch of one replica, after the ramp-up."""
-        return self.batch_options.plan(self._replica()[0]).replica_batch
-
-    @property
-    def step_sizes(self) -> RampUp:
-        """The samples of every step, of all replicas."""
-        return self.batch_options.ramp(self._replica()[0])
-
-    def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
-        """The sizes of all steps that there will be on ``num_replicas`` replicas: one plan, or those of the ramp-up in their order.
-
-        Raises:
-            ValueError: The sizes do not divide; says what would.
-        """
-        return self.batch_options.plans(num_replicas)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -150,14 +130,24 @@ class TextDataModule(LightningDataModule):
             DataError: See ``check_prepare`` and ``TokenLoader``.
             ValueError: The batch sizes do not divide for so many replicas.
         """
-        batch_size = self.batch_plans(num_replicas=num_replicas)[-1].replica_batch
-        if check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None:
-            TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas)
-            self._stream("validation")
+        self.batch_plans(num_replicas=num_replicas)
+        if self.remote is not None:
+            there = self.data_dir.exists()
+        else:
+            there = check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None
+        if there:
+            super().check(num_replicas=num_replicas)
 
     def prepare_data(self) -> None:
-        """Make ``data_dir``; Lightning calls this in one process of a node."""
-        prepare(self.prepare_config, hashes=self.verify_hashes)
+        """Make ``data_dir``, or copy it; Lightning calls this in one process of a node.
+
+        Raises:
+            DataError: See ``prepare`` and ``fetch``.
+        """
+        if self.remote is not None:
+            fetch(self.remote, self.data_dir, hashes=self.verify_hashes)
+        else:
+            prepare(self.prepare_config, hashes=self.verify_hashes)
 
     def setup(self, stage: str | None = None) -> None:
         """Check in every process that ``data_dir`` is what the manifest says.
@@ -173,105 +163,5 @@ class TextDataModule(LightningDataModule):
                 "that number, another folder, or overwrite (--overwrite)"
             )
 
-    def train_dataloader(self) -> TokenLoader:
-        """Shuffled batches of this replica, from the checkpoint's position on.
-
-        Raises:
-            ValueError: A ramp-up with the Trainer's ``accumulate_grad_batches``.
-        """
-        self._prepare_ramp()
-        loader = self._train_loader(self._stream("train"))
-        overfit = self.trainer.overfit_batches if self.trainer is not None else 0
-        if overfit:
-            steps = overfit if isinstance(overfit, int) else max(int(overfit * len(loader)), 1)
-            loader = self._train_loader(self._stream("train", max_samples=steps * loader.step_samples))
-        if self._saved:
-            loader.load_state_dict(self._saved)
-        elif self._train is not None and self.trainer is not None and self.trainer.global_step:
-            loader.load_state_dict(self._train.state_dict())
-        self._train, self._train_for, self._saved = loader, self.trainer, {}
-        return loader
-
-    def val_dataloader(self) -> EvaluationLoader:
-        """Every validation sample once, over all replicas."""
-        num_replicas, replica_rank = self._replica()
-        plan = self.batch_options.plan(num_replicas)
-        return EvaluationLoader(
-            self._stream("validation", max_samples=self.validation_samples),
-            batch_size=plan.replica_batch,
-            micro_batch_size=plan.micro_batch_size,
-            num_replicas=num_replicas,
-            replica_rank=replica_rank,
-            num_workers=self.num_workers,
-            pin_memory=self._on_cuda(),
-        )
-
-    def test_dataloader(self) -> EvaluationLoader:
-        """The validation samples: there is no third split."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> EvaluationLoader:
-        """The validation samples."""
-        return self.val_dataloader()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the training data, saved in checkpoints."""
-        return self._train.state_dict() if self._train is not None else dict(self._saved)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint's place, with this fit's training loader if there is one already, else with the next one.
-
-        Raises:
-            DataError: Now or from ``train_dataloader``, if the place belongs to other data.
-        """
-        # A strategy may restore after its set-up, in which configure_optimizers may have asked for the number of steps, and so for
-        # the loader.
-        if self._train is not None and self._train_for is self.trainer:
-            self._train.load_state_dict(state_dict)
-        else:
-            self._saved = dict(state_dict)
-
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         return TokenStream(self.data_dir, split=split, sequence_length=self.sequence_length, max_samples=max_samples)
-
-    def _train_loader(self, stream: SampleStream) -> TokenLoader:
-        num_replicas, replica_rank = self._replica()
-        return TokenLoader(
-            stream,
-            batch_size=self.batch_options.plan(num_replicas).replica_batch,
-            ramp_up=self.batch_options.ramp(num_replicas),
-            seed=self.seed,
-            num_replicas=num_replicas,
-            replica_rank=replica_rank,
-            num_workers=self.num_workers,
-            pin_memory=self._on_cuda(),
-            in_flight=self._in_flight,
-        )
-
-    def _prepare_ramp(self) -> None:
-        if self.batch_options.ramp_up is None or self.trainer is None:
-            return
-        accumulated = self.trainer.accumulate_grad_batches
-        if accumulated != 1:
-            raise ValueError(
-                f"ramp_up with accumulate_grad_batches={accumulated}: Lightning weights batches of different sizes alike. Use "
-                "accumulate_grad_batches=1 and more microbatches, which accumulate too (global_batch_size)"
-            )
-        # An epoch has fewer steps than the one before it; Lightning asks for their number, and when to validate, with the loader.
-        self.trainer.reload_dataloaders_every_n_epochs = 1
-
-    def _replica(self) -> tuple[int, int]:
-        """(number of replicas, this replica) as the strategy has them: peers inside a replica are one reader."""
-        strategy = self.trainer.strategy if self.trainer is not None else None
-        kwargs = getattr(strategy, "distributed_sampler_kwargs", None)
-        return (1, 0) if kwargs is None else (int(kwargs["num_replicas"]), int(kwargs["rank"]))
-
-    def _on_cuda(self) -> bool:
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-
-    def _in_flight(self) -> int:
-        """Batches that were handed out and not trained on: one, where an exception in a step makes a checkpoint."""
-        if self.trainer is None:
-            return 0
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        return int(progress.ready - progress.processed)

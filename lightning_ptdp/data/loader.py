@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_ptdp.batch_size import RampUp
 from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import DataError
-from lightning_ptdp.data.order import sample_order
 from lightning_ptdp.data.stream import PADDING, SampleStream
 
 __all__ = ["EvaluationLoader", "TokenLoader"]
@@ -128,14 +127,9 @@ class TokenLoader:
             self.consumed_samples += self.sizes.global_batch(self.consumed_samples)
             yield batch
 
-    def indices(self, start: int, steps: int) -> np.ndarray:
-        """Samples of this replica for ``steps`` steps of one size from sample number ``start`` on; int64 of shape (steps, B)."""
-        numbers = self._numbers(start, steps)
-        return sample_order(numbers, size=len(self.stream), seed=self.seed, shuffle=self.shuffle)
-
     def visits(self, start: int, steps: int) -> np.ndarray:
-        """As ``indices``, with the epoch: visits of the stream."""
-        return self._numbers(start, steps) // len(self.stream) * len(self.stream) + self.indices(start, steps)
+        """This replica's visits of the stream for ``steps`` steps of one size from sample number ``start`` on; int64 (steps, B)."""
+        return self.stream.visits(self._numbers(start, steps), seed=self.seed, shuffle=self.shuffle)
 
     def _numbers(self, start: int, steps: int) -> np.ndarray:
         size, alike = self.sizes.stretch(start)
@@ -227,7 +221,7 @@ class EvaluationLoader:
         yield from _read(self.stream, _EvaluationRows(self), self._num_workers, self._pin_memory)
 
     def indices(self, step: int) -> list[int]:
-        """Samples of this replica's batch number ``step``, ``PADDING`` where a row fills up."""
+        """Sample numbers of this replica's batch number ``step``, ``PADDING`` where a row fills up."""
         microbatches = self.batch_size // self.micro_batch_size
         slots = len(self) * self.num_replicas * microbatches
         first = (step * self.num_replicas + self.replica_rank) * microbatches
@@ -262,7 +256,10 @@ class _EvaluationRows(Sampler[list[int]]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return map(self._loader.indices, range(len(self)))
+        for step in range(len(self)):
+            numbers = np.array(self._loader.indices(step))
+            visits = self._loader.stream.visits(numbers, seed=0, shuffle=False)
+            yield np.where(numbers == PADDING, PADDING, visits).tolist()
 
 
 def _read(stream: SampleStream, rows: Sampler[list[int]], num_workers: int, pin_memory: bool) -> Iterator[Batch]:

@@ -12,7 +12,7 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["sample_order"]
+__all__ = ["sample_order", "sample_visits"]
 
 _ROUNDS = 8
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -39,6 +39,11 @@ def sample_order(numbers: np.ndarray, *, size: int, seed: int, shuffle: bool = T
         here = epochs == epoch
         result[here] = _permute(places[here], size, _keys(seed, int(epoch)))
     return result
+
+
+def sample_visits(numbers: np.ndarray, *, size: int, seed: int, shuffle: bool = True) -> np.ndarray:
+    """As ``sample_order``, with the epoch: ``epoch * size + sample``."""
+    return numbers // size * size + sample_order(numbers, size=size, seed=seed, shuffle=shuffle)
 
 
 def _permute(places: np.ndarray, size: int, keys: list[np.uint64]) -> np.ndarray:

@@ -8,37 +8,38 @@
       train/                 litdata chunks: documents joined, each followed by the end token
       validation/
 
-The folder appears complete or not at all.
+The folder appears complete or not at all. Until then all is in a hidden folder beside it (``work_folder.py``), where a call after one
+that was killed finds what was finished.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
-import random
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
+from lightning_ptdp.data.build import Builder
 from lightning_ptdp.data.config import PrepareConfig
-from lightning_ptdp.data.corpus import Corpus, ReadReport, listing_digest
-from lightning_ptdp.data.errors import CorpusError, DataError, StoreError
-from lightning_ptdp.data.manifest import MANIFEST_FILE, CorpusRecord, Manifest, SplitRecord, record_files, verify_store
-from lightning_ptdp.data.split import Split, Survey, survey
-from lightning_ptdp.data.store import ChunkWriter, token_dtype
+from lightning_ptdp.data.corpus import listing_digest
+from lightning_ptdp.data.errors import DataError, StoreError, TokenizerError
+from lightning_ptdp.data.manifest import FORMAT, MANIFEST_FILE, CorpusRecord, Manifest, record_files, verify_store
+from lightning_ptdp.data.progress import Reporter
 from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.data.work_folder import work_folder
 
 __all__ = ["PreparedData", "check_prepare", "prepare"]
 
 Progress = Callable[[str], None]
 
 _log = logging.getLogger(__name__)
-_BATCH_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | N
     elif output.exists() and any(output.iterdir()):
         raise StoreError(f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder")
     config.corpus.files()
+    _given_tokenizer(config)
     parent = next(parent for parent in output.absolute().parents if parent.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StoreError(f"output={output} cannot be written: no permission in {parent}")
@@ -97,11 +99,11 @@ def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | N
 
 
 def prepare(config: PrepareConfig, *, progress: Progress | None = None, hashes: bool = True) -> PreparedData:
-    """Make the folder, or find it made already with the same settings.
+    """Make the folder, or find it made already with the same settings, or go on where a call before was interrupted.
 
     Args:
         config: What and where.
-        progress: Called with one line of text a stage; by default the lines go to this module's logger.
+        progress: Called with lines of text, a few a stage; by default they go to this module's logger, and a terminal shows bars.
         hashes: Compare the hashes of a folder that is there already, not only the sizes.
 
     Raises:
@@ -113,15 +115,17 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None, hashes: 
     reused = manifest is not None
     output = Path(config.output)
     if manifest is None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        # Hidden, so that a source folder that contains the output does not read it.
-        folder = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}")
-        folder.mkdir()
+        report = Reporter(say=say, bars=progress is None)
         try:
-            manifest = _build(config, folder, say)
-            manifest = _publish(config, folder, output, manifest)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            output.parent.mkdir(parents=True, exist_ok=True)
+            # Hidden, so that a source folder that contains the output does not read it.
+            with work_folder(output, _key(config)) as work:
+                folder, manifest = _build(config, work, report)
+                manifest = _publish(config, folder, output, manifest)
+        except OSError as error:
+            raise StoreError(
+                f"output={output} cannot be written: {error}. What was finished is kept for the next call"
+            ) from error
     done = PreparedData(folder=output, manifest=manifest, reused=reused, seconds=time.monotonic() - began)
     say(done.summary())
     return done
@@ -148,33 +152,52 @@ def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
                 f"output={output} was prepared from {manifest.corpus.files} files that have changed since (now {len(files)}): "
                 "use another folder, or overwrite (--overwrite)"
             )
+    tokenizer = _given_tokenizer(config) if config.tokenizer_dir is not None and Path(config.tokenizer_dir).exists() else None
+    if tokenizer is not None and tokenizer.fingerprint != manifest.tokenizer_fingerprint:
+        raise StoreError(
+            f"output={output} was prepared with tokenizer {manifest.tokenizer_fingerprint[:12]}, but tokenizer_dir={config.tokenizer_dir} "
+            f"now has {tokenizer.fingerprint[:12]}: use another folder, or overwrite (--overwrite)"
+        )
     return verify_store(output, hashes=hashes)
 
 
-def _build(config: PrepareConfig, folder: Path, say: Progress) -> Manifest:
-    corpus, report = config.corpus, ReadReport()
-    files = corpus.files()
-    say(f"reading {len(files):,} files, {sum(file.size for file in files) / 1e6:.1f} MB")
-    found = survey(corpus.documents(report), validation_fraction=config.validation_fraction, seed=config.seed)
-    if report.undecodable:
-        say(report.summary())
-    say(f"learning {config.vocabulary_size} pieces from {found.documents:,} documents")
-    tokenizer = Tokenizer.train(
-        _sample(config, found), vocabulary_size=config.vocabulary_size, control_symbols=config.control_symbols
-    )
+def _given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
+    """That of ``tokenizer_dir``, if it is one that the settings ask for."""
+    if config.tokenizer_dir is None:
+        return None
+    tokenizer = Tokenizer.load(config.tokenizer_dir)
+    if tokenizer.vocabulary_size != config.vocabulary_size:
+        raise TokenizerError(
+            f"tokenizer_dir={config.tokenizer_dir} has a vocabulary of {tokenizer.vocabulary_size}, not vocabulary_size="
+            f"{config.vocabulary_size}: use that number"
+        )
+    for symbol in config.control_symbols:
+        tokenizer.control_id(symbol)
+    return tokenizer
+
+
+def _build(config: PrepareConfig, work: Path, report: Reporter) -> tuple[Path, Manifest]:
+    """The finished folder, in the work folder."""
+    files = config.corpus.files()
+    report.say(f"reading {len(files):,} files, {sum(file.size for file in files) / 1e6:.1f} MB")
+    builder = Builder.of(config, work, report)
+    found, undecodable = builder.survey()
+    tokenizer = _given_tokenizer(config) or builder.tokenizer(found)
+    folder = work / "store"
+    shutil.rmtree(folder, ignore_errors=True)
     tokenizer.save(folder)
-    splits = _write_splits(config, folder, found, tokenizer, say)
+    splits = builder.tokens(found, tokenizer, folder)
     manifest = Manifest(
         settings=config.settings,
         python=platform.python_version(),
         corpus=CorpusRecord(
-            source=list(corpus.roots) or ["standard library"],
+            source=list(config.corpus.roots) or ["standard library"],
             files=len(files),
             listing=listing_digest(files),
             documents=found.documents,
             characters=found.characters,
             content=found.digest,
-            undecodable=len(report.undecodable),
+            undecodable=undecodable,
         ),
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocabulary_size=tokenizer.vocabulary_size,
@@ -182,70 +205,26 @@ def _build(config: PrepareConfig, folder: Path, say: Progress) -> Manifest:
         files=record_files(folder),
     )
     manifest.write(folder)
-    return manifest
+    return folder, manifest
 
 
-def _sample(config: PrepareConfig, found: Survey) -> Iterator[str]:
-    """The training text for the tokenizer: all, or as many lines as allowed, drawn evenly over the corpus."""
-    texts = (found.split.parts(document)[0] for document in config.corpus.documents())
-    keep = config.tokenizer_characters / found.characters
-    if keep >= 1:
-        yield from texts
-        return
-    # Python promises that random() of a seed stays the same in every version.
-    draw = random.Random(config.seed)
-    left = config.tokenizer_characters
-    for line in chain.from_iterable(text.split("\n") for text in texts):
-        if left > 0 and draw.random() < keep:
-            yield line[:left]
-            left -= len(line)
-
-
-def _write_splits(
-    config: PrepareConfig, folder: Path, found: Survey, tokenizer: Tokenizer, say: Progress
-) -> dict[str, SplitRecord]:
-    dtype = token_dtype(tokenizer.vocabulary_size)
-    names = ("train", "validation")
-    writers = [ChunkWriter(folder / name, chunk_tokens=config.chunk_tokens, dtype=dtype) for name in names]
-    documents = [0, 0]
-    seen = 0
-    for batch, count in _batches(config.corpus, found.split):
-        for index, texts in enumerate(batch):
-            for ids in tokenizer.encode_many(texts, num_threads=os.cpu_count() or 1):
-                writers[index].add([*ids, tokenizer.eos_id])
-            documents[index] += len(texts)
-        seen += count
-        say(f"tokenized {seen:,} of {found.documents:,} documents: {sum(writer.tokens for writer in writers):,} tokens")
-    if seen != found.documents:
-        raise CorpusError(f"source={config.source!r} changed while it was read: {found.documents} documents, then {seen}")
-    for writer in writers:
-        writer.close()
+def _key(config: PrepareConfig) -> dict[str, Any]:
+    """What finished parts of a preparation depend on."""
+    files, tokenizer = config.corpus.files(), _given_tokenizer(config)
+    times = "\n".join(str(file.path.stat().st_mtime_ns) for file in files)
     return {
-        name: SplitRecord(documents=count, tokens=writer.tokens, dtype=dtype.name)
-        for name, count, writer in zip(names, documents, writers, strict=True)
+        "format": FORMAT,
+        "settings": config.settings,
+        "part_bytes": config.part_bytes,
+        "listing": listing_digest(files),
+        "times": hashlib.sha256(times.encode()).hexdigest(),
+        "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
     }
-
-
-def _batches(corpus: Corpus, split: Split) -> Iterator[tuple[tuple[list[str], list[str]], int]]:
-    """(training texts, validation texts) and the number of documents behind them, a few megabytes at a time."""
-    batch: tuple[list[str], list[str]] = ([], [])
-    characters = count = 0
-    for document in corpus.documents():
-        for texts, part in zip(batch, split.parts(document), strict=True):
-            if part:
-                texts.append(part)
-        characters += len(document.text)
-        count += 1
-        if characters >= _BATCH_CHARACTERS:
-            yield batch, count
-            batch, characters, count = ([], []), 0, 0
-    if count:
-        yield batch, count
 
 
 def _publish(config: PrepareConfig, folder: Path, output: Path, manifest: Manifest) -> Manifest:
     """Put the finished folder in its place; where another process was faster, use what it made."""
-    replaced = output.with_name(f"{folder.name}.replaced")
+    replaced = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.replaced")
     if config.overwrite and output.exists():
         output.rename(replaced)
     try:

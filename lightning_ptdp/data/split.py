@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lightning_ptdp.data.corpus import Document
 from lightning_ptdp.data.errors import CorpusError
 
-__all__ = ["Split", "Survey", "survey"]
+__all__ = ["Scan", "Split", "Survey", "scan", "survey"]
 
+_AT_ONCE = 1 << 16  # documents whose numbers are Python objects at the same time
 _LINE_SEARCH = 1000  # how far back a cut looks for the start of a line, in characters
 
 
@@ -62,9 +64,46 @@ class Survey:
     digest: str
     split: Split
 
+    def to_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        split = {"seed": self.split.seed, "whole": sorted(self.split.whole), "cut": self.split.cut, "tail": self.split.tail}
+        return {"documents": self.documents, "characters": self.characters, "digest": self.digest, "split": split}
 
-def survey(documents: Iterable[Document], *, validation_fraction: float, seed: int) -> Survey:
-    """Read every document once and divide them.
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Survey:
+        """What ``to_json`` gave."""
+        split = Split(**{**values["split"], "whole": frozenset(values["split"]["whole"])})
+        return cls(**{**values, "split": split})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """What the survey needs of some consecutive documents, in little memory.
+
+    Attributes:
+        scores: One a document, uint64.
+        sizes: Characters of each, uint64.
+        listing: Names and hashes of the contents.
+    """
+
+    scores: array[int]
+    sizes: array[int]
+    listing: bytes
+
+
+def scan(documents: Iterable[Document], *, seed: int) -> Scan:
+    """Read every document once."""
+    scores, sizes = array("Q"), array("Q")
+    listing = []
+    for document in documents:
+        scores.append(_score(document.text, seed))
+        sizes.append(len(document.text))
+        listing.append(f"{document.name}\0{scores[-1]:016x}\n")
+    return Scan(scores=scores, sizes=sizes, listing="".join(listing).encode("utf-8", "surrogateescape"))
+
+
+def survey(scans: Iterable[Scan], *, validation_fraction: float, seed: int) -> Survey:
+    """Divide the documents of the scans, together all of the corpus in its order.
 
     Whole documents go to validation in the order of a seeded hash of their content, as long as they fit into the fraction
     (counted in characters; equal documents stay together). Where that yields less than half of what was asked for, as with a few
@@ -75,25 +114,34 @@ def survey(documents: Iterable[Document], *, validation_fraction: float, seed: i
     """
     scores, sizes = array("Q"), array("Q")
     digest = hashlib.sha256()
-    for document in documents:
-        scores.append(_score(document.text, seed))
-        sizes.append(len(document.text))
-        digest.update(f"{document.name}\0{scores[-1]:016x}\n".encode("utf-8", "surrogateescape"))
+    for part in scans:
+        scores.extend(part.scores)
+        sizes.extend(part.sizes)
+        digest.update(part.listing)
     if not scores:
         raise CorpusError("the source holds no text at all")
-    distinct, places = np.unique(np.frombuffer(scores, np.uint64), return_inverse=True)
-    weights = np.bincount(places, np.frombuffer(sizes, np.uint64).astype(np.float64))
+    distinct, weights = _by_score(np.frombuffer(scores, np.uint64), np.frombuffer(sizes, np.uint64))
     split = _divide(distinct, weights, validation_fraction, seed)
-    return Survey(documents=len(scores), characters=sum(sizes), digest=digest.hexdigest(), split=split)
+    return Survey(documents=len(scores), characters=int(weights.sum()), digest=digest.hexdigest(), split=split)
+
+
+def _by_score(scores: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Different scores, ascending, and how many characters each stands for."""
+    order = np.argsort(scores, kind="stable")
+    scores = scores[order]
+    firsts = np.flatnonzero(np.append(True, scores[1:] != scores[:-1]))
+    return scores[firsts], np.add.reduceat(sizes[order], firsts)
 
 
 def _divide(scores: np.ndarray, sizes: np.ndarray, fraction: float, seed: int) -> Split:
-    target = fraction * sizes.sum()
-    whole, taken = set(), 0.0
-    for score, size in zip(scores.tolist(), sizes.tolist(), strict=True):
-        if taken + size <= target:
-            whole.add(score)
-            taken += size
+    target = fraction * int(sizes.sum())
+    whole, taken = set(), 0
+    for start in range(0, len(scores), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        for score, size in zip(scores[part].tolist(), sizes[part].tolist(), strict=True):
+            if taken + size <= target:
+                whole.add(score)
+                taken += size
     if taken >= target / 2:
         return Split(seed=seed, whole=frozenset(whole))
     biggest = int(sizes.argmax())

@@ -8,6 +8,7 @@ followed by its end token; a block may hold parts of several. The last tokens of
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +20,10 @@ from torch.utils.data import Dataset
 from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
+from lightning_ptdp.data.order import sample_visits
 from lightning_ptdp.data.store import BlockReader, count_blocks, longest_block, open_blocks
 
-__all__ = ["IGNORE_INDEX", "PADDING", "SampleStream", "TokenStream"]
+__all__ = ["IGNORE_INDEX", "PADDING", "BlockStream", "SampleStream", "TokenStream"]
 
 IGNORE_INDEX = -100
 """Label that no loss counts (the default of ``torch.nn.functional.cross_entropy``)."""
@@ -33,7 +35,7 @@ PADDING = -1
 class SampleStream(Protocol):
     """What the loaders read: samples by number.
 
-    A visit is the number ``epoch * len(stream) + sample``: a sample may look different each time that it is read.
+    A visit names a sample and the time that it is read, when it may look different: mostly ``epoch * len(stream) + sample``.
 
     Attributes:
         sequence_length: s, tokens of a sample.
@@ -51,6 +53,10 @@ class SampleStream(Protocol):
         """One sample, in the first epoch."""
         ...
 
+    def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
+        """Which visits the sample numbers of training stand for, counted over all epochs; int64 of the same shape."""
+        ...
+
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Rows of samples (b, ...) by visit or ``PADDING``, in the form in which worker processes send them."""
         ...
@@ -60,8 +66,70 @@ class SampleStream(Protocol):
         ...
 
 
-class TokenStream(Dataset[dict[str, torch.Tensor]]):
-    """Random access to the blocks of one split; opened anew in every process that reads it.
+class BlockStream(Dataset[dict[str, torch.Tensor]]):
+    """Random access to blocks of s + 1 tokens; subclasses say where they are (``_read``).
+
+    Args:
+        blocks: How many there are.
+        sequence_length: s, tokens of a sample.
+        max_samples: Use the first so many blocks only.
+        fingerprint: Equal for equal data.
+    """
+
+    def __init__(self, *, blocks: int, sequence_length: int, max_samples: int | None, fingerprint: str) -> None:
+        self.sequence_length = sequence_length
+        self.fingerprint = fingerprint
+        self._blocks = blocks if max_samples is None else min(blocks, max_samples)
+
+    @abstractmethod
+    def _read(self, index: int) -> np.ndarray:
+        """Block ``index``: s + 1 tokens, of any integer type."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._blocks
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """One sample: ``input_ids`` and ``labels``, int64 of shape (s,)."""
+        return {name: rows[0] for name, rows in self.batch([index]).items()}
+
+    def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
+        """Visits in the order of training."""
+        return sample_visits(numbers, size=self._blocks, seed=seed, shuffle=shuffle)
+
+    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+        """What a DataLoader calls; see ``blocks``. A sample is the same in every epoch."""
+        return self.blocks([PADDING if visit == PADDING else visit % self._blocks for visit in visits])
+
+    def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, int64 of shape (b, s); the index ``PADDING`` gives an ignored row."""
+        return self.as_batch(self.blocks(indices))
+
+    def blocks(self, indices: Sequence[int]) -> np.ndarray:
+        """Blocks, int32 of shape (b, s + 1); rows of ``PADDING`` for that index.
+
+        The form in which worker processes send them: a quarter of a batch, and no shared memory to set up.
+        """
+        blocks_bs = np.full((len(indices), self.sequence_length + 1), PADDING, np.int32)
+        for row, index in enumerate(indices):
+            if index != PADDING:
+                if not 0 <= index < self._blocks:
+                    raise IndexError(f"sample {index} of {self._blocks}")
+                blocks_bs[row] = self._read(int(index))
+        return blocks_bs
+
+    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, int64 of shape (b, s), of blocks of s + 1 tokens."""
+        tokens_bs = torch.from_numpy(rows).long()
+        inputs_bs, labels_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
+        padding_b = tokens_bs[:, 0] == PADDING
+        inputs_bs[padding_b] = 0
+        labels_bs[padding_b] = IGNORE_INDEX
+        return {"input_ids": inputs_bs, "labels": labels_bs}
+
+
+class TokenStream(BlockStream):
+    """Random access to the blocks of one split of a prepared folder; opened anew in every process that reads it.
 
     Args:
         folder: What ``prepare`` made (verify it first: ``verify_store``).
@@ -79,10 +147,8 @@ class TokenStream(Dataset[dict[str, torch.Tensor]]):
         check_integer("sequence_length", sequence_length)
         if max_samples is not None:
             check_integer("max_samples", max_samples)
-        self.sequence_length = sequence_length
         self._folder = Path(folder, split)
         manifest = Manifest.read(folder)
-        self.fingerprint = manifest.fingerprint(split)
         tokens = manifest.splits[split].tokens
         blocks = count_blocks(self._folder, sequence_length + 1) if tokens else 0
         if not blocks:
@@ -92,53 +158,16 @@ class TokenStream(Dataset[dict[str, torch.Tensor]]):
                 f"chunks of at most {longest}; use sequence_length <= {max(longest - 1, 0)}, more text"
                 + (", or a bigger validation_fraction" if split == "validation" else "")
             )
-        self._blocks = blocks if max_samples is None else min(blocks, max_samples)
+        super().__init__(
+            blocks=blocks, sequence_length=sequence_length, max_samples=max_samples, fingerprint=manifest.fingerprint(split)
+        )
         self._reader: tuple[int, BlockReader] | None = None
 
-    def __len__(self) -> int:
-        """Number of samples."""
-        return self._blocks
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One sample: ``input_ids`` and ``labels``, int64 of shape (s,)."""
-        return {name: rows[0] for name, rows in self.batch([index]).items()}
-
-    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
-        """What a DataLoader calls; see ``blocks``. A sample is the same in every epoch."""
-        return self.blocks([PADDING if visit == PADDING else visit % self._blocks for visit in visits])
-
-    def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``labels``, int64 of shape (b, s); the index ``PADDING`` gives an ignored row."""
-        return self.as_batch(self.blocks(indices))
-
-    def blocks(self, indices: Sequence[int]) -> np.ndarray:
-        """Blocks, int32 of shape (b, s + 1); rows of ``PADDING`` for that index.
-
-        The form in which worker processes send them: a quarter of a batch, and no shared memory to set up.
-        """
-        blocks_bs = np.full((len(indices), self.sequence_length + 1), PADDING, np.int32)
-        reader = self._open()
-        for row, index in enumerate(indices):
-            if index != PADDING:
-                if not 0 <= index < self._blocks:
-                    raise IndexError(f"sample {index} of {self._blocks}")
-                blocks_bs[row] = reader[int(index)]
-        return blocks_bs
-
-    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``labels``, int64 of shape (b, s), of blocks of s + 1 tokens."""
-        tokens_bs = torch.from_numpy(rows).long()
-        inputs_bs, labels_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
-        padding_b = tokens_bs[:, 0] == PADDING
-        inputs_bs[padding_b] = 0
-        labels_bs[padding_b] = IGNORE_INDEX
-        return {"input_ids": inputs_bs, "labels": labels_bs}
-
-    def _open(self) -> BlockReader:
+    def _read(self, index: int) -> np.ndarray:
         # A reader holds maps of files, which a forked worker must not share with its parent.
         if self._reader is None or self._reader[0] != os.getpid():
             self._reader = (os.getpid(), open_blocks(self._folder, self.sequence_length + 1))
-        return self._reader[1]
+        return self._reader[1][index]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}

@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,13 @@ class Tokenizer:
         """
         import sentencepiece
 
-        # A list, because an exception inside an iterator comes out of sentencepiece as an error of its own.
-        lines = list(_sentences(texts))
+        lines = _Guarded(_sentences(texts))
         if not lines:
             raise TokenizerError("no text to train the tokenizer on")
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(lines),
+                sentence_iterator=lines,
                 model_writer=model,
                 model_type="bpe",
                 vocab_size=vocabulary_size,
@@ -96,7 +96,11 @@ class Tokenizer:
                 num_threads=_TRAIN_THREADS,
                 minloglevel=2,
             )
-        except RuntimeError as error:
+        except Exception as error:
+            if lines.error is not None:
+                raise lines.error from None
+            if not isinstance(error, RuntimeError):
+                raise
             raise TokenizerError(_training_message(error, vocabulary_size)) from error
         return cls(model.getvalue())
 
@@ -238,6 +242,30 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
         for line in text.split("\n"):
             for start in range(0, len(line), _MAX_SENTENCE):
                 yield line[start : start + _MAX_SENTENCE]
+
+
+class _Guarded(Iterator[str]):
+    """Lines for sentencepiece, which keeps its own copy; an exception inside, which it would make one of its own of, is kept.
+
+    False if there are none.
+    """
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self.error: BaseException | None = None
+        self._first = next(lines, None)
+        self._lines = chain([] if self._first is None else [self._first], lines)
+
+    def __bool__(self) -> bool:
+        return self._first is not None
+
+    def __next__(self) -> str:
+        try:
+            return next(self._lines)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
 
 
 def _training_message(error: RuntimeError, wanted: int) -> str:

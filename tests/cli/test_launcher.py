@@ -129,14 +129,15 @@ def test_torchrun_and_then_slurm_really_train_and_continue(
     clean = {key: value for key, value in os.environ.items() if key not in names and not key.startswith("SLURM")}
     clean |= {"PATH": f"{tmp_path}:{clean['PATH']}", "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     monkeypatch.chdir(tmp_path)
-    common = ["fit", "--config", config, "--gpus-per-node=2", *STRATEGY, "--sample=null"]
+    common = ["fit", "--config", config, *STRATEGY, "--sample=null"]
 
-    assert ptdp(*common, "--launcher=torchrun", "--output=train.sh", "--trainer.max_steps=2")[0] == 0
+    alone = ["--gpus-per-node=1", "--trainer.strategy.pipeline_parallel_size=1"]
+    assert ptdp(*common, *alone, "--launcher=torchrun", "--output=train.sh", "--trainer.max_steps=2")[0] == 0
     done = subprocess.run(["./train.sh"], env=clean, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(tmp_path) == [2]
 
-    assert ptdp(*common, "--launcher=slurm", "--output=train.sbatch", "--trainer.max_steps=3")[0] == 0
+    assert ptdp(*common, "--gpus-per-node=2", "--launcher=slurm", "--output=train.sbatch", "--trainer.max_steps=3")[0] == 0
     slurm = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NAME": "train",

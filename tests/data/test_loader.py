@@ -209,15 +209,15 @@ def test_streams_can_be_pickled_after_reading(stream: TokenStream) -> None:
 
 def test_indices_of_a_step_are_the_slice_of_the_replica(stream: TokenStream) -> None:
     loaders = replicas(stream, 3, batch_size=2, shuffle=False)
-    assert [loader.indices(0, 2).tolist() for loader in loaders] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
-    assert np.array_equal(loaders[0].indices(len(stream) - 1, 1), [[len(stream) - 1, 0]])
+    assert [loader.visits(0, 2).tolist() for loader in loaders] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+    assert np.array_equal(loaders[0].visits(len(stream) - 1, 1), [[len(stream) - 1, len(stream)]])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_ramp_is_the_same_for_all_replicas_and_goes_on_in_its_middle(stream: TokenStream, num_workers: int) -> None:
     ramp = RampUp(start=4, stop=16, increment=4, samples=60)
-    order = TokenLoader(stream, batch_size=1, seed=5).indices(0, ramp.consumed(12)).flatten().tolist()
-    expected = [stream[index]["input_ids"].tolist() for index in order]
+    order = TokenLoader(stream, batch_size=1, seed=5).visits(0, ramp.consumed(12)).flatten().tolist()
+    expected = [stream[visit % len(stream)]["input_ids"].tolist() for visit in order]
     consumed = 0
     state: dict[str, Any] = {}
     for d, count in ((4, 3), (2, 2), (1, 3), (4, 4)):

@@ -22,8 +22,8 @@ from lightning_ptdp.data import (
     prepare,
     verify_store,
 )
-from lightning_ptdp.data.prepare import _sample
-from lightning_ptdp.data.split import survey
+from lightning_ptdp.data.build import Builder
+from lightning_ptdp.data.progress import Reporter
 from lightning_ptdp.data.store import open_blocks
 from tests.data.conftest import config_of, write_corpus
 
@@ -125,14 +125,14 @@ def test_an_unwritable_parent_is_named(corpus: Path, tmp_path: Path, monkeypatch
     assert not os.listdir(tmp_path)
 
 
-def test_a_failure_midway_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_no_output(corpus: Path, tmp_path: Path) -> None:
     def stop(line: str) -> None:
         if line.startswith("tokenized"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare(config_of(corpus, tmp_path / "store"), progress=stop)
-    assert not os.listdir(tmp_path)
+    assert os.listdir(tmp_path) == [".store.preparing"]
 
 
 def test_a_faster_process_wins(corpus: Path, prepared: PreparedData, tmp_path: Path) -> None:
@@ -174,7 +174,8 @@ def test_the_tokenizer_learns_from_a_bounded_sample_of_the_training_text(tmp_pat
     assert sample.manifest.tokenizer_fingerprint == again.manifest.tokenizer_fingerprint
     assert sample.manifest.tokenizer_fingerprint != whole.manifest.tokenizer_fingerprint
     config = config_of(corpus, tmp_path / "new", tokenizer_characters=2000)
-    lines = list(_sample(config, survey(config.corpus.documents(), validation_fraction=0.1, seed=0)))
+    builder = Builder.of(config, tmp_path, Reporter(say=print, bars=False))
+    lines = list(builder.sample(builder.survey()[0]))
     assert 1000 < sum(map(len, lines)) <= 2000
     assert len({document.name for document in config.corpus.documents() for line in lines if line in document.text}) > 10
 

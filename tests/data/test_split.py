@@ -7,9 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.data import CorpusError, Document
-from lightning_ptdp.data.split import survey
+from lightning_ptdp.data.split import Survey, scan
+from lightning_ptdp.data.split import survey as survey_of_scans
 
 TEXTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=30).filter(lambda texts: max(map(len, texts)) > 1)
+
+
+def survey(found: list[Document], *, validation_fraction: float, seed: int) -> Survey:
+    """Scanned in two parts."""
+    middle = len(found) // 2
+    scans = [scan(part, seed=seed) for part in (found[:middle], found[middle:])]
+    return survey_of_scans(scans, validation_fraction=validation_fraction, seed=seed)
 
 
 def documents(texts: list[str]) -> list[Document]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptdp.data import Tokenizer, TokenizerError
+from lightning_ptdp.data import CorpusError, Tokenizer, TokenizerError
 from tests.data.conftest import WORDS
 
 LINES = [" ".join(WORDS[i % 17 :] + WORDS[: i % 5]) + f"\n\t    indented {i}\n" for i in range(100)]
@@ -134,3 +135,13 @@ def test_a_foreign_model_without_byte_pieces_is_refused() -> None:
     )
     with pytest.raises(TokenizerError, match="lacks byte pieces"):
         Tokenizer(model.getvalue())
+
+
+@pytest.mark.parametrize("error", [CorpusError("gone"), KeyboardInterrupt()])
+def test_what_goes_wrong_with_the_text_comes_through_the_training(error: BaseException) -> None:
+    def texts() -> Iterator[str]:
+        yield "some words " * 100
+        raise error
+
+    with pytest.raises(type(error)):
+        Tokenizer.train(texts(), vocabulary_size=300)

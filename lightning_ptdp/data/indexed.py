@@ -1,0 +1,175 @@
+"""Megatron-LM's indexed dataset, read where it lies: ``PREFIX.bin`` (tokens) and ``PREFIX.idx`` (where documents begin).
+
+The index, little-endian::
+
+    b"MMIDIDX\\0\\0"  version 1 (u64)  type of a token (u8)  sequences (u64)  document boundaries (u64)
+    tokens of every sequence (i32)  its first byte in PREFIX.bin (i64)  first sequence of every document, and the end (i64)
+
+(format of ``megatron/core/datasets/indexed_dataset.py``). A document is one sequence or several; nothing marks its end in the
+tokens unless its writer appended a token (``--append-eod``). Both files are mapped into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from lightning_ptdp.data.errors import StoreError
+
+__all__ = ["IndexedFile"]
+
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<9sQBQQ")
+_TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_OTHER_TYPES = {6: "float64", 7: "float32"}
+_AT_ONCE = 1 << 22  # numbers looked at together in a check, so that its memory does not grow with the data
+_PAGES, _PAGE = 64, 4096
+
+
+class IndexedFile:
+    """The documents of one pair of files.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+
+    Attributes:
+        prefix: As given.
+        tokens: All tokens, mapped, 1-D in the stored integer type.
+        boundaries: int64; document ``i`` is ``tokens[boundaries[i] : boundaries[i + 1]]``.
+
+    Raises:
+        StoreError: A file is missing, no such index, cut off, does not fit the other, or holds no token ids; the message names it.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        for path in (index, data):
+            if not path.is_file():
+                raise StoreError(f"{path} is missing: give the prefix of a pair of files, PREFIX.bin and PREFIX.idx")
+        try:
+            self.boundaries = self._read_index(index, data)
+            # An empty file cannot be mapped.
+            self.tokens = np.memmap(data, self._dtype, "r") if data.stat().st_size else np.empty(0, self._dtype)
+        except OSError as error:
+            raise StoreError(f"{error.filename or index} cannot be read: {error.strerror or error}") from error
+        self._index, self._data = index, data
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.boundaries) - 1
+
+    def check_tokens(self, vocabulary_size: int) -> None:
+        """Read all tokens once, a few megabytes at a time, and check that they are ids of this vocabulary.
+
+        Raises:
+            StoreError: One is not; names it, its place and its document.
+        """
+        if np.iinfo(self._dtype).min >= 0 and np.iinfo(self._dtype).max < vocabulary_size:
+            return
+        for start in range(0, len(self.tokens), _AT_ONCE):
+            self.check_some(self.tokens[start : start + _AT_ONCE], start, vocabulary_size)
+
+    def check_some(self, tokens: np.ndarray, start: int, vocabulary_size: int) -> None:
+        """Check a run of tokens that begins at ``start``.
+
+        Raises:
+            StoreError: As ``check_tokens``.
+        """
+        if not len(tokens) or (tokens.min() >= 0 and tokens.max() < vocabulary_size):
+            return
+        place = start + int(np.flatnonzero((tokens < 0) | (tokens >= vocabulary_size))[0])
+        document = int(np.searchsorted(self.boundaries, place, side="right")) - 1
+        raise StoreError(
+            f"{self._data}: token {place} (document {document}) is {int(tokens[place - start])}, outside vocabulary_size="
+            f"{vocabulary_size}: set the size of the tokenizer that made the file"
+        )
+
+    def fingerprint(self) -> str:
+        """A hash of the index and of pages spread evenly over the tokens: other data are noticed without reading all of them."""
+        digest = hashlib.sha256()
+        with open(self._index, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        size = self._data.stat().st_size
+        with open(self._data, "rb") as stream:
+            for page in range(_PAGES):
+                stream.seek(max(size - _PAGE, 0) * page // (_PAGES - 1))
+                digest.update(stream.read(_PAGE))
+        return digest.hexdigest()
+
+    def _read_index(self, index: Path, data: Path) -> np.ndarray:
+        """The boundaries; sets the type of a token."""
+        with open(index, "rb") as stream:
+            header = stream.read(_HEADER.size)
+        if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
+            raise StoreError(
+                f"{index} is no index of Megatron-LM's mapped format: it does not begin with {_MAGIC!r} and a header"
+            )
+        _, version, code, sequences, boundaries = _HEADER.unpack(header)
+        if version != 1:
+            raise StoreError(f"{index} is of version {version}; version 1 can be read")
+        if code not in _TOKEN_TYPES:
+            held = _OTHER_TYPES.get(code, f"an unknown type (code {code})")
+            raise StoreError(f"{index}: {data.name} holds {held}, and token ids are integers")
+        self._dtype = np.dtype(_TOKEN_TYPES[code])
+        size, wanted = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * boundaries
+        if size != wanted:
+            more = "; it may be a multimodal one, which has a mode for every sequence" if size == wanted + sequences else ""
+            raise StoreError(
+                f"{index} has {size} bytes, but its {sequences} sequences and {boundaries} boundaries take {wanted}{more}"
+            )
+        if not sequences or boundaries < 2:
+            raise StoreError(f"{index} holds no document")
+        raw = np.memmap(index, np.uint8, "r", offset=_HEADER.size)
+        lengths, pointers, firsts = (
+            part.view(kind)
+            for part, kind in zip(np.split(raw, [4 * sequences, 12 * sequences]), ("<i4", "<i8", "<i8"), strict=True)
+        )
+        total = _check_joined(index, lengths, pointers, self._dtype.itemsize)
+        found = data.stat().st_size
+        if found != total * self._dtype.itemsize:
+            raise StoreError(
+                f"{data} has {found} bytes, but {index.name} counts {total} tokens of {self._dtype.itemsize} bytes: "
+                "the file is cut off, or the two do not belong together"
+            )
+        return _document_boundaries(index, firsts, pointers, total, self._dtype.itemsize)
+
+
+def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """The number of tokens, if every sequence begins where the one before it ends, as all writers leave them."""
+    total = 0
+    for part in _parts(len(lengths)):
+        some = lengths[part].astype(np.int64)
+        ends = total + np.cumsum(some)
+        wrong = np.flatnonzero((some < 0) | (pointers[part] != (ends - some) * itemsize))
+        if len(wrong):
+            raise StoreError(
+                f"{index} is damaged: sequence {part.start + int(wrong[0])} does not begin where the one before it ends"
+            )
+        total = int(ends[-1])
+    return total
+
+
+def _document_boundaries(index: Path, firsts: np.ndarray, pointers: np.ndarray, total: int, itemsize: int) -> np.ndarray:
+    """Places in tokens of places in sequences."""
+    sequences = len(pointers)
+    if (
+        firsts[0] != 0
+        or firsts[-1] != sequences
+        or any((np.diff(firsts[part]) < 0).any() for part in _parts(len(firsts), overlap=1))
+    ):
+        raise StoreError(f"{index} is damaged: its documents do not begin at sequence 0, ascend, and end at {sequences}")
+    places = np.full(len(firsts), total, np.int64)
+    inside = int(np.searchsorted(firsts, sequences))  # documents without a sequence may end the file
+    places[:inside] = pointers[firsts[:inside]] // itemsize
+    return places
+
+
+def _parts(length: int, overlap: int = 0) -> Iterator[slice]:
+    for start in range(0, length, _AT_ONCE):
+        yield slice(start, start + _AT_ONCE + overlap)

@@ -1,0 +1,74 @@
+"""Megatron's indexed files for a Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_ptdp.data.indexed import IndexedFile
+from lightning_ptdp.data.indexed_stream import IndexedStream, check_options
+from lightning_ptdp.data.manifest import SplitName
+from lightning_ptdp.data.stream import SampleStream
+from lightning_ptdp.data.stream_datamodule import StreamDataModule
+
+__all__ = ["IndexedDataModule"]
+
+
+class IndexedDataModule(StreamDataModule):
+    """Tokens that Megatron-LM's ``preprocess_data.py`` (or NeMo's) made, ``PREFIX.bin`` and ``PREFIX.idx``, read where they lie.
+
+    Batches, order and resuming are those of ``TextDataModule``. Documents are joined as they are stored: whether a token ends each
+    of them was decided by ``--append-eod``.
+
+    Args:
+        data_prefix: Path of the files without ``.bin`` and ``.idx``.
+        vocabulary_size: Number of ids of the tokenizer that made them.
+        validation_prefix: Files for validation. Default: some documents of ``data_prefix``, which then are not trained on.
+        validation_fraction: Part of the tokens that they hold, about.
+        split_seed: Of the choice of documents.
+        verify_tokens: Read all tokens once before training and compare them with ``vocabulary_size``; those of a batch always are.
+        kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
+
+    Raises:
+        ValueError: A value is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        data_prefix: str,
+        vocabulary_size: int,
+        validation_prefix: str | None = None,
+        validation_fraction: float = 0.03,
+        split_seed: int = 0,
+        verify_tokens: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+        check_options(vocabulary_size=vocabulary_size, validation_fraction=validation_fraction, split_seed=split_seed)
+        self.data_prefix, self.validation_prefix = data_prefix, validation_prefix
+        self.vocabulary_size = vocabulary_size
+        self.validation_fraction, self.split_seed = validation_fraction, split_seed
+        self.verify_tokens = verify_tokens
+
+    def prepare_data(self) -> None:
+        """Check the tokens; Lightning calls this in one process of a node.
+
+        Raises:
+            StoreError: The files are damaged, or a token is outside the vocabulary.
+        """
+        for prefix in (self.data_prefix, self.validation_prefix):
+            if prefix is not None and self.verify_tokens:
+                IndexedFile(prefix).check_tokens(self.vocabulary_size)
+
+    def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
+        apart = self.validation_prefix is not None
+        return IndexedStream(
+            self.validation_prefix if self.validation_prefix is not None and split == "validation" else self.data_prefix,
+            split="all" if apart else split,
+            sequence_length=self.sequence_length,
+            vocabulary_size=self.vocabulary_size,
+            validation_fraction=self.validation_fraction,
+            split_seed=self.split_seed,
+            max_samples=max_samples,
+        )

@@ -1,0 +1,149 @@
+"""The token blocks of Megatron's indexed files, by number: the documents of one split, joined, and cut into blocks.
+
+::
+
+    PREFIX.bin   d0 d0 d0 | d1 d1 | d2 d2 d2 | d3 d3        validation = {d1}
+    train        d0 d0 d0   d2 d2 d2 d3 d3                  two runs
+    blocks       [d0 d0 d0 d2] [d2 d2 d3 d3]                sequence_length = 3
+
+Blocks do not overlap, as in ``stream.py``; the last tokens, which fill no block, are left out. A run takes 16 bytes of memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.indexed import IndexedFile
+from lightning_ptdp.data.order import sample_order
+from lightning_ptdp.data.stream import BlockStream
+
+__all__ = ["IndexedStream"]
+
+
+class IndexedStream(BlockStream):
+    """Random access to the blocks of one split; the files are opened anew in every process that reads them.
+
+    Args:
+        prefix: Path of the files without ``.bin`` and ``.idx``.
+        split: ``"train"``, ``"validation"``, or ``"all"`` for every document.
+        sequence_length: s, tokens of a sample.
+        vocabulary_size: Every token that is read is checked against it.
+        validation_fraction: Part of the tokens that is kept for validation, whole documents in an order drawn by ``split_seed``.
+        split_seed: Of that order.
+        max_samples: Use the first so many blocks only.
+
+    Raises:
+        StoreError: The files are damaged or hold other things (``IndexedFile``), or the split holds no block of this length; and
+            from reading, a token outside the vocabulary.
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        split: Literal["train", "validation", "all"] = "train",
+        sequence_length: int,
+        vocabulary_size: int,
+        validation_fraction: float = 0.03,
+        split_seed: int = 0,
+        max_samples: int | None = None,
+    ) -> None:
+        check_options(vocabulary_size=vocabulary_size, validation_fraction=validation_fraction, split_seed=split_seed)
+        check_integer("sequence_length", sequence_length)
+        if max_samples is not None:
+            check_integer("max_samples", max_samples)
+        if split not in ("train", "validation", "all"):
+            raise ValueError(f"split={split!r} must be 'train', 'validation' or 'all'")
+        self.prefix, self.vocabulary_size = str(prefix), vocabulary_size
+        self._file: tuple[int, IndexedFile] | None = None
+        file = self._open()
+        chosen = np.ones(file.documents, bool)
+        if split != "all":
+            validation = _validation_documents(file, validation_fraction, split_seed)
+            chosen = validation if split == "validation" else ~validation
+        self._starts, lengths = _runs(file.boundaries, chosen)
+        self._ends = np.cumsum(lengths)
+        tokens = int(self._ends[-1]) if len(self._ends) else 0
+        blocks = tokens // (sequence_length + 1)
+        if not blocks:
+            raise StoreError(
+                f"{prefix}: no {split} sample of sequence_length={sequence_length} (+ 1 label) in {tokens} tokens: use "
+                f"sequence_length <= {max(tokens - 1, 0)}, more data"
+                + (", or a bigger validation_fraction" if split == "validation" else "")
+            )
+        division = "all" if split == "all" else f"{split} {validation_fraction!r} {split_seed}"
+        super().__init__(
+            blocks=blocks,
+            sequence_length=sequence_length,
+            max_samples=max_samples,
+            fingerprint=hashlib.sha256(f"{file.fingerprint()} {division}".encode()).hexdigest(),
+        )
+
+    def _read(self, index: int) -> np.ndarray:
+        file, length = self._open(), self.sequence_length + 1
+        place, stop = index * length, (index + 1) * length
+        parts = []
+        run = int(np.searchsorted(self._ends, place, side="right"))
+        while place < stop:
+            behind = int(self._ends[run])
+            # Counted from the end of the run, whose first token is self._starts[run].
+            before = int(self._ends[run - 1]) if run else 0
+            start = int(self._starts[run]) + place - before
+            part = file.tokens[start : start + min(behind, stop) - place]
+            file.check_some(part, start, self.vocabulary_size)
+            parts.append(part)
+            place, run = min(behind, stop), run + 1
+        return np.concatenate(parts)
+
+    def _open(self) -> IndexedFile:
+        # Maps of files must not be shared by a forked worker with its parent.
+        if self._file is None or self._file[0] != os.getpid():
+            self._file = (os.getpid(), IndexedFile(self.prefix))
+        return self._file[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+
+def check_options(*, vocabulary_size: int, validation_fraction: float, split_seed: int) -> None:
+    """Check what a user typed.
+
+    Raises:
+        ValueError: Names the field and what would work.
+    """
+    check_integer("vocabulary_size", vocabulary_size)
+    check_integer("split_seed", split_seed, least=0)
+    if isinstance(validation_fraction, bool) or not 0 < validation_fraction <= 0.5:
+        raise ValueError(f"validation_fraction={validation_fraction!r} must be more than 0 and at most 0.5")
+
+
+def _validation_documents(file: IndexedFile, fraction: float, seed: int) -> np.ndarray:
+    """Which documents are for validation: in a drawn order, as many as come nearest to the fraction of the tokens, at least one."""
+    lengths = np.diff(file.boundaries)
+    filled = np.flatnonzero(lengths)
+    if len(filled) < 2:
+        raise StoreError(
+            f"{file.prefix} holds {len(filled)} document with tokens, which cannot be divided: give a file of its own for validation "
+            "(validation_prefix)"
+        )
+    order = filled[sample_order(np.arange(len(filled)), size=len(filled), seed=seed)]
+    taken = np.cumsum(lengths[order])
+    count = int(np.abs(taken - fraction * taken[-1]).argmin()) + 1
+    chosen = np.zeros(len(lengths), bool)
+    chosen[order[: min(count, len(order) - 1)]] = True
+    return chosen
+
+
+def _runs(boundaries: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(first token, number of tokens) of the stretches of chosen documents that lie together, int64."""
+    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
+    starts, ends = boundaries[edges[::2]], boundaries[edges[1::2]]
+    return starts, ends - starts

@@ -1,0 +1,118 @@
+"""Several prepared folders for a Trainer, in the ratio of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypedDict
+
+from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.interleave import Turns
+from lightning_ptdp.data.manifest import Manifest, SplitName, verify_store
+from lightning_ptdp.data.mixture_stream import MixtureStream
+from lightning_ptdp.data.stream import SampleStream, TokenStream
+from lightning_ptdp.data.stream_datamodule import StreamDataModule
+from lightning_ptdp.data.tokenizer import Tokenizer
+
+__all__ = ["CorpusOptions", "MixtureDataModule"]
+
+
+class CorpusOptions(TypedDict):
+    """One corpus of a mixture; as a mapping, it can be in checkpoints and in YAML."""
+
+    data_dir: str
+    """Folder that ``prepare`` made."""
+    weight: float
+    """Share of the samples, in any unit."""
+
+
+class MixtureDataModule(StreamDataModule):
+    """Batches that hold several corpora in the ratio of their weights, each corpus in its own order and through its own epochs.
+
+    In the first n samples each corpus has its share of n to within one sample, for every n, whatever the layout. An epoch is as many
+    samples as all corpora hold together. Validation takes each corpus's validation samples in the same ratio, once, until one has no
+    more; the loss is that of the mixture.
+
+    All folders need the same tokenizer: prepare the first, and the others with ``tokenizer_dir`` set to it.
+
+    Args:
+        corpora: The folders and their weights, such as ``[{"data_dir": "web", "weight": 0.7}, {"data_dir": "code", "weight": 0.3}]``.
+        vocabulary_size: Number of ids of their tokenizer.
+        verify_hashes: Compare every file's hash before training, not only its size.
+        kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
+
+    Raises:
+        ValueError: A value is out of range; the message names it.
+    """
+
+    def __init__(
+        self, *, corpora: list[CorpusOptions], vocabulary_size: int = 8192, verify_hashes: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+        check_integer("vocabulary_size", vocabulary_size)
+        _check_corpora(corpora)
+        self.corpora = [CorpusOptions(data_dir=str(corpus["data_dir"]), weight=corpus["weight"]) for corpus in corpora]
+        self.vocabulary_size = vocabulary_size
+        self.verify_hashes = verify_hashes
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all folders."""
+        return Tokenizer.load(self.corpora[0]["data_dir"])
+
+    def check(self, *, num_replicas: int = 1) -> None:
+        """As ``StreamDataModule.check``, and the folders' files and tokenizers."""
+        self._verify(hashes=self.verify_hashes)
+        super().check(num_replicas=num_replicas)
+
+    def prepare_data(self) -> None:
+        """Check the files; Lightning calls this in one process of a node.
+
+        Raises:
+            StoreError: A folder is not prepared or damaged, or has another tokenizer.
+        """
+        self._verify(hashes=self.verify_hashes)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Check sizes and tokenizers in every process.
+
+        Raises:
+            StoreError: As ``prepare_data``.
+        """
+        self._verify(hashes=False)
+
+    def _verify(self, *, hashes: bool) -> None:
+        manifests = [verify_store(corpus["data_dir"], hashes=hashes) for corpus in self.corpora]
+        _check_tokenizers([corpus["data_dir"] for corpus in self.corpora], manifests)
+        if manifests[0].vocabulary_size != self.vocabulary_size:
+            raise StoreError(
+                f"data_dir={self.corpora[0]['data_dir']} has a vocabulary of {manifests[0].vocabulary_size}, not vocabulary_size="
+                f"{self.vocabulary_size}: use that number"
+            )
+
+    def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
+        streams = [TokenStream(corpus["data_dir"], split=split, sequence_length=self.sequence_length) for corpus in self.corpora]
+        weights = [corpus["weight"] for corpus in self.corpora]
+        return MixtureStream(streams, weights, repeat=split == "train", max_samples=max_samples)
+
+
+def _check_corpora(corpora: Sequence[CorpusOptions]) -> None:
+    keys = tuple(CorpusOptions.__annotations__)
+    if not corpora:
+        raise ValueError(f"corpora={corpora!r} is empty: give a list of {{{', '.join(keys)}}}")
+    for corpus in corpora:
+        if set(corpus) != set(keys):
+            raise ValueError(f"a corpus has the keys {sorted(corpus)}; give {' and '.join(keys)}")
+    Turns.of([corpus["weight"] for corpus in corpora])
+
+
+def _check_tokenizers(folders: Sequence[str], manifests: Sequence[Manifest]) -> None:
+    first = manifests[0].tokenizer_fingerprint
+    for folder, manifest in zip(folders, manifests, strict=True):
+        if manifest.tokenizer_fingerprint != first:
+            raise StoreError(
+                f"{folder} has tokenizer {manifest.tokenizer_fingerprint[:12]}, but {folders[0]} has {first[:12]}: a mixture needs one; "
+                f"prepare {folder} again with tokenizer_dir={folders[0]}"
+            )

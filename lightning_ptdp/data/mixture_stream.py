@@ -1,0 +1,97 @@
+"""Samples of several corpora in the ratio of their weights.
+
+Sample number i belongs to the corpus whose turn it is (``interleave.py``), and is that corpus's next sample in its own order, which
+goes through its own epochs: a small corpus with a great weight is seen more often. All of it follows from the seed and i.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.interleave import Turns
+from lightning_ptdp.data.order import sample_order
+from lightning_ptdp.data.stream import PADDING, SampleStream
+from lightning_ptdp.random import derive_seed
+
+__all__ = ["MixtureStream"]
+
+
+class MixtureStream(Dataset[dict[str, torch.Tensor]]):
+    """Several streams as one.
+
+    An epoch is as many samples as all streams hold together; with ``repeat=False``, for evaluation, the first samples of each, as
+    many as there are before one of them runs out.
+
+    Args:
+        streams: Of the same kind and sequence length, with the same token ids.
+        weights: One for each, in any unit.
+        repeat: Go through a stream again and again.
+        max_samples: Use the first so many samples of the mixture only.
+
+    Raises:
+        ValueError: The weights are not positive, there are not as many as streams, or a sequence length differs.
+    """
+
+    def __init__(
+        self, streams: Sequence[SampleStream], weights: Sequence[float], *, repeat: bool = True, max_samples: int | None = None
+    ) -> None:
+        if len(streams) != len(weights) or not streams:
+            raise ValueError(f"{len(streams)} streams and {len(weights)} weights: give every stream its weight")
+        lengths = sorted({stream.sequence_length for stream in streams})
+        if len(lengths) > 1:
+            raise ValueError(f"the streams have sequence_length {lengths}: they must agree")
+        if max_samples is not None:
+            check_integer("max_samples", max_samples)
+        self.streams = tuple(streams)
+        self.turns = Turns.of(weights)
+        self.sequence_length = lengths[0]
+        parts = [*(stream.fingerprint for stream in streams), repr(self.turns.counts)]
+        self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        sizes = [len(stream) for stream in streams]
+        size = sum(sizes) if repeat else self.turns.prefix(sizes)
+        self._size = size if max_samples is None else min(size, max_samples)
+        self._again = not repeat or max_samples is not None
+
+    def __len__(self) -> int:
+        """Number of samples in an epoch."""
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Sample ``index`` of the mixture, not shuffled."""
+        rows = self.__getitems__(self.visits(np.array([index]), seed=0, shuffle=False).tolist())
+        return {name: tensor[0] for name, tensor in self.as_batch(rows).items()}
+
+    def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
+        """Visits in the order of training: those of the streams, times the number of streams, plus the stream."""
+        if self._again:
+            numbers = sample_order(numbers, size=self._size, seed=seed, shuffle=shuffle)
+        corpora, ranks = self.turns.at(numbers)
+        visits = np.empty_like(numbers)
+        for corpus, stream in enumerate(self.streams):
+            here = corpora == corpus
+            own = stream.visits(ranks[here], seed=derive_seed(seed, "corpus", corpus), shuffle=shuffle)
+            visits[here] = own * len(self.streams) + corpus
+        return visits
+
+    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+        """Rows of samples (b, ...); rows of ``PADDING`` for that visit."""
+        asked = np.array(visits, np.int64)
+        padding = asked == PADDING
+        own, corpora = np.divmod(np.where(padding, 0, asked), len(self.streams))
+        own[padding] = PADDING
+        parts = [(corpora == corpus, stream) for corpus, stream in enumerate(self.streams)]
+        read = [(here, stream.__getitems__(own[here].tolist())) for here, stream in parts if here.any()]
+        rows = np.empty((len(asked), *read[0][1].shape[1:]), read[0][1].dtype)
+        for here, found in read:
+            rows[here] = found
+        return rows
+
+    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """The batch that rows are made into, by the streams."""
+        return self.streams[0].as_batch(rows)

@@ -1,0 +1,119 @@
+"""Where files are cut, so that any part of a corpus can be read by itself and no file need fit into memory.
+
+A text file of more than a few megabytes becomes several documents: document k begins with the first line that begins at or behind
+byte k times the size, a place that is found without reading what is in front of it. A JSON-lines file is cut between lines, which
+are counted on the way, so that each keeps its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["CorpusFile", "Piece", "cut_lines", "cut_text", "grouped"]
+
+_LOOK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusFile:
+    """A file of the corpus; ``name`` is relative to the source, so that it does not depend on the machine."""
+
+    name: str
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a file, whole characters and (where there are any) whole lines.
+
+    Attributes:
+        file: The file.
+        start: First byte.
+        stop: One past the last.
+        line: Number of its first line in a JSON-lines file, from 1; None for text, of which a piece is one document.
+        number: Of the piece among those of a text file that is cut, from 1; None for one that is not.
+    """
+
+    file: CorpusFile
+    start: int
+    stop: int
+    line: int | None = None
+    number: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the document that a piece of text is."""
+        return self.file.name if self.number is None else f"{self.file.name}#{self.number}"
+
+    def read(self) -> bytes:
+        """Its bytes.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        with open(self.file.path, "rb") as stream:
+            stream.seek(self.start)
+            return stream.read(self.stop - self.start)
+
+
+def cut_text(file: CorpusFile, size: int) -> Iterator[Piece]:
+    """One piece a document of about ``size`` bytes."""
+    if file.size <= size:
+        yield Piece(file, 0, file.size)
+        return
+    with open(file.path, "rb") as stream:
+        start, number = 0, 0
+        for place in range(size, file.size + size, size):
+            stop = file.size if place >= file.size else _cut(stream, place, min(place + size, file.size))
+            if stop > start:
+                number += 1
+                yield Piece(file, start, stop, number=number)
+                start = stop
+
+
+def cut_lines(file: CorpusFile, size: int) -> Iterator[Piece]:
+    """Pieces of about ``size`` bytes, longer where a line is."""
+    if file.size <= size:
+        yield Piece(file, 0, file.size, line=1)
+        return
+    with open(file.path, "rb") as stream:
+        start, line = 0, 1
+        while block := stream.read(size):
+            rest = b"" if block.endswith(b"\n") else stream.readline()
+            stop = start + len(block) + len(rest)
+            yield Piece(file, start, stop, line=line)
+            start, line = stop, line + block.count(b"\n") + rest.count(b"\n")
+
+
+def grouped(pieces: Iterable[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
+    """Consecutive pieces, about ``size`` bytes at a time."""
+    group: list[Piece] = []
+    total = 0
+    for piece in pieces:
+        group.append(piece)
+        total += piece.stop - piece.start
+        if total >= size:
+            yield tuple(group)
+            group, total = [], 0
+    if group:
+        yield tuple(group)
+
+
+def _cut(stream: BinaryIO, place: int, limit: int) -> int:
+    """The first place from ``place`` to ``limit`` at which a line begins; ``place``, or just behind it, if there is none."""
+    stream.seek(place - 1)
+    looked = place - 1
+    while looked < limit and (block := stream.read(min(_LOOK, limit - looked))):
+        found = block.find(b"\n")
+        if found >= 0:
+            return looked + found + 1
+        looked += len(block)
+    stream.seek(place)
+    # Not inside a character: the bytes of a UTF-8 character behind its first are 0b10xxxxxx, three at most.
+    ahead = stream.read(4)
+    otherwise = len(ahead) if len(ahead) < 4 else 0  # the end of the file, or no UTF-8
+    return place + next((index for index, byte in enumerate(ahead) if byte & 0xC0 != 0x80), otherwise)

@@ -1,0 +1,61 @@
+"""The same function over many items, in several processes, with the results in the order of the items."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from lightning_ptdp.data.errors import DataError
+
+__all__ = ["ordered_map"]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, num_workers: int) -> Generator[Result, None, None]:
+    """``map``, in ``num_workers`` processes (in this one if it is 1); only a few results wait at a time.
+
+    Raises:
+        DataError: A process ended without a result.
+        Exception: What ``function`` raised, at the place of its item.
+    """
+    if num_workers == 1:
+        yield from map(function, items)
+        return
+    # Forked where that works, as torch's DataLoader does: a fresh process would import torch first, and run the user's script again.
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if "fork" in methods else None)
+    executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_with_parent)
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(executor.submit(function, item))
+            if len(waiting) > 2 * num_workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"one of num_workers={num_workers} processes was killed, perhaps for its memory; use fewer. What was finished is kept"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """In a worker: do not outlive a parent that was killed."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None, "a worker has a parent"
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,51 @@
+"""How far a preparation is: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+__all__ = ["Reporter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporter:
+    """Where progress is told.
+
+    Attributes:
+        say: Takes a line of text.
+        bars: Show bars on standard error, if it is a terminal.
+    """
+
+    say: Callable[[str], None]
+    bars: bool
+
+    @contextmanager
+    def bar(self, verb: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Inside, call what it gives with the number of bytes that were done, of ``total``."""
+        console = Console(stderr=True)
+        if not self.bars or not console.is_terminal:
+            yield _Lines(self.say, verb, total).advance
+            return
+        columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(verb, total=total)
+            yield lambda done: progress.advance(task, done)
+
+
+class _Lines:
+    """A line at every tenth."""
+
+    def __init__(self, say: Callable[[str], None], verb: str, total: int) -> None:
+        self._say, self._verb, self._total = say, verb, total
+        self._done = 0
+
+    def advance(self, done: int) -> None:
+        before, self._done = self._done, self._done + done
+        tenth = 10 * self._done // max(self._total, 1)
+        if 10 * before // max(self._total, 1) < tenth < 10:
+            self._say(f"{self._verb}: {10 * tenth} % of {self._total / 1e6:,.1f} MB")

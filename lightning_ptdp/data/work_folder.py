@@ -1,0 +1,111 @@
+"""The hidden folder beside the output in which a preparation is made, and in which the next call finds what was finished.
+
+::
+
+    .<output>.preparing/
+      key.json          from what and with which settings; for another key, all of it is thrown away
+      lock              held by the process that works here
+      survey.json       the division into training and validation
+      tokenizer.model   (and tokenizer.json)
+      parts/            tokens of finished parts, and a record of each, which is written last
+      store/            what becomes the output
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lightning_ptdp.data.errors import CorpusError, TokenizerError
+
+__all__ = ["read_record", "work_folder", "write_record"]
+
+
+@contextmanager
+def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder to work in, which is removed after success, and after an error with which it would be of no use.
+
+    After any other end, a kill included, the next call with the same key is given it as it was left. Where another process works in
+    it, this one gets a folder of its own, which does not stay.
+
+    Args:
+        output: The folder to prepare.
+        key: What the work depends on, in JSON's types.
+    """
+    shared = output.with_name(f".{output.name}.preparing")
+    lock = _lock(shared)
+    folder = shared if lock is not None else output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}")
+    keep = False
+    try:
+        folder.mkdir(exist_ok=True)
+        if read_record(folder / "key.json") != key:
+            _empty(folder)
+            write_record(folder / "key.json", key)
+        (folder / "parts").mkdir(exist_ok=True)
+        yield folder
+    except (CorpusError, TokenizerError):
+        raise
+    except BaseException:
+        keep = lock is not None
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            lock.close()
+
+
+def write_record(path: Path, values: Mapping[str, Any]) -> None:
+    """Write JSON; the file is there whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(values), "utf-8")
+    part.replace(path)
+
+
+def read_record(path: Path) -> Any:
+    """What ``write_record`` wrote; None if there is nothing that can be read."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _lock(folder: Path) -> BinaryIO | None:
+    """The open lock of the folder, if no other process holds it; given up when it is closed or the process ends."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            stream = open(folder / "lock", "wb")  # noqa: SIM115 - held for as long as the work takes
+        except FileNotFoundError:
+            continue  # whoever held it is done, and has removed the folder
+        try:
+            # Of the process, not of the open file, so that workers that outlive it for a moment do not hold it.
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            stream.close()
+            return None
+        if _is_at(stream, folder / "lock"):
+            return stream
+        stream.close()
+
+
+def _is_at(stream: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != "lock":
+            entry.unlink()

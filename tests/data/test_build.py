@@ -1,0 +1,177 @@
+"""Preparing in parallel, after a kill, and in bounded memory: always the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, prepare
+from lightning_ptdp.data.store import ChunkWriter
+from lightning_ptdp.data.work_folder import work_folder
+from tests.data.conftest import config_of, write_corpus
+from tests.data.test_prepare import contents
+
+WORK = ".store.preparing"
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small files, a file that is cut, JSON-lines that are cut, and one text that is not UTF-8."""
+    folder = write_corpus(tmp_path_factory.mktemp("mixed") / "text", documents=12)
+    texts = [path.read_text() for path in sorted(folder.iterdir())]
+    (folder / "big.txt").write_text("".join(texts[:5]))
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[5:]))
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 20)
+    return folder
+
+
+def mixed_config(mixed: Path, output: Path, **changes: object) -> PrepareConfig:
+    given = {"document_bytes": 4096, "part_bytes": 6000, "tokenizer_characters": 15_000, **changes}
+    return config_of(mixed, output, **given)
+
+
+@pytest.fixture(scope="module")
+def single(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+    """Made by one process in one part."""
+    made = prepare(mixed_config(mixed, tmp_path_factory.mktemp("single") / "store", part_bytes=1 << 30))
+    assert made.manifest.corpus.undecodable == 1
+    return made
+
+
+@pytest.mark.parametrize(("num_workers", "part_bytes"), [(1, 6000), (3, 1), (2, 20_000)])
+def test_processes_and_parts_do_not_change_a_byte(
+    mixed: Path, single: PreparedData, tmp_path: Path, num_workers: int, part_bytes: int
+) -> None:
+    lines: list[str] = []
+    config = mixed_config(mixed, tmp_path / "store", num_workers=num_workers, part_bytes=part_bytes)
+    made = prepare(config, progress=lines.append)
+    assert contents(made.folder) == contents(single.folder)
+    assert os.listdir(tmp_path) == ["store"]
+    assert any(line.startswith("tokenize: ") for line in lines)
+    assert any("1 texts are not UTF-8" in line for line in lines)
+
+
+def prepare_until(stop_at: str, mixed: str, output: str, num_workers: int) -> None:
+    """Kill this process without warning at a line of progress."""
+
+    def progress(line: str) -> None:
+        if line.startswith(stop_at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare(mixed_config(Path(mixed), Path(output), num_workers=num_workers), progress=progress)
+
+
+def kill_at(stop_at: str, mixed: Path, output: Path, num_workers: int) -> None:
+    process = multiprocessing.get_context("fork").Process(
+        target=prepare_until, args=(stop_at, str(mixed), str(output), num_workers)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "num_workers"), [("read: 50", 1), ("sample: 50", 1), ("tokenize: 50", 1), ("tokenize: 50", 2), ("tokenized", 1)]
+)
+def test_after_a_kill_the_next_call_goes_on(
+    mixed: Path, single: PreparedData, tmp_path: Path, stop_at: str, num_workers: int
+) -> None:
+    kill_at(stop_at, mixed, tmp_path / "store", num_workers)
+    assert os.listdir(tmp_path) == [WORK]
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / WORK / "parts").glob("*.json")}
+    assert bool(finished) == stop_at.startswith("tokenize")
+    kept = {path: path.stat().st_mtime_ns for path in finished}
+    lines: list[str] = []
+
+    def look(line: str) -> None:
+        lines.append(line)
+        if line.startswith("tokenized"):
+            kept.update({path: path.stat().st_mtime_ns for path in finished})
+
+    made = prepare(mixed_config(mixed, tmp_path / "store", num_workers=num_workers), progress=look)
+    assert kept == finished
+    assert any("read before" in line for line in lines) == (stop_at != "read: 50")
+    assert contents(made.folder) == contents(single.folder)
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_what_was_left_is_not_used_for_anything_else(mixed: Path, single: PreparedData, tmp_path: Path) -> None:
+    kill_at("tokenized", mixed, tmp_path / "store", 1)
+    part = next((tmp_path / WORK / "parts").glob("*.train.bin"))
+    part.write_bytes(part.read_bytes()[:-2])
+    assert contents(prepare(mixed_config(mixed, tmp_path / "store")).folder) == contents(single.folder)
+    other = mixed_config(mixed, tmp_path / "store", vocabulary_size=300, overwrite=True)
+    kill_at("tokenized", mixed, tmp_path / "other", 1)
+    (tmp_path / ".other.preparing").rename(tmp_path / WORK)
+    assert prepare(other).manifest.vocabulary_size == 300
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_full_disk_is_named_and_nothing_is_lost(
+    mixed: Path, single: PreparedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(writer: ChunkWriter, run: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkWriter, "add", full)
+        with pytest.raises(StoreError, match=r"store cannot be written: .*No space left"):
+            prepare(mixed_config(mixed, tmp_path / "store"))
+    assert os.listdir(tmp_path) == [WORK]
+    lines: list[str] = []
+    assert contents(prepare(mixed_config(mixed, tmp_path / "store"), progress=lines.append).folder) == contents(single.folder)
+    assert any("read before" in line for line in lines)
+
+
+def hold(output: str, ready: Callable[[], object], release: Callable[[], object]) -> None:
+    with work_folder(Path(output), {}):
+        ready()
+        release()
+
+
+def test_two_processes_do_not_share_a_work_folder(mixed: Path, single: PreparedData, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready, release = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(str(tmp_path / "store"), ready.set, release.wait))
+    process.start()
+    ready.wait()
+    assert contents(prepare(mixed_config(mixed, tmp_path / "store")).folder) == contents(single.folder)
+    assert sorted(os.listdir(tmp_path)) == [WORK, "store"]
+    release.set()
+    process.join()
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def peak_of(source: str, output: str, queue: multiprocessing.Queue[int]) -> None:
+    # A chunk, a document and a part are what has to be in memory: all smaller than the smaller text.
+    bounds = {"chunk_tokens": 100_000, "document_bytes": 1 << 19, "part_bytes": 1 << 21}
+    config = PrepareConfig(output=output, source=source, vocabulary_size=300, tokenizer_characters=50_000, **bounds)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    prepare(config)
+    queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """One file each of 5 and of 20 MB: their peaks in KiB differ by much less than the files do."""
+    context = multiprocessing.get_context("fork")
+    peaks = []
+    for megabytes in (5, 20):
+        with open(tmp_path / f"{megabytes}.txt", "w") as stream:
+            for number in range(megabytes * 100):
+                stream.write(f"{number} is the number of this block of text\n" + "some words that come again and again\n" * 270)
+        queue: multiprocessing.Queue[int] = context.Queue()
+        process = context.Process(
+            target=peak_of, args=(str(tmp_path / f"{megabytes}.txt"), str(tmp_path / str(megabytes)), queue)
+        )
+        process.start()
+        peaks.append(queue.get())
+        process.join()
+    assert peaks[1] - peaks[0] < 5 * 1024, peaks

@@ -1,0 +1,183 @@
+"""Several corpora as one: shares, own epochs, resume in any layout, and one tokenizer."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ptdp.cli import main
+from lightning_ptdp.data import (
+    DataError,
+    EvaluationLoader,
+    MixtureDataModule,
+    MixtureStream,
+    StoreError,
+    TokenizerError,
+    TokenLoader,
+    TokenStream,
+    prepare,
+)
+from tests.data.conftest import config_of, write_corpus
+from tests.data.test_datamodule import Recorder, trainer
+
+LENGTH = 31
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A big and a small corpus with one tokenizer."""
+    root = tmp_path_factory.mktemp("mixture")
+    big = prepare(config_of(write_corpus(root / "a", documents=24, seed=1), root / "big"))
+    config = config_of(write_corpus(root / "b", documents=8, seed=2), root / "small", tokenizer_dir=big.folder)
+    return [big.folder, prepare(config).folder]
+
+
+def streams(folders: list[Path], split: str = "train") -> list[TokenStream]:
+    return [TokenStream(folder, split=split, sequence_length=LENGTH) for folder in folders]  # type: ignore[arg-type]
+
+
+def sources(batch: torch.Tensor, of: list[TokenStream]) -> list[tuple[int, int]]:
+    """(corpus, sample) of every row."""
+    where = {
+        tuple(stream[index]["input_ids"].tolist()): (corpus, index)
+        for corpus, stream in enumerate(of)
+        for index in range(len(stream))
+    }
+    return [where[tuple(row)] for row in batch.tolist()]
+
+
+def test_each_corpus_has_its_share_and_its_own_epochs(folders: list[Path]) -> None:
+    parts = streams(folders)
+    big, small = map(len, parts)
+    mixture = MixtureStream(parts, [0.25, 0.75])
+    assert len(mixture) == big + small
+    loader = TokenLoader(mixture, batch_size=1, seed=3)
+    found = sources(torch.cat([batch["input_ids"] for _ in range(2) for batch in loader]), parts)
+    for length in range(1, len(found) + 1):
+        assert abs(sum(corpus for corpus, _ in found[:length]) - 0.75 * length) < 1
+    own = [sample for corpus, sample in found if corpus == 1]
+    assert len(own) > 2 * small
+    epochs = [own[start : start + small] for start in range(0, len(own) - small + 1, small)]
+    assert all(sorted(epoch) == list(range(small)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    other = TokenLoader(mixture, batch_size=1, seed=4)
+    assert sources(torch.cat([batch["input_ids"] for batch in other]), parts) != found[: len(mixture)]
+
+
+def test_the_order_is_the_same_in_every_layout_and_after_a_resume(folders: list[Path]) -> None:
+    mixture = MixtureStream(streams(folders), [2, 1])
+    assert np.array_equal(pickle.loads(pickle.dumps(mixture)).turns.order, mixture.turns.order)
+
+    def rows(d: int, batch_size: int, count: int, state: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any]]:
+        loaders = [TokenLoader(mixture, batch_size=batch_size, num_replicas=d, replica_rank=rank) for rank in range(d)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        found: list[list[int]] = []
+        for _, *batches in zip(range(count), *loaders, strict=False):
+            found += [row for batch in batches for row in batch["input_ids"].tolist()]
+        return found, loaders[0].state_dict()
+
+    whole, _ = rows(1, 1, 36, None)
+    first, state = rows(4, 3, 1, None)
+    second, state = rows(2, 6, 1, state)
+    third, _ = rows(1, 12, 1, state)
+    assert first + second + third == whole
+
+
+def test_validation_holds_the_corpora_in_their_shares_once(folders: list[Path]) -> None:
+    parts = streams(folders, "validation")
+    mixture = MixtureStream(parts, [1, 1], repeat=False)
+    assert len(mixture) in (2 * min(map(len, parts)), 2 * min(map(len, parts)) + 1)
+    for d in (1, 3):
+        loaders = [EvaluationLoader(mixture, batch_size=4, num_replicas=d, replica_rank=rank) for rank in range(d)]
+        batches = [batch for loader in loaders for batch in loader]
+        seen = sources(torch.cat([batch["input_ids"][(batch["labels"] >= 0).any(1)] for batch in batches]), parts)
+        assert max(Counter(seen).values()) == 1
+        assert len(seen) == len(mixture)
+        shares = Counter(corpus for corpus, _ in seen)
+        assert abs(shares[0] - shares[1]) <= 1
+
+
+def data(folders: list[Path], weights: tuple[float, ...] = (0.7, 0.3), **changes: Any) -> MixtureDataModule:
+    settings = {"vocabulary_size": 320, "sequence_length": LENGTH, "micro_batch_size": 4, "num_microbatches": 2, **changes}
+    corpora = [{"data_dir": str(folder), "weight": weight} for folder, weight in zip(folders, weights, strict=True)]
+    return MixtureDataModule(corpora=corpora, **settings)  # type: ignore[arg-type]
+
+
+def test_a_fit_resumes_in_mid_epoch_and_other_weights_are_refused(folders: list[Path], tmp_path: Path) -> None:
+    whole = Recorder()
+    trainer(tmp_path, max_epochs=-1, max_steps=9).fit(whole, datamodule=data(folders))
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=4, filename="saved")
+    trainer(tmp_path, saving, max_epochs=-1, max_steps=4).fit(Recorder(), datamodule=data(folders))
+    checkpoint = str(tmp_path / "saved.ckpt")
+    rest = Recorder()
+    resumed = trainer(tmp_path, max_epochs=-1, max_steps=9)
+    resumed.fit(rest, datamodule=data(folders, num_workers=1), ckpt_path=checkpoint)
+    assert rest.seen == whole.seen[4:]
+    with pytest.raises(DataError, match=r"data is .* in the checkpoint"):
+        trainer(tmp_path).fit(Recorder(), datamodule=data(folders, (0.6, 0.4)), ckpt_path=checkpoint)
+
+
+def test_overfitting_sees_the_same_samples(folders: list[Path], tmp_path: Path) -> None:
+    few = Recorder()
+    trainer(tmp_path, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(few, datamodule=data(folders))
+    samples = [sorted(tuple(batch[start : start + 8]) for start in range(0, 64, 8)) for batch in few.seen]
+    assert samples[0] == samples[1] == samples[2]
+
+
+def test_corpora_of_different_tokenizers_are_refused_by_name(folders: list[Path], tmp_path: Path) -> None:
+    other = prepare(config_of(write_corpus(tmp_path / "text", documents=4, seed=5), tmp_path / "other", vocabulary_size=300))
+    with pytest.raises(StoreError, match=f"{re.escape(str(other.folder))} has tokenizer .*{re.escape(str(folders[0]))} has"):
+        data([folders[0], other.folder]).check()
+    with pytest.raises(StoreError, match="not vocabulary_size=400"):
+        data(folders, vocabulary_size=400).setup()
+    with pytest.raises(StoreError, match="not a prepared data folder"):
+        data([folders[0], tmp_path / "nowhere"]).check()
+    data(folders).check(num_replicas=2)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(folders: list[Path], tmp_path: Path) -> None:
+    text = write_corpus(tmp_path / "text", documents=4)
+    with pytest.raises(TokenizerError, match="vocabulary of 320, not vocabulary_size=300"):
+        prepare(config_of(text, tmp_path / "x", vocabulary_size=300, tokenizer_dir=folders[0]))
+    with pytest.raises(TokenizerError, match="no control symbol"):
+        prepare(config_of(text, tmp_path / "x", control_symbols=("[MASK]",), tokenizer_dir=folders[0]))
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        prepare(config_of(text, tmp_path / "x", tokenizer_dir=tmp_path))
+    config = config_of(text, tmp_path / "y", tokenizer_dir=folders[0])
+    assert not prepare(config).reused
+    assert prepare(config).reused
+    with pytest.raises(StoreError, match=r"tokenizer_dir is .* there and None here"):
+        prepare(config_of(text, tmp_path / "y"))
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("corpora", "words"),
+    [([], "empty"), ([{"data_dir": "x"}], "give data_dir and weight"), ([{"data_dir": "x", "weight": 0}], "weight=0")],
+)
+def test_bad_corpora_are_named(corpora: list[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MixtureDataModule(corpora=corpora)
+
+
+def test_yaml_takes_a_mixture(folders: list[Path], tmp_path: Path) -> None:
+    corpora = [{"data_dir": str(folder), "weight": 0.5} for folder in folders]
+    arguments = {"corpora": corpora, "vocabulary_size": 320, "sequence_length": LENGTH}
+    config = {
+        "trainer": {"logger": False},
+        "model": {"class_path": "LitGPT"},
+        "data": {"class_path": "MixtureDataModule", "init_args": arguments},
+    }
+    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(config))
+    assert main(["prepare", "--config", str(tmp_path / "mixture.yaml")]) == 0

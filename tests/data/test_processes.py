@@ -1,0 +1,47 @@
+"""The map over processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from lightning_ptdp.data import DataError
+from lightning_ptdp.data.processes import ordered_map
+
+
+def square(number: int) -> int:
+    if number == 13:
+        raise ValueError("unlucky")
+    if number == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number * number
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_results_are_in_order_and_errors_come_through(num_workers: int) -> None:
+    assert list(ordered_map(square, range(12), num_workers=num_workers)) == [number * number for number in range(12)]
+    results = ordered_map(square, range(17), num_workers=num_workers)
+    assert [next(results) for _ in range(13)] == [number * number for number in range(13)]
+    with pytest.raises(ValueError, match="unlucky"):
+        next(results)
+
+
+def test_a_worker_that_is_killed_is_an_error_and_not_a_wait() -> None:
+    with pytest.raises(DataError, match="num_workers=2 processes was killed"):
+        list(ordered_map(square, [1, 17, 2], num_workers=2))
+
+
+def test_items_are_taken_only_a_little_ahead() -> None:
+    taken: list[int] = []
+
+    def items() -> object:
+        for number in range(12):
+            taken.append(number)
+            yield number
+
+    results = ordered_map(square, items(), num_workers=2)  # type: ignore[arg-type]
+    assert next(results) == 0
+    assert len(taken) <= 6
+    results.close()

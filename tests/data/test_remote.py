@@ -1,0 +1,72 @@
+"""A prepared folder copied from a store, by litdata's downloader for a mounted one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, TextDataModule
+from lightning_ptdp.data.remote import fetch
+from tests.data.test_prepare import contents, flip
+
+
+def test_a_copy_is_the_folder_and_is_made_once(prepared: PreparedData, tmp_path: Path) -> None:
+    manifest = fetch(f"local:{prepared.folder}", tmp_path / "deep" / "copy")
+    assert manifest == prepared.manifest
+    assert contents(tmp_path / "deep" / "copy") == contents(prepared.folder)
+    assert os.listdir(tmp_path / "deep") == ["copy"]
+    assert fetch("local:/nowhere", tmp_path / "deep" / "copy") == prepared.manifest
+
+
+def test_what_is_missing_or_damaged_is_named_and_the_rest_is_kept(prepared: PreparedData, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(prepared.folder, store)
+    chunk = store / "train" / "chunk-0-1.bin"
+    data = chunk.read_bytes()
+    chunk.unlink()
+    with pytest.raises(StoreError, match=r"store/train/chunk-0-1\.bin cannot be fetched: FileNotFoundError"):
+        fetch(f"local:{store}", tmp_path / "copy")
+    kept = tmp_path / ".copy.preparing" / "store" / "train" / "chunk-0-0.bin"
+    time = kept.stat().st_mtime_ns
+    chunk.write_bytes(data)
+    fetch(f"local:{store}", tmp_path / "copy")
+    assert (tmp_path / "copy" / "train" / "chunk-0-0.bin").stat().st_mtime_ns == time
+    flip(chunk)
+    with pytest.raises(StoreError, match=r"chunk-0-1\.bin is damaged"):
+        fetch(f"local:{store}", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(StoreError, match=r"nowhere/manifest\.json cannot be fetched"):
+        fetch(f"local:{tmp_path}/nowhere", tmp_path / "new")
+
+
+def test_a_damaged_copy_is_not_kept(prepared: PreparedData, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(prepared.folder, store)
+    whole = (store / "train" / "chunk-0-0.bin").read_bytes()
+    flip(store / "train" / "chunk-0-0.bin")
+    with pytest.raises(StoreError, match="is damaged"):
+        fetch(f"local:{store}", tmp_path / "copy")
+    (store / "train" / "chunk-0-0.bin").write_bytes(whole)
+    assert fetch(f"local:{store}", tmp_path / "copy") == prepared.manifest
+
+
+def test_a_data_module_copies_instead_of_preparing(prepared: PreparedData, tmp_path: Path) -> None:
+    data = TextDataModule(
+        remote=f"local:{prepared.folder}", data_dir=str(tmp_path / "copy"), vocabulary_size=320, sequence_length=32
+    )
+    data.check()
+    assert not os.listdir(tmp_path)
+    data.prepare_data()
+    data.setup()
+    data.check()
+    assert json.loads((tmp_path / "copy" / "manifest.json").read_text())["vocabulary_size"] == 320
+    assert len(data.train_dataloader()) > 0
+
+
+def test_an_address_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"output='s3://bucket/tokens' is an address.*remote"):
+        PrepareConfig(output="s3://bucket/tokens")
