@@ -19,7 +19,7 @@ MOST_NOT_RUN = 6
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
+def unused() -> Iterator[Pool]:
     """A worker that nothing else has used: blocks fork processes, and threads of earlier tests would not live on in them."""
     workers = Pool()
     yield workers
@@ -39,8 +39,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name, path in PAGES.items() if find_blocks(path, name)])
-def test_the_blocks_of_a_page_run(name: str, pool: Pool, shared: Path, tmp_path: Path) -> None:
-    pool.run(run_blocks, world_size=1, args=(find_blocks(PAGES[name], name), str(tmp_path), str(shared)), limit=120)
+def test_the_blocks_of_a_page_run(name: str, unused: Pool, shared: Path, tmp_path: Path) -> None:
+    unused.run(run_blocks, world_size=1, args=(find_blocks(PAGES[name], name), str(tmp_path), str(shared)), limit=120)
 
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
