@@ -6,9 +6,7 @@ ones know whole tensors, DTensors and ShardedTensors only.
 
 from __future__ import annotations
 
-import enum
 import math
-import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_ptdp.checkpoint._index import read_index
 from lightning_ptdp.checkpoint.archive import ArchiveWriter
 from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.coverage import Rectangle, check_cover
@@ -36,25 +35,6 @@ from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, BlockSums, SummedFile, o
 __all__ = ["Reader", "check_index", "open_reader", "read_boxes", "write_boxes"]
 
 T = TypeVar("T")
-
-# The classes in DCP's pickled index. `_StorageInfo` and `_MEM_FORMAT_ENCODING` are private names of torch.
-_INDEX_CLASSES = {
-    "torch": {"Size"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath"},
-}
 
 
 def write_boxes(
@@ -206,7 +186,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads DCP's index, a pickle, without running code that somebody may have put in it."""
+    """Reads what is asked for and no more, and checks it."""
 
     def __init__(self, folder: Path, checkpoint: CheckpointMetadata) -> None:
         super().__init__(folder)
@@ -214,8 +194,7 @@ class Reader(dcp.FileSystemReader):
         self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
         self._sums: dict[str, BlockSums] = {}
         try:
-            with open(folder / DCP_FILE, "rb") as stream:
-                self._index = _IndexUnpickler(stream).load()
+            self._index = read_index(folder / DCP_FILE)
         except Exception as error:
             raise CheckpointError(f"{folder / DCP_FILE} cannot be read: {explain(error)}") from error
 
@@ -251,23 +230,6 @@ class Reader(dcp.FileSystemReader):
             shape=shapes[item.storage_index.offset],
             offset=item.storage_offsets,
         )
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        known = name in _INDEX_CLASSES.get(module, ())
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise CheckpointError(f"it names {module}.{name}, which has no place in a checkpoint's index")
-
-
-def _enum_member(kind: Any, name: str) -> Any:
-    """What ``getattr`` may be used for: some releases of Python 3.11 pickle the member of an enumeration by it."""
-    if isinstance(kind, enum.EnumMeta):
-        return kind[name]
-    raise CheckpointError(f"it asks for the attribute {name!r} of {kind!r}, which has no place in a checkpoint's index")
 
 
 def _index(box: Box) -> MetadataIndex:

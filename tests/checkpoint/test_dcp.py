@@ -11,13 +11,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
-from lightning_ptdp.checkpoint import _dcp, save_checkpoint
+from lightning_ptdp.checkpoint import save_checkpoint
+from lightning_ptdp.checkpoint._index import INDEX_CLASSES
 from tests.checkpoint.layouts import Layout, full_model, held
 
 
 def test_private_names_are_what_the_shim_expects() -> None:
     assert {"relative_path", "offset", "length"} <= {field.name for field in fields(filesystem._StorageInfo)}
-    for module, names in _dcp._INDEX_CLASSES.items():
+    for module, names in INDEX_CLASSES.items():
         if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
             assert all(hasattr(metadata if module.endswith("metadata") else filesystem, name) for name in names)
 
