@@ -24,6 +24,7 @@ _ROWS = (
     Row(ours="norm", theirs="transformer.ln_f"),
     Row(ours="head", theirs="lm_head"),
 )
+_END_OF_TEXT = 50256
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
@@ -75,6 +76,8 @@ def _config_to(ours: GPTConfig) -> dict[str, Any]:
         "initializer_range": ours.init_std,
         "layer_norm_epsilon": ours.norm_eps,
         "tie_word_embeddings": ours.tie_embeddings,
+        # Left out, they would be the end of GPT-2's own vocabulary.
+        **({} if ours.vocabulary_size > _END_OF_TEXT else {"bos_token_id": None, "eos_token_id": None}),
     }
 
 

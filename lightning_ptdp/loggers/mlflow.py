@@ -30,6 +30,7 @@ __all__ = ["MLFlowLogger"]
 
 _VALUE_LIMIT = 500
 _PARAMS_PER_BATCH = 100
+_MONITOR = "mlflow.system_metrics.system_metrics_monitor"
 
 
 class MLFlowLogger(Logger):
@@ -188,7 +189,8 @@ class MLFlowLogger(Logger):
         if self._is_open():
             self._finalized = True
             if self._monitor is not None:
-                self._monitor.finish()
+                with _quiet(_MONITOR):
+                    self._monitor.finish()
                 self._monitor = None
             self.save()
             self._open().finalize(status if status in ("success", "finished") else "failed")
@@ -233,7 +235,7 @@ class MLFlowLogger(Logger):
         """MLflow's thread that logs what the machine does; a run that goes on counts its samples on."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        with _quiet("mlflow.system_metrics.system_metrics_monitor"):
+        with _quiet(_MONITOR):
             monitor = SystemMetricsMonitor(self._run_id, resume_logging=True, tracking_uri=self._tracking_uri)
             monitor.start()
         return monitor

@@ -132,6 +132,9 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             self._join(layout)
         if layout.world_size > 1 and self.root_device.type == "cpu":
             return_large_blocks()
+        if self.global_rank != 0:
+            # ModelCheckpoint's, which every rank would print.
+            warnings.filterwarnings("ignore", message="The dirpath has changed")
         if layout.world_size > 1 and layout.data_parallel_size == 1:
             # Ranks of a single replica hold equal values: Lightning's advice to reduce them does not apply.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
