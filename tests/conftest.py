@@ -14,13 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.pool import Pool
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under ``-n 2 --dist loadgroup``: what starts up to eight processes runs in one worker, one after the other, all else beside it."""
-    for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("pool"))
-
-
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     workers = Pool()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -35,6 +36,7 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was preloaded is not looked through again and again
     os.chdir(started_in)
     faulthandler.register(signal.SIGUSR2, file=open(stacks, "a"))  # noqa: SIM115 - as long as the process lives
     while True:
@@ -76,6 +78,8 @@ def _call(
             dist.destroy_process_group()
         os.environ.clear()
         os.environ.update(saved)
+        # Trainers are cycles, and keep process groups: their threads pile up, and spin once the other ends of their sockets are gone.
+        gc.collect()
 
 
 class Pool:
