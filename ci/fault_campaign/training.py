@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 from fault_campaign.kinds import Trap, set_trap
 from lightning_ptdp.checkpoint import sums
 from lightning_ptdp.data.loader import TokenLoader
+from lightning_ptdp.data.order import sample_visits
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 
@@ -86,6 +87,9 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: rows[0] for name, rows in self.as_batch(self.__getitems__([index])).items()}
+
+    def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
+        return sample_visits(numbers, size=_SAMPLES, seed=seed, shuffle=shuffle)
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         return self._rows[np.asarray(visits) % _SAMPLES]
