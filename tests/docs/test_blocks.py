@@ -40,7 +40,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", [name for name, path in PAGES.items() if find_blocks(path, name)])
 def test_the_blocks_of_a_page_run(name: str, unused: Pool, shared: Path, tmp_path: Path) -> None:
-    unused.run(run_blocks, world_size=1, args=(find_blocks(PAGES[name], name), str(tmp_path), str(shared)), limit=120)
+    unused.run(run_blocks, world_size=1, args=(find_blocks(PAGES[name], name), str(tmp_path), str(shared)), limit=170)
 
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
