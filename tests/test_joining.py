@@ -100,6 +100,14 @@ def test_a_store_that_is_not_there(place: Place) -> None:
     assert "rank 1 could not join the other ranks: rank 0, which keeps the store at 127.0.0.1:1 (or torchrun does)" in said
 
 
+def test_a_store_that_listens_and_does_not_answer() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        said = together(Place(listening.getsockname()[1]), [1], 2)[1]
+    assert said.endswith("(or torchrun does), does not answer: no answer within 2 s")
+
+
 def test_errors_of_other_kinds_pass(place: Place) -> None:
     with pytest.raises(KeyError), joining(place, rank=0, world_size=1, limit=LIMIT):
         raise KeyError("mine")

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -28,6 +30,8 @@ _CALL, _ANSWER = "lightning_ptdp/call", "lightning_ptdp/answer"
 _CAME, _FAILED = "lightning_ptdp/came", "lightning_ptdp/failed"
 _ANSWERS_S = 2.0
 _POLL_S = 0.02
+
+_T = TypeVar("_T")
 
 
 @contextlib.contextmanager
@@ -50,9 +54,9 @@ def joining(environment: Any, *, rank: int, world_size: int, limit: timedelta) -
     own: Any = None
     try:
         # A world of one: rank 0's store would wait for the others, whom it does not know by name.
-        shared, _, _ = next(dist.rendezvous("env://", rank, 1, timeout=limit))
+        shared, _, _ = _within(limit, lambda: next(dist.rendezvous("env://", rank, 1, timeout=limit)))
         shared.set_timeout(limit)
-        life = uuid.uuid4().hex if rank == 0 else _called(shared, rank)
+        life = uuid.uuid4().hex if rank == 0 else _within(limit, lambda: _called(shared, rank))
         own = dist.PrefixStore(life, shared)
         own.set(f"{_CAME}/{rank}", "")
         if rank == 0:
@@ -62,8 +66,32 @@ def joining(environment: Any, *, rank: int, world_size: int, limit: timedelta) -
         if not is_communication_error(error):
             raise
         where = f"{environment.main_address}:{environment.main_port}"
-        missed = _missed(own, rank, world_size) if own is not None else _unanswered(shared, where)
+        missed = _lost(own, rank, world_size) if own is not None else _unanswered(shared, where)
         raise PeerError(f"rank {rank} could not join the other ranks: {missed}: {error}") from error
+
+
+def _within(limit: timedelta, action: Callable[[], _T]) -> _T:
+    """What ``action`` returns or raises; ``DistNetworkError`` after ``limit``.
+
+    torch's client takes up to three times its own limit to give up on a store that goes away while it connects, and waits for ever for
+    one that listens and does not answer.
+    """
+    outcome: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((action(), None))
+        except Exception as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="ptdp-joining", daemon=True).start()
+    try:
+        value, error = outcome.get(timeout=limit.total_seconds())
+    except queue.Empty:
+        raise dist.DistNetworkError(f"no answer within {limit.total_seconds():g} s") from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
 
 
 def _called(shared: dist.Store, rank: int) -> str:
@@ -92,21 +120,25 @@ def _answer(shared: dist.Store, own: dist.Store, life: str, world_size: int, lim
         time.sleep(_POLL_S)
 
 
-def _missed(own: dist.Store, rank: int, world_size: int) -> str:
-    silent = [other for other in range(world_size) if other != rank]
+def _lost(own: dist.Store, rank: int, world_size: int) -> str:
     try:
-        own.set_timeout(timedelta(seconds=_ANSWERS_S))
-        own.set(f"{_FAILED}/{rank}", "")
-        # Whoever lives notices as well, and about now.
-        deadline = time.monotonic() + _ANSWERS_S
-        while True:
-            silent = [other for other in silent if not own.check([f"{_FAILED}/{other}"])]
-            if len(silent) <= 1 or time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_S)
-        absent = [other for other in silent if not own.check([f"{_CAME}/{other}"])]
+        return _within(timedelta(seconds=3 * _ANSWERS_S), lambda: _missed(own, rank, world_size))
     except dist.DistError:
         return "rank 0, which keeps the store (or torchrun does), does not answer any more"
+
+
+def _missed(own: dist.Store, rank: int, world_size: int) -> str:
+    silent = [other for other in range(world_size) if other != rank]
+    own.set_timeout(timedelta(seconds=_ANSWERS_S))
+    own.set(f"{_FAILED}/{rank}", "")
+    # Whoever lives notices as well, and about now.
+    deadline = time.monotonic() + _ANSWERS_S
+    while True:
+        silent = [other for other in silent if not own.check([f"{_FAILED}/{other}"])]
+        if len(silent) <= 1 or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    absent = [other for other in silent if not own.check([f"{_CAME}/{other}"])]
     if absent:
         return f"{_ranks(absent)} did not come"
     return f"{_ranks(silent)} came and was lost" if silent else "one came and was lost"
