@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "c2": (2, {"context_parallel_size": 2}),
     "t2p2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}),
     "d4 sharded": (4, {"shard_optimizer": True}),
+    "d4 sharded in nodes": (4, {"shard_optimizer": True, "data_parallel_replicas": 2}),
     "d2t2 sharded": (4, {"shard_optimizer": True, "tensor_parallel_size": 2, "num_microbatches": 2}),
     "d2zb_v sharded": (
         4,
@@ -85,7 +86,7 @@ def uninterrupted(pool: Pool) -> dict[str, torch.Tensor]:
     return pool.run(_train, world_size=1, args=("one", 2, None, None, False))[0]
 
 
-@pytest.mark.parametrize("name", ["p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded"])
+@pytest.mark.parametrize("name", ["p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded", "d4 sharded in nodes"])
 def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp_path: Path) -> None:
     world_size, path = LAYOUTS[name][0], str(tmp_path / "half.ckpt")
     whole = pool.run(_train, world_size=world_size, args=(name, 2, None, None, True))[0]
@@ -110,7 +111,8 @@ def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp
         ("zb_v", "one"),
         ("d2zb_v sharded", "one"),
         ("t2p2", "d4 sharded"),
-        ("d4 sharded", "d2t2 sharded"),
+        ("d4 sharded", "d4 sharded in nodes"),
+        ("d4 sharded in nodes", "d2t2 sharded"),
     ],
 )
 def test_any_layout_reads_what_any_other_wrote(
