@@ -54,7 +54,7 @@ class PrepareConfig:
     chunk_tokens: int = 1 << 22
     control_symbols: tuple[str, ...] = ()
     tokenizer_dir: str | Path | None = None
-    tokenizer_characters: int = 50_000_000
+    tokenizer_characters: int = 20_000_000
     document_bytes: int = 1 << 22
     overwrite: bool = False
     num_workers: int = 1
