@@ -20,6 +20,7 @@ from lightning_ptdp.cli.generate import write_text
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.cli.resume import find_newest
+from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.store import check_writable_folder
 
 __all__ = ["run"]
@@ -67,7 +68,12 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
         )
     found = find_newest(cli.trainer)
     rank_zero_info(f"--resume auto: {'there is no checkpoint yet' if found is None else f'continuing from {found}'}")
-    return None if found is None else str(found)
+    if found is None:
+        return None
+    for logger in cli.trainer.loggers:
+        if isinstance(logger, MLFlowLogger):
+            logger.continue_run_of(found)
+    return str(found)
 
 
 def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import re
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,14 @@ from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_ptdp.loggers.names import allowed_name, flat_parameters
 from lightning_ptdp.loggers.store import check_store, check_writable_folder, sqlite_path
 from lightning_ptdp.loggers.writer import BackgroundWriter
 
 __all__ = ["MLFlowLogger"]
 
-_VALUE_LIMIT = 500
 _PARAMS_PER_BATCH = 100
+_MAX_LISTED = 5
 _MONITOR = "mlflow.system_metrics.system_metrics_monitor"
 
 
@@ -78,6 +78,7 @@ class MLFlowLogger(Logger):
         self._save_dir = str(folder)
         self._tracking_uri = tracking_uri
         self._run_id = run_id
+        self._may_be_gone = False
         self._prefix = prefix
         self._tags = dict(tags or {})
         self._options: dict[str, Any] = {
@@ -126,6 +127,17 @@ class MLFlowLogger(Logger):
         """The ``MlflowClient``; a dummy on ranks other than global 0."""
         return self._open().experiment
 
+    def continue_run_of(self, checkpoint: str | Path) -> bool:
+        """Go on with the run that wrote ``checkpoint``, if this logger did and was not told a ``run_id``; whether it will.
+
+        Where the store does not have that run any more, a new one is started, with a warning.
+        """
+        home, path = Path(self._save_dir, self._experiment_name).resolve(), Path(checkpoint).resolve()
+        if self._run_id is not None or not path.is_relative_to(home) or path.parent == home:
+            return False
+        self._run_id, self._may_be_gone = path.relative_to(home).parts[0], True
+        return True
+
     def check(self) -> None:
         """Find out that the store cannot be written before training starts; touches nothing.
 
@@ -145,16 +157,23 @@ class MLFlowLogger(Logger):
         now_ms = int(time.time() * 1000)
         prefix = f"{self._prefix}-" if self._prefix else ""
         for name, value in metrics.items():
-            self._writer.put(Metric(_allowed(f"{prefix}{name}"), float(value), now_ms, step or 0))
+            self._writer.put(Metric(allowed_name(f"{prefix}{name}"), float(value), now_ms, step or 0))
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Log parameters that the run does not have yet: MLflow refuses to change one, and a resumed run may differ."""
+        """Log parameters that the run does not have yet: MLflow refuses to change one. A resumed run may differ; that is a warning."""
         from mlflow.entities import Param
 
         client, run_id = self.experiment, self.run_id
         known = client.get_run(run_id).data.params
-        found = dict(_flat(params))
+        found = dict(flat_parameters(params))
+        changed = [f"{key}={known[key]} there, {found[key]} here" for key in found if known.get(key, found[key]) != found[key]]
+        if changed:
+            more = f"; and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
+            warnings.warn(
+                f"run {run_id} goes on with other parameters, of which MLflow keeps the first: {'; '.join(changed[:_MAX_LISTED])}{more}",
+                stacklevel=2,
+            )
         fresh = [Param(key, value) for key, value in found.items() if key not in known]
         for start in range(0, len(fresh), _PARAMS_PER_BATCH):
             client.log_batch(run_id, params=fresh[start : start + _PARAMS_PER_BATCH])
@@ -218,18 +237,26 @@ class MLFlowLogger(Logger):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         with _quiet("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow"):
-            inner = LightningMLFlowLogger(
-                experiment_name=self._experiment_name,
-                tracking_uri=self._tracking_uri,
-                run_id=self._run_id,
-                **self._options,
-            )
-            client = _find_run(inner, self._run_id)
+            inner = self._inner_of(self._run_id)
+            try:
+                client = _find_run(inner, self._run_id)
+            except ValueError as error:
+                if not self._may_be_gone:
+                    raise
+                warnings.warn(f"{error.__cause__ or error}: a new run is started instead of {self._run_id}", stacklevel=2)
+                self._run_id, self._may_be_gone = None, False
+                inner = self._inner_of(None)
+                client = _find_run(inner, None)
         if self._run_id is not None:
             client.update_run(self._run_id, status="RUNNING")
             for key, value in self._tags.items():
                 client.set_tag(self._run_id, key, value)
         return inner
+
+    def _inner_of(self, run_id: str | None) -> LightningMLFlowLogger:
+        return LightningMLFlowLogger(
+            experiment_name=self._experiment_name, tracking_uri=self._tracking_uri, run_id=run_id, **self._options
+        )
 
     def _start_monitor(self) -> Any:
         """MLflow's thread that logs what the machine does; a run that goes on counts its samples on."""
@@ -257,7 +284,10 @@ def _find_run(inner: LightningMLFlowLogger, run_id: str | None) -> Any:
     from mlflow.exceptions import MlflowException
 
     try:
-        return inner.experiment
+        client = inner.experiment
+        if run_id is not None and (stage := client.get_run(run_id).info.lifecycle_stage) != "active":
+            raise MlflowException(f"Run '{run_id}' is {stage}")
+        return client
     except MlflowException as error:
         if run_id is None:
             raise
@@ -276,23 +306,3 @@ def _quiet(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _allowed(name: str) -> str:
-    """``name`` in the characters that MLflow takes."""
-    return re.sub(r"[^\w./: -]+", "_", name)
-
-
-def _flat(params: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested mappings, dataclasses and namespaces as dotted keys that MLflow accepts, with values that fit."""
-    if is_dataclass(params) and not isinstance(params, type):
-        params = asdict(params)
-    elif hasattr(params, "__dict__") and not isinstance(params, Mapping):
-        params = vars(params)
-    for key, value in params.items():
-        name = _allowed(f"{prefix}{key}")
-        if (isinstance(value, Mapping) and value) or (is_dataclass(value) and not isinstance(value, type)):
-            yield from _flat(value, f"{name}.")
-        else:
-            text = str(value)
-            yield name, text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 1] + "…"

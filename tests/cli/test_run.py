@@ -182,15 +182,16 @@ def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weigh
 ) -> None:
     arguments = ["fit", "--config", config, "--trainer.strategy=ptdp", "--sample=null", "--resume=auto"]
     assert ptdp(*arguments, "--trainer.max_steps=2")[0] == 0
-    (first,) = (tmp_path / "runs" / "tiny").glob("*/checkpoints/latest")
-    assert read_metadata(first).run["global_step"] == 2
+    run = only_run(tmp_path)
+    latest = run / "checkpoints" / "latest"
+    assert read_metadata(latest).run["global_step"] == 2
     assert ptdp(*arguments, "--trainer.max_steps=3")[0] == 0
-    (second,) = set((tmp_path / "runs" / "tiny").glob("*/checkpoints/latest")) - {first}
-    assert read_metadata(second).run["global_step"] == 3
-    code, _, err = ptdp(*arguments, "--ckpt_path", str(first))
+    assert only_run(tmp_path) == run, "it goes on"
+    assert read_metadata(latest).run["global_step"] == 3
+    code, _, err = ptdp(*arguments, "--ckpt_path", str(latest))
     assert (code, "use one of them" in err) == (2, True)
     code, _, err = ptdp("fit", "--config", config, "--resume=auto")
     assert (code, "set --trainer.strategy ptdp" in err) == (2, True)
-    assert ptdp(*arguments[:-1], "--init_from", str(second), "--trainer.max_steps=1")[0] == 0
+    assert ptdp(*arguments[:-1], "--init_from", str(latest), "--trainer.max_steps=1")[0] == 0
     code, _, err = ptdp(*arguments[:-1], "--init_from", str(tmp_path / "nothing"))
     assert (code, "nothing does not exist" in err) == (2, True)

@@ -89,7 +89,8 @@ def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:
     first.log_metrics({"loss": 2.0}, 1)
     first.finalize("success")
     second = MLFlowLogger(save_dir=str(save_dir), run_id=first.run_id, tags={"layout": "t4"})
-    second.log_hyperparams({"learning_rate": 5.0, "new": 1})  # MLflow itself raises on a changed parameter
+    with pytest.warns(UserWarning, match=r"goes on with other parameters.*keeps the first: learning_rate=1.0 there, 5.0 here$"):
+        second.log_hyperparams({"learning_rate": 5.0, "new": 1})  # MLflow itself raises on a changed parameter
     run = client_of(second).get_run(first.run_id)
     assert run.info.status == "RUNNING"
     assert run.data.params == {"learning_rate": "1.0", "new": "1"}
@@ -103,6 +104,28 @@ def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:
 def test_an_unknown_run(save_dir: Path) -> None:
     with pytest.raises(ValueError, match=r"run_id='nothing'.*leave run_id out"):
         MLFlowLogger(save_dir=str(save_dir), run_id="nothing").log_metrics({"loss": 1.0}, 0)
+
+
+def test_the_run_of_a_checkpoint_goes_on(save_dir: Path) -> None:
+    first = MLFlowLogger(save_dir=str(save_dir))
+    run_id = first.run_id
+    first.finalize("failed")
+    home = save_dir / "lightning-ptdp"
+    second = MLFlowLogger(save_dir=str(save_dir))
+    assert not second.continue_run_of(save_dir / "elsewhere" / "x" / "checkpoints" / "last.ckpt")
+    assert second.continue_run_of(home / run_id / "checkpoints" / "last.ckpt")
+    assert not second.continue_run_of(home / "other" / "checkpoints" / "last.ckpt"), "it has a run"
+    second.log_metrics({"loss": 1.0}, 1)
+    assert second.run_id == run_id
+    client_of(first).delete_run(run_id)
+    for gone in (run_id, "nothing"):
+        third = MLFlowLogger(save_dir=str(save_dir))
+        assert third.continue_run_of(home / gone / "checkpoints" / "last.ckpt")
+        with pytest.warns(UserWarning, match=rf"a new run is started instead of {gone}"):
+            assert third.run_id not in (run_id, "nothing")
+        third.finalize("success")
+    with pytest.raises(ValueError, match=rf"run_id='{run_id}' cannot be resumed \(.*deleted"):
+        MLFlowLogger(save_dir=str(save_dir), run_id=run_id).log_metrics({"loss": 1.0}, 0)
 
 
 def test_copies_do_not_share_a_connection(save_dir: Path) -> None:
