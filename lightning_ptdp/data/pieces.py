@@ -68,7 +68,7 @@ def cut_text(file: CorpusFile, size: int) -> Iterator[Piece]:
     with open(file.path, "rb") as stream:
         start, number = 0, 0
         for place in range(size, file.size + size, size):
-            stop = file.size if place >= file.size else _cut(stream, place, min(place + size, file.size))
+            stop = file.size if place >= file.size else _cut(stream, place, size, file.size)
             if stop > start:
                 number += 1
                 yield Piece(file, start, stop, number=number)
@@ -103,8 +103,12 @@ def grouped(pieces: Iterable[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
         yield tuple(group)
 
 
-def _cut(stream: BinaryIO, place: int, limit: int) -> int:
-    """The first place from ``place`` to ``limit`` at which a line begins; ``place``, or just behind it, if there is none."""
+def _cut(stream: BinaryIO, place: int, size: int, end: int) -> int:
+    """The first of the ``size`` places from ``place`` on at which a line begins; ``place``, or just behind it, if there is none.
+
+    Where the file ends before, there is nothing to cut off: ``end``.
+    """
+    limit = min(place + size, end)
     stream.seek(place - 1)
     looked = place - 1
     while looked < limit and (block := stream.read(min(_LOOK, limit - looked))):
@@ -112,6 +116,8 @@ def _cut(stream: BinaryIO, place: int, limit: int) -> int:
         if found >= 0:
             return looked + found + 1
         looked += len(block)
+    if limit == end:
+        return end
     stream.seek(place)
     # Not inside a character: the bytes of a UTF-8 character behind its first are 0b10xxxxxx, three at most.
     ahead = stream.read(4)

@@ -24,6 +24,7 @@ def file_of(tmp_path: Path, text: str) -> CorpusFile:
 @given(text=TEXTS, size=st.integers(4, 40))
 @example(text="\U0001f600" * 9, size=5)
 @example(text="a\n" * 8, size=8)
+@example(text="a" * 15 + "\naa", size=17)
 def test_pieces_of_text_are_whole_characters_and_lines(tmp_path_factory, text: str, size: int) -> None:  # type: ignore[no-untyped-def]
     file = file_of(tmp_path_factory.getbasetemp(), text)
     pieces = list(cut_text(file, size))
