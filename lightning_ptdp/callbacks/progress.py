@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -135,14 +136,32 @@ class _Rich:
         columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
         # Not as markup: a metric's name may hold brackets.
         self._progress = Progress(TextColumn("step"), *columns, TextColumn("{task.description}", markup=False))
+        streams = (sys.stdout, sys.stderr)
         self._progress.start()
+        # What is printed now goes above the bar. Log handlers, Lightning's among them, still hold the streams of before.
+        self._handlers = [
+            (handler, before, now)
+            for before, now in zip(streams, (sys.stdout, sys.stderr), strict=True)
+            for handler in _stream_handlers()
+            if handler.stream is before and now is not before
+        ]
+        for handler, _, now in self._handlers:
+            handler.setStream(now)
         self._task = self._progress.add_task("", total=last, completed=first)
 
     def show(self, step: int, text: str) -> None:
         self._progress.update(self._task, completed=step, description=text)
 
     def close(self) -> None:
+        for handler, before, _ in self._handlers:
+            handler.setStream(before)
         self._progress.stop()
+
+
+def _stream_handlers() -> list[logging.StreamHandler[Any]]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers}
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]
 
 
 class _Tqdm:

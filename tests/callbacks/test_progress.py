@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
+import sys
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_ptdp.callbacks import StepProgress, Throughput
 from lightning_ptdp.callbacks.progress import describe
@@ -40,6 +42,23 @@ def test_bars_end_at_the_last_step_also_with_validation_in_between(capsys: pytes
     said = capsys.readouterr().out
     assert "8/8" in said
     assert "-2" not in said, "Lightning's own bar"
+
+
+def test_log_messages_go_above_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    log, handler = logging.getLogger("tests.progress"), logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(log, "handlers", [handler])
+    before = handler.stream
+
+    class Tells(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            log.warning("a message")
+
+    fit(StepProgress(style="rich"), Tells(), max_steps=1)
+    said = capsys.readouterr()
+    assert re.search(r"^\S*a message\S*\s*$", said.out, re.MULTILINE), "a line of its own"
+    assert "a message" not in said.err
+    assert handler.stream is before
 
 
 def test_a_bar_goes_on_where_a_checkpoint_ended() -> None:
