@@ -149,4 +149,4 @@ def test_torchrun_and_then_slurm_really_train_and_continue(
     }
     done = subprocess.run(["./train.sbatch"], env=clean | slurm, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert steps(tmp_path) == [2, 3], "the second run continues where the first one ended"
+    assert steps(tmp_path) == [3], "the same run goes on where the first job ended"
