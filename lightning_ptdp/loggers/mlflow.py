@@ -24,12 +24,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.loggers.names import allowed_name, flat_parameters
 from lightning_ptdp.loggers.store import check_store, check_writable_folder, sqlite_path
-from lightning_ptdp.loggers.writer import BackgroundWriter
+from lightning_ptdp.loggers.unwritten import keep_metrics
+from lightning_ptdp.loggers.writer import BackgroundWriter, insist
 
 __all__ = ["MLFlowLogger"]
 
 _PARAMS_PER_BATCH = 100
 _MAX_LISTED = 5
+_PATIENCE_S = 15.0
 _MONITOR = "mlflow.system_metrics.system_metrics_monitor"
 
 
@@ -204,15 +206,26 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Flush, and end the run as FINISHED, or FAILED for any status but "success" and "finished"."""
-        if self._is_open():
-            self._finalized = True
-            if self._monitor is not None:
-                with _quiet(_MONITOR):
-                    self._monitor.finish()
-                self._monitor = None
-            self.save()
-            self._open().finalize(status if status in ("success", "finished") else "failed")
+        """Flush, and end the run as FINISHED, or FAILED for any status but "success" and "finished".
+
+        What a store that is away does not take is kept in the file ``unwritten_metrics.jsonl`` of the run's folder, with a warning.
+        """
+        if not self._is_open():
+            return
+        self._finalized = True
+        if self._monitor is not None:
+            with _quiet(_MONITOR):
+                self._monitor.finish()
+            self._monitor = None
+        assert self._writer is not None
+        ended, inner = status if status in ("success", "finished") else "failed", self._open()
+        try:
+            self._writer.flush(patience_s=_PATIENCE_S)
+            insist(lambda: inner.finalize(ended), patience_s=_PATIENCE_S)
+        except Exception as error:
+            folder = Path(self._save_dir, self._experiment_name, str(self._run_id))
+            kept = keep_metrics(folder, self._writer.unwritten)
+            warnings.warn(f"run {self._run_id} could not be ended in {self._tracking_uri}, {kept}: {error}", stacklevel=2)
 
     def _is_open(self) -> bool:
         return self._inner is not None and self._opened_by == os.getpid()

@@ -8,13 +8,32 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["BackgroundWriter"]
+__all__ = ["BackgroundWriter", "insist"]
 
 Item = TypeVar("Item")
+_PAUSE_S = 0.5
+
+
+def insist(action: Callable[[], object], *, patience_s: float) -> None:
+    """Call ``action`` again where it raises, until ``patience_s`` are over: a database may be locked for a moment.
+
+    Raises:
+        Exception: That of the last call.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            action()
+            return
+        except Exception:
+            if time.monotonic() + _PAUSE_S > deadline:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 class BackgroundWriter(Generic[Item]):
@@ -40,17 +59,19 @@ class BackgroundWriter(Generic[Item]):
         """Queue an item; returns at once."""
         self._waiting.put(item)
 
-    def flush(self) -> None:
-        """Wait until all items are written; what failed before is tried again.
+    @property
+    def unwritten(self) -> Sequence[Item]:
+        """What ``write`` failed for."""
+        return tuple(self._kept)
+
+    def flush(self, *, patience_s: float = 0.0) -> None:
+        """Wait until all items are written; what failed before is tried again, for ``patience_s``.
 
         Raises:
             Exception: ``write`` failed again; the items are kept.
         """
         self._waiting.join()
-        while self._kept:
-            batch = self._kept[: self._most]
-            self._write(batch)
-            self._kept = self._kept[len(batch) :]
+        insist(self._write_kept, patience_s=patience_s)
 
     def _run(self) -> None:
         while True:
@@ -64,11 +85,14 @@ class BackgroundWriter(Generic[Item]):
     def _try(self, fresh: list[Item]) -> None:
         self._kept += fresh
         try:
-            while self._kept:
-                batch = self._kept[: self._most]
-                self._write(batch)
-                self._kept = self._kept[len(batch) :]
+            self._write_kept()
         except Exception as error:
             if not self._warned:
                 warnings.warn(f"logging failed and is tried again later; training goes on: {error}", stacklevel=2)
             self._warned = True
+
+    def _write_kept(self) -> None:
+        while self._kept:
+            batch = self._kept[: self._most]
+            self._write(batch)
+            self._kept = self._kept[len(batch) :]

@@ -27,7 +27,7 @@ from lightning_ptdp.pipeline.watchdog import is_communication_error
 __all__ = ["joining"]
 
 _CALL, _ANSWER = "lightning_ptdp/call", "lightning_ptdp/answer"
-_CAME, _FAILED = "lightning_ptdp/came", "lightning_ptdp/failed"
+_CAME, _FAILED, _KNOWS = "lightning_ptdp/came", "lightning_ptdp/failed", "lightning_ptdp/knows"
 _ANSWERS_S = 2.0
 _POLL_S = 0.02
 
@@ -132,16 +132,25 @@ def _missed(own: dist.Store, rank: int, world_size: int) -> str:
     own.set_timeout(timedelta(seconds=_ANSWERS_S))
     own.set(f"{_FAILED}/{rank}", "")
     # Whoever lives notices as well, and about now.
-    deadline = time.monotonic() + _ANSWERS_S
-    while True:
-        silent = [other for other in silent if not own.check([f"{_FAILED}/{other}"])]
-        if len(silent) <= 1 or time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
+    silent = _without(own, silent, _FAILED, enough=1)
     absent = [other for other in silent if not own.check([f"{_CAME}/{other}"])]
+    own.set(f"{_KNOWS}/{rank}", "")
+    if rank == 0:
+        # The store may end with this process.
+        _without(own, [other for other in range(1, world_size) if other not in silent], _KNOWS)
     if absent:
         return f"{_ranks(absent)} did not come"
     return f"{_ranks(silent)} came and was lost" if silent else "one came and was lost"
+
+
+def _without(own: dist.Store, ranks: list[int], key: str, enough: int = 0) -> list[int]:
+    """Wait for the ranks' notes; those that have not left one when only ``enough`` are missing, or after a while."""
+    deadline = time.monotonic() + _ANSWERS_S
+    while True:
+        ranks = [rank for rank in ranks if not own.check([f"{key}/{rank}"])]
+        if len(ranks) <= enough or time.monotonic() > deadline:
+            return ranks
+        time.sleep(_POLL_S)
 
 
 def _unanswered(shared: dist.Store | None, where: str) -> str:

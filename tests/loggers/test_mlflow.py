@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import multiprocessing
 import pickle
 import sys
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_ptdp.loggers import MLFlowLogger
+from lightning_ptdp.loggers import MLFlowLogger, mlflow
+from lightning_ptdp.loggers.writer import BackgroundWriter
 from lightning_ptdp.models import GPTConfig
 from tests.pool import Pool
 
@@ -126,6 +128,25 @@ def test_the_run_of_a_checkpoint_goes_on(save_dir: Path) -> None:
         third.finalize("success")
     with pytest.raises(ValueError, match=rf"run_id='{run_id}' cannot be resumed \(.*deleted"):
         MLFlowLogger(save_dir=str(save_dir), run_id=run_id).log_metrics({"loss": 1.0}, 0)
+
+
+@pytest.mark.filterwarnings("ignore:logging failed")
+def test_metrics_that_a_store_does_not_take_are_kept_in_a_file(save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow, "_PATIENCE_S", 0.0)
+    logger = MLFlowLogger(save_dir=str(save_dir))
+    run_id = logger.run_id
+
+    def away(*args: Any) -> None:
+        raise ConnectionError("the server is away")
+
+    logger._writer = BackgroundWriter(away)
+    logger.log_metrics({"loss": 1.5, "lr": 0.1}, 3)
+    with pytest.warns(UserWarning, match=r"2 metrics that it did not take are kept in .*the server is away"):
+        logger.finalize("success")
+    rows = [
+        json.loads(line) for line in (save_dir / "lightning-ptdp" / run_id / "unwritten_metrics.jsonl").read_text().splitlines()
+    ]
+    assert [(row["key"], row["value"], row["step"]) for row in rows] == [("loss", 1.5, 3), ("lr", 0.1, 3)]
 
 
 def test_copies_do_not_share_a_connection(save_dir: Path) -> None:

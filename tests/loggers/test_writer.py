@@ -57,3 +57,24 @@ def test_a_store_that_comes_back_gets_everything() -> None:
     writer.put(3)
     writer.flush()
     assert store.items == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:logging failed")
+def test_a_store_that_is_locked_for_a_moment() -> None:
+    store = Store()
+    writer = BackgroundWriter(store.write)
+    store.broken = True
+    writer.put(0)
+    with pytest.raises(ConnectionError):
+        writer.flush()
+    assert writer.unwritten == (0,)
+    failed = threading.Event()
+
+    def write(items: Sequence[int]) -> None:
+        store.broken = not failed.is_set()
+        failed.set()
+        store.write(items)
+
+    writer._write = write
+    writer.flush(patience_s=30)
+    assert (store.items, writer.unwritten) == ([0], ())
