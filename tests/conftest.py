@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.pool import Pool
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests that share the pool come first, and all in the same process of pytest-xdist: a second pool would only be in the way."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.callbacks.folder import run_folder
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
@@ -122,5 +122,8 @@ def _keep(logger: Any, *files: Path) -> None:
     """Store the files with the run if the logger is one that stores files: MLflow's, whether ours or Lightning's."""
     if not hasattr(logger, "run_id") or not hasattr(logger.experiment, "log_artifact"):
         return
-    for file in files:
-        logger.experiment.log_artifact(logger.run_id, str(file), "timeline")
+    try:
+        for file in files:
+            logger.experiment.log_artifact(logger.run_id, str(file), "timeline")
+    except Exception as error:
+        rank_zero_warn(f"the timeline could not be stored with the run, it is in {files[0].parent}: {error}")

@@ -12,8 +12,9 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_ptdp.loggers.names import allowed_name, flat_parameters
 from lightning_ptdp.loggers.store import check_store, check_writable_folder, sqlite_path
 from lightning_ptdp.loggers.unwritten import keep_metrics
-from lightning_ptdp.loggers.writer import BackgroundWriter, insist
+from lightning_ptdp.loggers.writer import BackgroundWriter
 
 __all__ = ["MLFlowLogger"]
 
 _PARAMS_PER_BATCH = 100
 _MAX_LISTED = 5
-_PATIENCE_S = 15.0
+_LIMIT_S = 30.0
 _MONITOR = "mlflow.system_metrics.system_metrics_monitor"
 
 
 class MLFlowLogger(Logger):
     """Log to MLflow, by default to an SQLite file in ``save_dir``.
 
-    Metrics are written by a background thread and all flushed in ``finalize``. A run is FINISHED when training ends well
-    and FAILED when it does not. Checkpoints land in ``save_dir/experiment_name/run_id/checkpoints``.
+    Metrics, texts and tags are written by a background thread, and all of them by the end of ``finalize``; training does not wait for
+    the store. A run is FINISHED when training ends well and FAILED when it does not. Checkpoints land in
+    ``save_dir/experiment_name/run_id/checkpoints``.
 
     MLflow's own telemetry is off unless ``MLFLOW_DISABLE_TELEMETRY`` is already set in the environment: the variable must be
     set before mlflow is imported, so it is set to "true" at first use.
@@ -183,13 +185,15 @@ class MLFlowLogger(Logger):
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, Any]) -> None:
         """Set tags on the run; unlike parameters they may change."""
-        for key, value in tags.items():
-            self.experiment.set_tag(self.run_id, key, str(value))
+        client, run_id = self.experiment, self.run_id
+        found = {key: str(value) for key, value in tags.items()}
+        self._later(lambda: [client.set_tag(run_id, key, value) for key, value in found.items()])
 
     @rank_zero_only
     def log_text(self, text: str, artifact_file: str) -> None:
         """Store ``text`` as an artifact of the run."""
-        self.experiment.log_text(self.run_id, text, artifact_file)
+        client, run_id = self.experiment, self.run_id
+        self._later(lambda: client.log_text(run_id, text, artifact_file))
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
@@ -197,12 +201,8 @@ class MLFlowLogger(Logger):
         if self._options["log_model"]:
             self._open().after_save_checkpoint(checkpoint_callback)
 
-    @rank_zero_only
     def save(self) -> None:
-        """Wait until everything queued is stored."""
-        if self._is_open():
-            assert self._writer is not None
-            self._writer.flush()
+        """Nothing: Lightning calls this after every metric, and would wait for the store."""
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
@@ -213,15 +213,14 @@ class MLFlowLogger(Logger):
         if not self._is_open():
             return
         self._finalized = True
-        if self._monitor is not None:
-            with _quiet(_MONITOR):
-                self._monitor.finish()
-            self._monitor = None
-        assert self._writer is not None
         ended, inner = status if status in ("success", "finished") else "failed", self._open()
+        assert self._writer is not None
+        if self._monitor is not None:
+            # In the thread: it asks the store, which may not answer.
+            self._writer.later(partial(_finish, self._monitor), limit_s=0.0)
+            self._monitor = None
         try:
-            self._writer.flush(patience_s=_PATIENCE_S)
-            insist(lambda: inner.finalize(ended), patience_s=_PATIENCE_S)
+            self._writer.run(lambda: inner.finalize(ended), limit_s=_LIMIT_S)
         except Exception as error:
             folder = Path(self._save_dir, self._experiment_name, str(self._run_id))
             kept = keep_metrics(folder, self._writer.unwritten)
@@ -280,6 +279,10 @@ class MLFlowLogger(Logger):
             monitor.start()
         return monitor
 
+    def _later(self, action: Callable[[], object]) -> None:
+        assert self._writer is not None
+        self._writer.later(action, limit_s=_LIMIT_S)
+
     def _write_metrics(self, metrics: Sequence[Any]) -> None:
         assert self._inner is not None
         self._inner.experiment.log_batch(self._run_id, metrics=metrics)
@@ -305,6 +308,11 @@ def _find_run(inner: LightningMLFlowLogger, run_id: str | None) -> Any:
         if run_id is None:
             raise
         raise ValueError(f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run") from error
+
+
+def _finish(monitor: Any) -> None:
+    with _quiet(_MONITOR):
+        monitor.finish()
 
 
 @contextmanager

@@ -6,34 +6,28 @@ inherits dead (its flush then waits forever), writes every call as a transaction
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["BackgroundWriter", "insist"]
+__all__ = ["BackgroundWriter"]
 
 Item = TypeVar("Item")
 _PAUSE_S = 0.5
 
 
-def insist(action: Callable[[], object], *, patience_s: float) -> None:
-    """Call ``action`` again where it raises, until ``patience_s`` are over: a database may be locked for a moment.
+@dataclass(kw_only=True)
+class _Task:
+    """What is done when all items are written."""
 
-    Raises:
-        Exception: That of the last call.
-    """
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            action()
-            return
-        except Exception:
-            if time.monotonic() + _PAUSE_S > deadline:
-                raise
-        time.sleep(_PAUSE_S)
+    action: Callable[[], object]
+    deadline: float
+    awaited: bool = True
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
 
 
 class BackgroundWriter(Generic[Item]):
@@ -42,57 +36,105 @@ class BackgroundWriter(Generic[Item]):
     A failed write is warned about once; its items are kept and written with the next ones.
 
     Args:
-        write: Called in the thread with 1 to ``most`` items; may raise.
+        write: Called in the thread with 1 to ``most`` items; may raise, and may take long.
         most: Items in one call.
     """
 
     def __init__(self, write: Callable[[Sequence[Item]], None], *, most: int = 1000) -> None:
         self._write = write
         self._most = most
-        self._waiting: queue.Queue[Item] = queue.Queue()
-        self._kept: list[Item] = []
+        self._items: list[Item] = []
+        self._tasks: list[_Task] = []
+        self._changed = threading.Condition()
         self._warned = False
-        self._thread = threading.Thread(target=self._run, name="lightning-ptdp-log-writer", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="lightning-ptdp-log-writer", daemon=True)
         self._thread.start()
 
     def put(self, item: Item) -> None:
         """Queue an item; returns at once."""
-        self._waiting.put(item)
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify()
 
     @property
     def unwritten(self) -> Sequence[Item]:
-        """What ``write`` failed for."""
-        return tuple(self._kept)
+        """What is not written yet."""
+        with self._changed:
+            return tuple(self._items)
 
-    def flush(self, *, patience_s: float = 0.0) -> None:
-        """Wait until all items are written; what failed before is tried again, for ``patience_s``.
+    def flush(self, *, limit_s: float) -> None:
+        """Wait until all items are written; what fails is tried again until then.
 
         Raises:
-            Exception: ``write`` failed again; the items are kept.
+            TimeoutError: ``write`` did not return in time.
+            Exception: What ``write`` raised last. The items are kept.
         """
-        self._waiting.join()
-        insist(self._write_kept, patience_s=patience_s)
+        self.run(lambda: None, limit_s=limit_s)
 
-    def _run(self) -> None:
+    def run(self, action: Callable[[], object], *, limit_s: float) -> None:
+        """Write all items, then call ``action``, in the thread too; what fails is tried again for ``limit_s``.
+
+        Raises:
+            TimeoutError: One of them did not return in time.
+            Exception: What one of them raised last.
+        """
+        task = _Task(action=action, deadline=time.monotonic() + limit_s)
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+        if not task.done.wait(limit_s + _PAUSE_S):
+            raise TimeoutError(f"no answer within {limit_s:g} s")
+        if task.error is not None:
+            raise task.error
+
+    def later(self, action: Callable[[], object], *, limit_s: float) -> None:
+        """As ``run``, but returns at once; what fails until the end is a warning."""
+        with self._changed:
+            self._tasks.append(_Task(action=action, deadline=time.monotonic() + limit_s, awaited=False))
+            self._changed.notify()
+
+    def _loop(self) -> None:
         while True:
-            fresh = [self._waiting.get()]
-            while len(fresh) < self._most and not self._waiting.empty():
-                fresh.append(self._waiting.get())
-            self._try(fresh)
-            for _ in fresh:
-                self._waiting.task_done()
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._tasks)
+                task = self._tasks.pop(0) if self._tasks else None
+            if task is not None:
+                self._finish(task)
+                continue
+            try:
+                self._write_items()
+            except Exception as error:
+                self._warn(f"logging failed and is tried again later; training goes on: {error}")
+                self._wait_for_more()
 
-    def _try(self, fresh: list[Item]) -> None:
-        self._kept += fresh
-        try:
-            self._write_kept()
-        except Exception as error:
-            if not self._warned:
-                warnings.warn(f"logging failed and is tried again later; training goes on: {error}", stacklevel=2)
-            self._warned = True
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            warnings.warn(text, stacklevel=2)
+        self._warned = True
 
-    def _write_kept(self) -> None:
-        while self._kept:
-            batch = self._kept[: self._most]
+    def _finish(self, task: _Task) -> None:
+        while True:
+            try:
+                self._write_items()
+                task.action()
+                task.error = None
+            except Exception as error:
+                task.error = error
+            if task.error is None or time.monotonic() + _PAUSE_S > task.deadline:
+                break
+            time.sleep(_PAUSE_S)
+        if task.error is not None and not task.awaited:
+            self._warn(f"logging failed; training goes on: {task.error}")
+        task.done.set()
+
+    def _write_items(self) -> None:
+        while batch := self.unwritten[: self._most]:
             self._write(batch)
-            self._kept = self._kept[len(batch) :]
+            with self._changed:
+                del self._items[: len(batch)]
+
+    def _wait_for_more(self) -> None:
+        """A store that fails is not asked again and again for the same items."""
+        with self._changed:
+            known = len(self._items)
+            self._changed.wait_for(lambda: len(self._items) > known or self._tasks)

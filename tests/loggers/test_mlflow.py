@@ -132,7 +132,7 @@ def test_the_run_of_a_checkpoint_goes_on(save_dir: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:logging failed")
 def test_metrics_that_a_store_does_not_take_are_kept_in_a_file(save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(mlflow, "_LIMIT_S", 0.0)
     logger = MLFlowLogger(save_dir=str(save_dir))
     run_id = logger.run_id
 
