@@ -138,11 +138,14 @@ def _fit_alone(rank: int, folder: str, layout: dict[str, Any] | None) -> tuple[l
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    source = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    source.addHandler(handler)
+    # Both of Lightning's packages write through one module, to the logger of the one that was imported last.
+    sources = [logging.getLogger(f"{name}.utilities.rank_zero") for name in ("lightning.pytorch", "pytorch_lightning")]
+    for source in sources:
+        source.addHandler(handler)
     place = Place(layout=layout) if layout is not None else Place(reference="auto")
     make_trainer(place, callbacks=[PipelineTimeline(every_n_steps=1)], default_root_dir=folder).fit(LitNet(), loader())
-    source.removeHandler(handler)
+    for source in sources:
+        source.removeHandler(handler)
     return [line for line in said if "PipelineTimeline" in line], [path.name for path in Path(folder).rglob("*.png")]
 
 
