@@ -88,6 +88,13 @@ def test_a_second_run_and_a_resumed_one(ptdp: Run, config: str, tmp_path: Path) 
     assert len(list((tmp_path / "runs" / "tiny").iterdir())) == 2
 
 
+def test_a_recipe_without_a_logger(ptdp: Run, config: str, tmp_path: Path) -> None:
+    code, said, err = ptdp("fit", "--config", config, "--trainer.logger=false", "--trainer.max_steps=1")
+    assert code == 0, err
+    assert "checkpoint:" in said
+    assert not (tmp_path / "runs").exists()
+
+
 def test_print_config_round_trip(ptdp: Run, config: str, tmp_path: Path) -> None:
     code, printed, _ = ptdp("fit", "--config", config, "--model.config.num_layers", "6", "--sample", "null", "--print_config")
     assert code == 0
