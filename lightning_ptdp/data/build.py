@@ -23,7 +23,7 @@ from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.errors import CorpusError
 from lightning_ptdp.data.manifest import SplitRecord
 from lightning_ptdp.data.pieces import Piece, grouped
-from lightning_ptdp.data.processes import ordered_map
+from lightning_ptdp.data.processes import apart, ordered_map
 from lightning_ptdp.data.progress import Reporter
 from lightning_ptdp.data.split import Scan, Split, Survey, scan, survey
 from lightning_ptdp.data.store import ChunkWriter, token_dtype
@@ -86,9 +86,14 @@ class Builder:
         if (self.work / "tokenizer.done").exists():
             return Tokenizer.load(self.work)
         self.report.say(f"learning {self.config.vocabulary_size} pieces from {found.documents:,} documents")
-        tokenizer = Tokenizer.train(
-            self.sample(found), vocabulary_size=self.config.vocabulary_size, control_symbols=self.config.control_symbols
-        )
+        sample = self.work / "sample.txt"
+        with open(sample, "wb") as stream:
+            for text in self.sample(found):
+                stream.write(f"{text}\n".encode())
+        learn = partial(_learn, self.config.vocabulary_size, tuple(self.config.control_symbols))
+        alone = self.config.num_workers == 1 and found.characters <= self.config.tokenizer_characters
+        tokenizer = learn(sample) if alone else apart(learn, sample)
+        sample.unlink()
         tokenizer.save(self.work)
         (self.work / "tokenizer.done").touch()
         return tokenizer
@@ -161,6 +166,12 @@ def _sample_part(corpus: Corpus, seed: int, split: Split, keep: float, item: tup
         draw = random.Random(f"{seed}/{document.name}")
         texts += [line for line in text.split("\n") if draw.random() < keep]
     return texts
+
+
+def _learn(vocabulary_size: int, control_symbols: tuple[str, ...], sample: Path) -> Tokenizer:
+    with open(sample, encoding="utf-8", newline="\n") as lines:
+        texts = (line.removesuffix("\n") for line in lines)
+        return Tokenizer.train(texts, vocabulary_size=vocabulary_size, control_symbols=control_symbols)
 
 
 def _tokenize_part(

@@ -1,7 +1,8 @@
-"""The same function over many items, in several processes, with the results in the order of the items."""
+"""Functions in other processes: over many items, with the results in their order, or once, for the memory that it takes."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from lightning_ptdp.data.errors import DataError
 
-__all__ = ["ordered_map"]
+__all__ = ["apart", "ordered_map"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -29,10 +30,7 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, nu
     if num_workers == 1:
         yield from map(function, items)
         return
-    # Forked where that works, as torch's DataLoader does: a fresh process would import torch first, and run the user's script again.
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("fork" if "fork" in methods else None)
-    executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_with_parent)
+    executor = _pool(num_workers)
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
@@ -49,8 +47,31 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, nu
         executor.shutdown(cancel_futures=True)
 
 
-def _end_with_parent() -> None:
-    """In a worker: do not outlive a parent that was killed."""
+def apart(function: Callable[[Item], Result], item: Item) -> Result:
+    """``function(item)`` in a process of its own: what it takes goes back to the system, which an allocator seldom gives anything.
+
+    Raises:
+        DataError: The process ended without a result.
+        Exception: What ``function`` raised.
+    """
+    with _pool(1) as executor:
+        try:
+            return executor.submit(function, item).result()
+        except BrokenProcessPool as error:
+            raise DataError("a process was killed, perhaps for its memory. What was finished is kept") from error
+
+
+def _pool(num_workers: int) -> ProcessPoolExecutor:
+    # Forked where that works, as torch's DataLoader does: a fresh process would import torch first, and run the user's script again.
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if "fork" in methods else None)
+    return ProcessPoolExecutor(num_workers, mp_context=context, initializer=_prepare_worker)
+
+
+def _prepare_worker() -> None:
+    """In a worker: share the parent's objects, and do not outlive a parent that was killed."""
+    # The collector writes to every object that it looks at, and a page that is written to is copied.
+    gc.freeze()
 
     def wait() -> None:
         parent = multiprocessing.parent_process()

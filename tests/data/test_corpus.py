@@ -86,6 +86,18 @@ def test_text_that_is_not_utf8_is_counted_and_replaced_skipped_or_refused(tmp_pa
         list(iter_documents(tmp_path, undecodable="error"))
 
 
+@pytest.mark.parametrize("broken", [b"", b"\xe9", b"\xf0\x9f"], ids=["utf-8", "a byte", "half a character"])
+def test_a_text_that_is_decoded_in_slices_is_that_of_one_piece(tmp_path: Path, broken: bytes) -> None:
+    file = tmp_path / "text.txt"
+    for shift in range(5):  # so that characters of two to four bytes lie across the end of a slice
+        data = b"x" * ((1 << 16) - 8 + shift) + "é…😀".encode() + broken + b"x" * (1 << 17)
+        file.write_bytes(data)
+        assert [document.text for document in iter_documents(file)] == [data.decode("utf-8", "replace")]
+        if broken:
+            with pytest.raises(CorpusError, match=f"not UTF-8 at byte {(1 << 16) + 1 + shift};"):
+                list(iter_documents(file, undecodable="error"))
+
+
 def test_missing_and_useless_sources_are_named(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "data.bin").write_text("x")

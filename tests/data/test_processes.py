@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from lightning_ptdp.data import DataError
-from lightning_ptdp.data.processes import ordered_map
+from lightning_ptdp.data.processes import apart, ordered_map
 
 
 def square(number: int) -> int:
@@ -45,3 +45,11 @@ def test_items_are_taken_only_a_little_ahead() -> None:
     assert next(results) == 0
     assert len(taken) <= 6
     results.close()
+
+
+def test_one_call_apart_gives_its_result_or_its_error() -> None:
+    assert apart(square, 3) == 9
+    with pytest.raises(ValueError, match="unlucky"):
+        apart(square, 13)
+    with pytest.raises(DataError, match="a process was killed"):
+        apart(square, 17)
