@@ -52,15 +52,25 @@ def explain(error: BaseException) -> str | None:
 
 
 def worker_failure(error: BaseException) -> WorkerFailure | None:
-    """The failure behind torch's ``ProcessRaisedException``: which process, and the error's last line if that says it all."""
-    text = getattr(error, "msg", None)
-    if not isinstance(text, str) or type(error).__name__ != "ProcessRaisedException":
+    """The failure behind the errors of torch's launcher.
+
+    Which process, and the error's last line if that says it all; or the signal by which a process was ended.
+    """
+    text, kind = getattr(error, "msg", None), type(error).__name__
+    if isinstance(text, str) and kind == "ProcessExitedException":
+        return WorkerFailure(message=_ended(text, getattr(error, "signal_name", None)), mendable=False)
+    if not isinstance(text, str) or kind != "ProcessRaisedException":
         return None
     last = re.findall(r"^([A-Za-z_][\w.]*): (.*)", text, re.MULTILINE)
     if last and last[-1][0].rpartition(".")[2] in (*_MENDABLE, *_OUR_VALUE_ERRORS):
         start = text.rindex(f"{last[-1][0]}: {last[-1][1]}") + len(last[-1][0]) + 2
         return WorkerFailure(message=text[start:].strip(), mendable=True)
     return WorkerFailure(message=text.strip(), mendable=False)
+
+
+def _ended(text: str, signal_name: str | None) -> str:
+    why = "; the kernel does that when memory runs out" if signal_name == "SIGKILL" else ""
+    return f"{text}{why}. The other processes were ended; a fit goes on from its newest checkpoint with --resume auto"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.multiprocessing import ProcessExitedException
 
 from lightning_ptdp.cli import recipe_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
@@ -138,6 +139,16 @@ def test_errors_of_workers() -> None:
     assert not other.mendable
     assert "Process 2" in other.message
     assert worker_failure(RuntimeError("x")) is None
+
+
+def test_a_worker_that_was_killed() -> None:
+    failure = worker_failure(
+        ProcessExitedException("process 3 terminated with signal SIGKILL", 3, 99, -9, "SIGKILL")  # type: ignore[no-untyped-call]
+    )
+    assert failure is not None
+    assert not failure.mendable
+    for words in ("process 3", "SIGKILL", "memory", "--resume auto"):
+        assert words in failure.message
 
 
 def test_which_errors_are_the_users() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -164,15 +165,18 @@ def test_generate_from_something_else(ptdp: Run, tmp_path: Path, kind: str) -> N
     assert "Traceback" not in err
 
 
+# A process of its own: torch refuses to fork workers from a process that was itself forked.
+COMMAND = [sys.executable, "-c", "import sys; from lightning_ptdp.cli import main; sys.exit(main())"]
+ENDLESS = [
+    "--trainer.max_steps=1000000",
+    "--trainer.val_check_interval=1000000",
+    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_top_k: 1, monitor: null}}",
+]
+
+
 @pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Signals, expected: int) -> None:
-    saving = (
-        "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_top_k: 1, monitor: null}}"
-    )
-    endless = ["--trainer.max_steps=1000000", "--trainer.val_check_interval=1000000", saving]
-    # A process of its own: torch refuses to fork workers from a process that was itself forked.
-    command = [sys.executable, "-c", "import sys; from lightning_ptdp.cli import main; sys.exit(main())"]
-    with session([*command, "fit", "--config", config, *PTDP, *endless], folder=tmp_path) as fit:
+    with session([*COMMAND, "fit", "--config", config, *PTDP, *ENDLESS], folder=tmp_path) as fit:
         fit.wait_until(lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint")
         assert len(fit.alive) >= 5
         fit.process.send_signal(sent)
@@ -182,6 +186,16 @@ def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Sig
     assert "training ended early" in fit.output
     if sent == signal.SIGTERM:
         verify_checkpoint(run / "checkpoints" / "on_signal.ckpt")
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_a_sentence(config: str, tmp_path: Path) -> None:
+    with session([*COMMAND, "fit", "--config", config, *PTDP, *ENDLESS], folder=tmp_path) as fit:
+        fit.wait_until(lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint")
+        psutil.Process(fit.process.pid).children()[2].kill()
+        assert fit.finish(60) == 1, fit.output
+    last = fit.output.splitlines()[-1]
+    assert last.startswith("ptdp: process "), fit.output
+    assert "SIGKILL" in last
 
 
 def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weights(
