@@ -115,14 +115,7 @@ class PTDPConfig:
                 f"partition={list(self.partition)} has {len(self.partition)} entries, but pipeline_parallel_size * "
                 f"virtual_pipeline_size = {self.num_stages}; give the number of layers of each stage"
             )
-        if self.distribute_saved_activations and (
-            self.recompute != "full" or self.tensor_parallel_size == 1 or self.sequence_parallel
-        ):
-            raise ValueError(
-                "distribute_saved_activations=True splits the inputs of recomputed blocks over tensor ranks that all hold them: it needs "
-                f"recompute='full' (not {self.recompute!r}), tensor_parallel_size > 1 (not {self.tensor_parallel_size}) and "
-                "sequence_parallel=False"
-            )
+        self._check_distribution()
         check_attention_kind(self.context_parallel_attention)
         check_recompute_options(self.recompute, self.recompute_layers, num_stages=self.num_stages)
         check_schedule(
@@ -198,3 +191,19 @@ class PTDPConfig:
             assert self.micro_batch_size is not None
             return -(-samples // self.micro_batch_size)
         return min(samples, usual)
+
+    def _check_distribution(self) -> None:
+        if not self.distribute_saved_activations:
+            return
+        needed = []
+        if self.recompute != "full":
+            needed.append(f"recompute='full' (it is {self.recompute!r})")
+        if self.tensor_parallel_size == 1:
+            needed.append("tensor_parallel_size > 1 (it is 1)")
+        if self.sequence_parallel:
+            needed.append("sequence_parallel=False (with it, inputs are split already, and the option can be left out)")
+        if needed:
+            raise ValueError(
+                "distribute_saved_activations=True splits the inputs of recomputed blocks, which all tensor ranks hold: it needs "
+                + " and ".join(needed)
+            )

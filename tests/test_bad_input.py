@@ -167,7 +167,11 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({"check_finite": "warn"}, ["check_finite='warn'", "'skip'"]),
         ({"recompute": "ful"}, ["recompute='ful'", "'full'"]),
         ({"recompute_layers": 2}, ["recompute_layers=2", "recompute='none'"]),
-        ({"distribute_saved_activations": True}, ["distribute_saved_activations", "recompute='full'"]),
+        ({"distribute_saved_activations": True}, ["distribute_saved_activations", "recompute='full' (it is 'none')", "size > 1"]),
+        (
+            {"distribute_saved_activations": True, "recompute": "full", T: 2, "sequence_parallel": True},
+            ["needs sequence_parallel=False", "split already"],
+        ),
     ],
 )
 def test_strategy_options(options: dict[str, Any], words: list[str]) -> None:
