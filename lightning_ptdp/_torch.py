@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,15 @@ __all__ = [
     "has_saved_tensor_hooks",
     "reduce_scatter_single",
     "set_gradient_dtype",
+    "untraced",
 ]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """A function that a compiler calls, but does not look into (``torch.compiler.disable``, which imports the compiler at once)."""
+    return cast(Function, torch._disable_dynamo(function))
 
 
 def all_gather_single(output: torch.Tensor, source: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:

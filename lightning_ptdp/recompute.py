@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -184,10 +184,15 @@ def apply_recomputation(
     if policy == "selective":
         chosen = [found for name, block in chosen for found in _outermost(name, block, selective)]
     group = shard_input if policy == "full" and shard_input is not None and shard_input.size > 1 else None
+    run = _checkpoint_for(module)
     for _, target in chosen:
         if not isinstance(vars(target).get("forward"), _Recomputed):
             vars(target)["forward"] = _Recomputed(
-                module=target, replaced=vars(target).get("forward"), shard_input=group, context_fn=context_fn
+                module=target,
+                replaced=vars(target).get("forward"),
+                shard_input=group,
+                context_fn=context_fn,
+                checkpoint=run,
             )
     return tuple(name for name, _ in chosen)
 
@@ -212,12 +217,14 @@ class _Recomputed:
         replaced: The instance's own forward from before, if it had one.
         shard_input: Group to keep the first input in parts over.
         context_fn: Contexts of the forward and of the recomputation.
+        checkpoint: ``torch.utils.checkpoint.checkpoint``, as it is called where there are contexts.
     """
 
     module: nn.Module
     replaced: Callable[..., Any] | None
     shard_input: Group | None
-    context_fn: ContextPair | None = None
+    context_fn: ContextPair | None
+    checkpoint: Callable[..., Any]
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -234,16 +241,21 @@ class _Recomputed:
         if group is not None and inputs and _is_divisible(inputs[0], group):
             part = inputs[0].detach().view(group.size, -1)[group.rank].clone()
             run, inputs = partial(_InParts(inputs[0], group), run), (part, *inputs[1:])
-        contexts = self.context_fn or _no_contexts
-        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+        if self.context_fn is None:
+            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True)
+        return self.checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=self.context_fn)
 
     def _run(self, keys: tuple[str, ...], *inputs: Any) -> Any:
         count = len(inputs) - len(keys)
         return self.__wrapped__(*inputs[:count], **dict(zip(keys, inputs[count:], strict=True)))
 
 
-def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), nullcontext()
+def _checkpoint_for(module: nn.Module) -> Callable[..., Any]:
+    """torch's, which under ``module.compile()`` must not be traced: a compiler knows recomputation, but no contexts of it."""
+    if all(child._compiled_call_impl is None for child in module.modules()):
+        return checkpoint
+    outside: Callable[..., Any] = torch.compiler.disable(checkpoint, recursive=False, reason="recomputation")
+    return outside
 
 
 class _InParts:

@@ -198,6 +198,8 @@ class _Intercept(TorchFunctionMode):
         self._store = store
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # its backward is compiled as one
+            return function(*args, **(kwargs or {}))
         found = _READERS.get(function)
         operands = found(*args, **(kwargs or {})) if found is not None else None
         if operands is not None and self._store.can_wait and _can_wait(*operands[:3]):
@@ -242,7 +244,7 @@ def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    return type(value) is nn.Parameter and not has_gradient_hooks(value) and not torch.compiler.is_compiling()
+    return type(value) is nn.Parameter and not has_gradient_hooks(value)
 
 
 class _Product(torch.autograd.Function):

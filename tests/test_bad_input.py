@@ -66,6 +66,15 @@ class LitNoContainer(LitNet):
         self.net = nn.Linear(8, 1)  # type: ignore[assignment]
 
 
+class LitWrapped(LitLate):
+    """Compiled as a whole."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            self.net = torch.compile(self.net)
+
+
 class LitWrongPlan(LitNet):
     def configure_parallel(self) -> Any:
         return {"net.0": "column"}
@@ -117,6 +126,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
     "no plan": (2, {T: 2}, LitNet, 8, ["tensor_parallel_size=2", "plan=ParallelPlan", "configure_parallel"]),
     "plan type": (2, {T: 2}, LitWrongPlan, 8, ["configure_parallel", "dict", "ParallelPlan"]),
     "manual optimization": (2, {P: 2}, LitManual, 8, ["automatic_optimization=False", "Use automatic optimization"]),
+    "compiled": (2, {P: 2}, LitWrapped, 8, ["net is wrapped by torch.compile()", "block.compile()"]),
     "own backward": (2, {P: 2}, LitBackward, 8, ["LightningModule.backward", "on_after_backward"]),
 }
 
@@ -291,3 +301,16 @@ def test_what_is_only_known_when_the_model_runs(name: str, pool: Pool) -> None:
     errors = pool.run(error_of, world_size=2, args=(module, layout, options, data))
     assert "nothing" not in errors
     assert any(all(word in error for word in words) for error in errors), errors
+
+
+class LitWithoutValues(LitLate):
+    """Found to be wrong when its layers are already there, on the meta device."""
+
+    def configure_parallel(self) -> ParallelPlan:
+        return plan(nut_0="column")
+
+
+def test_an_error_in_setup_is_not_hidden_by_the_end_of_the_run(tmp_path: Path) -> None:
+    trainer = L.Trainer(strategy=PTDPStrategy(), accelerator="cpu", devices=1, max_steps=1, default_root_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"'nut\.0' matches no module"):
+        trainer.fit(LitWithoutValues(), loader(batch_size=8))

@@ -17,6 +17,7 @@ from lightning_ptdp._torch import (
     has_saved_tensor_hooks,
     reduce_scatter_single,
     set_gradient_dtype,
+    untraced,
 )
 from tests.pool import Pool
 
@@ -98,3 +99,16 @@ def test_a_scaler_tells_what_it_has_found() -> None:
     scaler.unscale_(empty)
     assert float(found_inf(scaler, empty, parameter.device)) == 0.0
     scaler.step(empty)
+
+
+def test_what_is_untraced_is_called_and_not_compiled() -> None:
+    calls = []
+
+    @untraced
+    def note(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.compiler.is_compiling())
+        return x + 1
+
+    compiled = torch.compile(lambda x: note(x * 2) * 3, backend="eager")
+    assert [compiled(torch.ones(())).item() for _ in range(2)] == [9, 9]
+    assert calls == [False, False]

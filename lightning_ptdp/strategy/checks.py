@@ -98,6 +98,7 @@ def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None
             "checkpoint) to run it under another Trainer"
         )
     whole = _whole_model(module, config)
+    _check_compiled(whole)
     plan = plan_of(whole, config)
     check = getattr(whole, "check_parallel", None)
     if check is not None:
@@ -118,6 +119,15 @@ def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None
         ranges=ranges,
         selective=plan.selective,
     )
+
+
+def _check_compiled(model: Any) -> None:
+    for name, _ in model.named_modules():
+        if name.rpartition(".")[2] == "_orig_mod":
+            raise ValueError(
+                f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which gives all modules inside other names and would "
+                "compile across the stages: compile each block in place instead (for block in blocks: block.compile())"
+            )
 
 
 def check_loader(loader: Any, config: PTDPConfig, layout: ParallelLayout) -> None:

@@ -232,8 +232,12 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             module.__dict__[CUT_MARK] = self.layout.describe()
         self._context_parallel = make_context_parallel(self.config, self.mesh)
         self._keyed_dropout = make_keyed_dropout(self.config, self.mesh, self._seed)
-        others = [part.recomputation for part in (self._context_parallel, self._keyed_dropout) if part is not None]
-        recomputation = self._weight_gradients.recomputation
+        watching = (
+            self._weight_gradients if self.config.may_split_backward else None,
+            self._context_parallel,
+            self._keyed_dropout,
+        )
+        contexts = tuple(part.recomputation for part in watching if part is not None)
         apply_recomputation(
             module,
             policy=self.config.recompute,
@@ -242,7 +246,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             ranges=self.parallel.ranges,
             selective=plan.selective,
             shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,
-            context_fn=JoinedContexts((recomputation, *others)) if others else recomputation,
+            context_fn=JoinedContexts(contexts) if contexts else None,
         )
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -302,6 +306,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
                 self._engine.close()
         if self._watchdog is not None:
             self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
+        if self.lightning_module is not None and any(value.is_meta for value in self.lightning_module.parameters()):
+            return  # setup failed before there were values: moving what is not there would hide why
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:

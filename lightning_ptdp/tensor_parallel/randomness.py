@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_ptdp._torch import untraced
 from lightning_ptdp.random import derive_seed
 
 __all__ = ["Randomness", "SplitRandomness", "give_randomness"]
@@ -49,6 +50,7 @@ class SplitRandomness:
         """A step begins, on the shared stream."""
         self._shared = None
 
+    @untraced
     def enter(self) -> None:
         """What follows is split; does nothing inside of a region."""
         if self._shared is not None:
@@ -61,6 +63,7 @@ class SplitRandomness:
             with torch.cuda.device(self._device):
                 torch.cuda.manual_seed(seed)
 
+    @untraced
     def leave(self) -> None:
         """What follows is the same on all members again."""
         if self._shared is None:
