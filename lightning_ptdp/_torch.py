@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 __all__ = [
     "all_gather_single",
@@ -15,6 +16,7 @@ __all__ = [
     "gradient_dtype",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
+    "is_compiled",
     "reduce_scatter_single",
     "set_gradient_dtype",
     "untraced",
@@ -55,6 +57,11 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 def has_saved_tensor_hooks() -> bool:
     """Whether what autograd saves now goes through ``saved_tensors_hooks``, as under activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called: the module is traced, its hooks and whatever stands in for its forward too."""
+    return module._compiled_call_impl is not None
 
 
 def default_store() -> Any:

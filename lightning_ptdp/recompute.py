@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ptdp._torch import is_compiled
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.stage import Placeholder
@@ -252,7 +253,7 @@ class _Recomputed:
 
 def _checkpoint_for(module: nn.Module) -> Callable[..., Any]:
     """torch's, which under ``module.compile()`` must not be traced: a compiler knows recomputation, but no contexts of it."""
-    if all(child._compiled_call_impl is None for child in module.modules()):
+    if not any(is_compiled(child) for child in module.modules()):
         return checkpoint
     outside: Callable[..., Any] = torch.compiler.disable(checkpoint, recursive=False, reason="recomputation")
     return outside

@@ -15,6 +15,7 @@ from lightning_ptdp._torch import (
     gradient_dtype,
     has_gradient_hooks,
     has_saved_tensor_hooks,
+    is_compiled,
     reduce_scatter_single,
     set_gradient_dtype,
     untraced,
@@ -112,3 +113,10 @@ def test_what_is_untraced_is_called_and_not_compiled() -> None:
     compiled = torch.compile(lambda x: note(x * 2) * 3, backend="eager")
     assert [compiled(torch.ones(())).item() for _ in range(2)] == [9, 9]
     assert calls == [False, False]
+
+
+def test_a_module_that_is_compiled_in_place_is_seen() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not is_compiled(module)
+    module.compile(backend="eager")
+    assert is_compiled(module)

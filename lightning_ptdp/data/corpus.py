@@ -205,8 +205,8 @@ def listing_digest(files: Sequence[CorpusFile]) -> str:
 def _utf8(data: bytes, errors: str) -> str:
     """``data.decode("utf-8", errors)`` in slices.
 
-    Decoding megabytes at once grows and shrinks its result, and glibc does not use again what that leaves: 1.5 MB lost for each
-    text of 4 MB, without end.
+    Decoding megabytes at once grows and shrinks its result, and glibc does not use again what that leaves: up to 1.5 MB for
+    each text of 4 MB, without end.
     """
     if len(data) <= _DECODED_AT_ONCE:
         return data.decode("utf-8", errors)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp._torch import is_compiled
 from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError
 from lightning_ptdp.pipeline.foreign import check_known
@@ -218,7 +219,7 @@ class PipelineCut:
 
 def _eager(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
     """``module.compile()`` compiles the hooks too; ours look at the identity of tensors, which is none of a compiler's business."""
-    return hook if module._compiled_call_impl is None else torch.compiler.disable(hook)
+    return torch.compiler.disable(hook) if is_compiled(module) else hook
 
 
 def _mark(boundary: Boundary, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
