@@ -135,11 +135,6 @@ class PTDPConfig:
         return self.pipeline_parallel_size * self.virtual_pipeline_size
 
     @property
-    def may_split_backward(self) -> bool:
-        """Whether the schedule may compute weight gradients by themselves."""
-        return self.pipeline_parallel_size > 1 and self.schedule not in ("auto", "gpipe", "1f1b", "interleaved_1f1b")
-
-    @property
     def timeout(self) -> timedelta:
         """Limit of every wait for another rank."""
         return timedelta(seconds=self.timeout_s)

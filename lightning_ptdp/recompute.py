@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptdp._torch import is_compiled
+from lightning_ptdp._torch import untraced
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.stage import Placeholder
@@ -185,7 +185,6 @@ def apply_recomputation(
     if policy == "selective":
         chosen = [found for name, block in chosen for found in _outermost(name, block, selective)]
     group = shard_input if policy == "full" and shard_input is not None and shard_input.size > 1 else None
-    run = _checkpoint_for(module)
     for _, target in chosen:
         if not isinstance(vars(target).get("forward"), _Recomputed):
             vars(target)["forward"] = _Recomputed(
@@ -193,7 +192,6 @@ def apply_recomputation(
                 replaced=vars(target).get("forward"),
                 shard_input=group,
                 context_fn=context_fn,
-                checkpoint=run,
             )
     return tuple(name for name, _ in chosen)
 
@@ -218,14 +216,12 @@ class _Recomputed:
         replaced: The instance's own forward from before, if it had one.
         shard_input: Group to keep the first input in parts over.
         context_fn: Contexts of the forward and of the recomputation.
-        checkpoint: ``torch.utils.checkpoint.checkpoint``, as it is called where there are contexts.
     """
 
     module: nn.Module
     replaced: Callable[..., Any] | None
     shard_input: Group | None
-    context_fn: ContextPair | None
-    checkpoint: Callable[..., Any]
+    context_fn: ContextPair | None = None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -244,19 +240,17 @@ class _Recomputed:
             run, inputs = partial(_InParts(inputs[0], group), run), (part, *inputs[1:])
         if self.context_fn is None:
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True)
-        return self.checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=self.context_fn)
+        return _checkpoint_in_contexts(self.context_fn, run, inputs)
 
     def _run(self, keys: tuple[str, ...], *inputs: Any) -> Any:
         count = len(inputs) - len(keys)
         return self.__wrapped__(*inputs[:count], **dict(zip(keys, inputs[count:], strict=True)))
 
 
-def _checkpoint_for(module: nn.Module) -> Callable[..., Any]:
-    """torch's, which under ``module.compile()`` must not be traced: a compiler knows recomputation, but no contexts of it."""
-    if not any(is_compiled(child) for child in module.modules()):
-        return checkpoint
-    outside: Callable[..., Any] = torch.compiler.disable(checkpoint, recursive=False, reason="recomputation")
-    return outside
+@untraced
+def _checkpoint_in_contexts(context_fn: ContextPair, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    """A compiler knows recomputation, but no contexts of it."""
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn)
 
 
 class _InParts:

@@ -27,6 +27,7 @@ from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize
+from lightning_ptdp.pipeline.schedules import may_split_backward
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.recompute import JoinedContexts, apply_recomputation
 from lightning_ptdp.strategy.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
@@ -233,7 +234,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         self._context_parallel = make_context_parallel(self.config, self.mesh)
         self._keyed_dropout = make_keyed_dropout(self.config, self.mesh, self._seed)
         watching = (
-            self._weight_gradients if self.config.may_split_backward else None,
+            self._weight_gradients if may_split_backward(self.config.schedule) else None,
             self._context_parallel,
             self._keyed_dropout,
         )

@@ -25,6 +25,7 @@ from lightning_ptdp.pipeline import (
     schedules,
     simulate,
 )
+from lightning_ptdp.pipeline.schedules import may_split_backward
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 V_SHAPED = ("zb_v", "dualpipe_v")
@@ -54,6 +55,7 @@ def test_every_size_is_proven(name: str, p: int) -> None:
             assert schedule.placement == schedule_placement(name)
             compute = [action for program in schedule.programs for action in program if action.kind in COMPUTE]
             assert schedule.splits_backward == (name in ("zb_h1", *V_SHAPED) and p > 1)
+            assert may_split_backward(name) == (name in ("zb_h1", *V_SHAPED))
             assert len(compute) == (3 if schedule.splits_backward else 2) * p * v * m
             if p == 1:
                 assert all(action.kind in (*COMPUTE, ActionKind.REDUCE) for action in schedule.programs[0])

@@ -20,7 +20,15 @@ from lightning_ptdp.pipeline.schedules.zero_bubble import zb_h1, zb_v
 from lightning_ptdp.pipeline.verify import verify_schedule
 from lightning_ptdp.placement import Placement
 
-__all__ = ["SCHEDULES", "build_schedule", "check_schedule", "schedule_microbatches", "schedule_name", "schedule_placement"]
+__all__ = [
+    "SCHEDULES",
+    "build_schedule",
+    "check_schedule",
+    "may_split_backward",
+    "schedule_microbatches",
+    "schedule_name",
+    "schedule_placement",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +42,16 @@ class _Family:
     """What to use where the stages do not fit."""
     placement: Placement = "loop"
     has_groups: bool = False
+    splits_backward: bool = False
 
 
 _FAMILIES = {
     "gpipe": _Family(order=gpipe),
     "1f1b": _Family(order=one_f_one_b, chunks="one", otherwise="interleaved_1f1b"),
     "interleaved_1f1b": _Family(order=interleaved_one_f_one_b, chunks="several", otherwise="1f1b", has_groups=True),
-    "zb_h1": _Family(order=zb_h1, chunks="one", otherwise="zb_v"),
-    "zb_v": _Family(order=zb_v, chunks="two", otherwise="zb_h1", placement="v"),
-    "dualpipe_v": _Family(order=dualpipe_v, chunks="two", otherwise="1f1b", placement="v"),
+    "zb_h1": _Family(order=zb_h1, chunks="one", otherwise="zb_v", splits_backward=True),
+    "zb_v": _Family(order=zb_v, chunks="two", otherwise="zb_h1", placement="v", splits_backward=True),
+    "dualpipe_v": _Family(order=dualpipe_v, chunks="two", otherwise="1f1b", placement="v", splits_backward=True),
 }
 
 SCHEDULES: tuple[str, ...] = (*_FAMILIES, "auto")
@@ -150,6 +159,13 @@ def schedule_placement(name: str | CustomSchedule) -> Placement:
             "the path of a .csv file"
         )
     return "loop" if name == "auto" else _FAMILIES[name].placement
+
+
+def may_split_backward(name: str | CustomSchedule) -> bool:
+    """Whether the schedule may compute weight gradients by themselves; of one that is not ours nothing is known."""
+    if isinstance(name, CustomSchedule) or _is_file(name):
+        return True
+    return name != "auto" and _FAMILIES[name].splits_backward
 
 
 def schedule_microbatches(name: str | CustomSchedule) -> int | None:
