@@ -1,0 +1,63 @@
+"""The data against the layout: batches, microbatches and the length of sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.context_parallel import check_sequence
+from lightning_ptdp.layout import ParallelLayout
+
+__all__ = ["check_loader", "check_sequence_length"]
+
+
+def check_loader(loader: Any, config: PTDPConfig, layout: ParallelLayout) -> None:
+    """Compare the sizes of a loader's batches (or a data module's, whose ``batch_plans`` may follow from the number of replicas) with the
+    microbatches and the schedule.
+
+    Raises:
+        ValueError: A replica's batch is smaller than ``num_microbatches`` or ``micro_batch_size``, or the schedule does not take as many
+            microbatches as there would be.
+    """
+    if hasattr(loader, "batch_plans"):
+        plans = loader.batch_plans(num_replicas=layout.data_parallel_size)
+        sizes = [plan.replica_batch for plan in plans]
+    else:
+        sizes = [getattr(loader, "batch_size", None)]
+    for size in sizes:
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            _check_batch(size, config)
+
+
+def _check_batch(size: int, config: PTDPConfig) -> None:
+    for field, value in (("num_microbatches", config.num_microbatches), ("micro_batch_size", config.micro_batch_size)):
+        if value is not None and size < value:
+            raise ValueError(
+                f"{field}={value} is larger than the batch of {size} samples that the train dataloader gives each replica; use "
+                f"{field}={size} or less, or a batch size of at least {value}"
+            )
+    if config.micro_batch_size is not None:
+        try:
+            config.build_schedule(config.microbatches(size))
+        except ValueError as error:
+            raise ValueError(
+                f"micro_batch_size={config.micro_batch_size} cuts a replica's batch of {size} samples into {config.microbatches(size)} "
+                f"microbatches, which the schedule does not take: {error}"
+            ) from None
+
+
+def check_sequence_length(data: Any, config: PTDPConfig) -> None:
+    """Compare the data's ``sequence_length``, if it tells one, with what sequence and context parallelism split.
+
+    Raises:
+        ValueError: It does not divide.
+    """
+    length, size = getattr(data, "sequence_length", None), config.tensor_parallel_size
+    if isinstance(length, int):
+        check_sequence(length, config.context_parallel_size, sequence_parallel_size=size if config.sequence_parallel else 1)
+    if config.sequence_parallel and isinstance(length, int) and length % size:
+        nearest = sorted({length // size * size, -(-length // size) * size} - {0})
+        raise ValueError(
+            f"sequence_length={length} is not divisible by tensor_parallel_size={size}, over which sequence_parallel=True splits it; "
+            f"use sequence_length={' or '.join(map(str, nearest))}, or sequence_parallel=False"
+        )

@@ -1,0 +1,106 @@
+"""The module against the layout: its plan, its sizes, how it was built."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.models.plans import find_plan
+from lightning_ptdp.parallelize import layer_ranges
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.recompute import check_recomputation
+from lightning_ptdp.strategy.context import check_context_parallel
+from lightning_ptdp.tensor_parallel import ParallelPlan
+
+__all__ = ["CUT_MARK", "check_model", "plan_of"]
+
+CUT_MARK = "_ptdp_layout"
+
+
+def plan_of(module: Any, config: PTDPConfig) -> ParallelPlan:
+    """The plan: the strategy's own, else the module's ``configure_parallel()``, else that of a known model inside, else an empty one.
+
+    Raises:
+        ValueError: ``configure_parallel`` returned something else, or tensor parallelism has nothing to shard.
+    """
+    plan = config.plan
+    if plan is None and hasattr(module, "configure_parallel"):
+        plan = module.configure_parallel()
+        if not isinstance(plan, ParallelPlan):
+            raise ValueError(f"configure_parallel() returned {type(plan).__name__}; return a ParallelPlan")
+    if plan is None and isinstance(module, nn.Module):
+        plan = find_plan(module)
+    plan = plan if plan is not None else ParallelPlan()
+    if config.tensor_parallel_size > 1 and not plan.tensor:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size}, but nothing says which modules to shard: give "
+            'PTDPStrategy(plan=ParallelPlan(tensor={"model.blocks.*.mlp.up": "column", ...})), define configure_parallel() on the '
+            "LightningModule, or use tensor_parallel_size=1"
+        )
+    return plan
+
+
+def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None:
+    """Check the sizes of the model against the layout, on a copy built on the meta device where ``configure_model`` builds it.
+
+    Raises:
+        ValueError: Names the field, the value and what would work.
+    """
+    if layout.model_parallel_size == 1 and config.recompute == "none":
+        return
+    if CUT_MARK in vars(module):
+        raise ValueError(
+            f"this {type(module).__name__} was already cut for the layout {vars(module)[CUT_MARK]!r}; make a new module (and load the "
+            "checkpoint) to run it under another Trainer"
+        )
+    whole = _whole_model(module, config)
+    _check_compiled(whole)
+    plan = plan_of(whole, config)
+    check = getattr(whole, "check_parallel", None)
+    if check is not None:
+        check(layout)
+    plan.check(whole, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
+    if layout.tensor_parallel_size > 1:
+        plan.resolve(whole)
+    check_context_parallel(whole, config)
+    blocks, ranges = plan.blocks, tuple[tuple[int, int], ...]()
+    if layout.pipeline_parallel_size > 1:
+        parts = find_parts(whole, blocks=plan.blocks, before=plan.before, after=plan.after)
+        blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
+    check_recomputation(
+        whole,
+        policy=config.recompute,
+        layers=config.recompute_layers,
+        blocks=blocks,
+        ranges=ranges,
+        selective=plan.selective,
+    )
+
+
+def _check_compiled(model: Any) -> None:
+    for name, _ in model.named_modules():
+        if name.rpartition(".")[2] == "_orig_mod":
+            raise ValueError(
+                f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which gives all modules inside other names and would "
+                "compile across the stages: compile each block in place instead (for block in blocks: block.compile())"
+            )
+
+
+def _whole_model(module: Any, config: PTDPConfig) -> nn.Module:
+    """The uncut module; if it is built in ``configure_model``, a copy built without allocating anything."""
+    if any(True for _ in module.parameters()) or not config.meta_init:
+        return module
+    trainer = getattr(module, "_trainer", None)
+    module._trainer = None
+    try:
+        clone = copy.deepcopy(module)
+    finally:
+        module._trainer = trainer
+    with torch.device("meta"):
+        clone.configure_model()
+    return clone
