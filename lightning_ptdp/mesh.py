@@ -1,4 +1,9 @@
-"""The process groups of one rank, made from a layout."""
+"""The process groups of one rank, made from a layout and connected at once.
+
+NCCL connects lazily: the first collective of a group, and the first message between two ranks, block the *host* until every peer comes
+to the same call. Inside a step no rank may wait like that: it would wait for a gradient whose activation it has not sent yet. So
+whatever is made here is used once before it is handed out.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_ptdp.layout import Axis, Coordinates, ParallelLayout
 
 __all__ = ["Group", "ProcessMesh"]
 
+_CPU = torch.device("cpu")
 _AXES: tuple[Axis, ...] = ("tensor", "context", "data", "replica_sum", "pipeline", "model")
 
 
@@ -68,13 +75,30 @@ class ProcessMesh:
     layout: ParallelLayout
     rank: int = 0
     timeout: timedelta | None = None
+    device: torch.device = _CPU
     groups: dict[str, Group] = field(default_factory=dict)
     channels: dict[tuple[int, int, str], Any] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, *, layout: ParallelLayout, rank: int, timeout: timedelta | None = None) -> ProcessMesh:
-        """Make the groups; collective over the world. The default process group must exist if the world has two ranks."""
+    def create(
+        cls,
+        *,
+        layout: ParallelLayout,
+        rank: int,
+        timeout: timedelta | None = None,
+        device: torch.device = _CPU,
+    ) -> ProcessMesh:
+        """Make and connect the groups; collective over the world. The default process group must exist if the world has two ranks.
+
+        Args:
+            layout: The degrees of parallelism.
+            rank: This process.
+            timeout: Limit of every wait for another rank.
+            device: Whose tensors the groups exchange.
+        """
         groups: dict[str, Group] = {}
+        if layout.world_size > 1:
+            _connect(None, device)
         made: dict[tuple[int, ...], Any] = {}
         for axis in _AXES:
             ranks = layout.group_of(axis, rank)
@@ -82,12 +106,12 @@ class ProcessMesh:
             if len(ranks) > 1:
                 # The ring of context parallelism shares a communicator with nobody: it would wait behind large gradient buckets.
                 own = axis == "context"
-                handle = made[ranks] if ranks in made and not own else _new_group(ranks, timeout)
+                handle = made[ranks] if ranks in made and not own else _new_group(ranks, timeout, device)
                 if not own:
                     made[ranks] = handle
             groups[axis] = Group(handle, ranks, ranks.index(rank))
-        channels = _channels(layout, rank, timeout)
-        return cls(layout=layout, rank=rank, timeout=timeout, groups=groups, channels=channels)
+        channels = _channels(layout, rank, timeout, device)
+        return cls(layout=layout, rank=rank, timeout=timeout, device=device, groups=groups, channels=channels)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -111,7 +135,7 @@ class ProcessMesh:
         if key not in self.groups:
             mine = places if inside else tuple(place for place in range(pipeline.size) if place not in places)
             ranks = tuple(pipeline.ranks[place] for place in mine)
-            self.groups[key] = Group(_new_group(ranks, self.timeout), ranks, mine.index(pipeline.rank))
+            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device), ranks, mine.index(pipeline.rank))
         return self.groups[key] if inside else None
 
     @property
@@ -137,7 +161,7 @@ class ProcessMesh:
             (f"replicas/{nodes}/between", replicas.ranks[place::size], node),
         ):
             if key not in self.groups:
-                self.groups[key] = Group(_new_group(ranks, self.timeout) if len(ranks) > 1 else None, ranks, rank)
+                self.groups[key] = Group(_new_group(ranks, self.timeout, self.device) if len(ranks) > 1 else None, ranks, rank)
         return self.groups[f"replicas/{nodes}/inside"], self.groups[f"replicas/{nodes}/between"]
 
     def tensor_copies(self, copies: int) -> Group:
@@ -152,30 +176,55 @@ class ProcessMesh:
         if key not in self.groups:
             start = tensor.rank // copies * copies
             ranks = tensor.ranks[start : start + copies]
-            self.groups[key] = Group(_new_group(ranks, self.timeout), ranks, tensor.rank - start)
+            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device), ranks, tensor.rank - start)
         return self.groups[key]
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device) -> Any:
+    """A connected group. Ranks that make one at the same time are in disjoint groups, so that none waits for another's."""
+    group = _unconnected_group(ranks, timeout)
+    if len(ranks) > 1:
+        _connect(group, device)
+    return group
+
+
+def _unconnected_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
-def _channels(layout: ParallelLayout, rank: int, timeout: timedelta | None) -> dict[tuple[int, int, str], Any]:
+def _connect(group: Any, device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _connect_channel(source: int, target: int, rank: int, group: Any, device: torch.device) -> None:
+    """One element along the channel: NCCL keeps a connection of its own for messages, which a collective does not make."""
+    element = torch.zeros(1, device=device)
+    if rank == source:
+        dist.send(element, target, group=group)
+    else:
+        dist.recv(element, source, group=group)
+
+
+def _channels(
+    layout: ParallelLayout, rank: int, timeout: timedelta | None, device: torch.device
+) -> dict[tuple[int, int, str], Any]:
     """A communicator for each (source, destination, direction) between the ranks of neighbouring stages.
 
     Sends and receives on one NCCL communicator run in the order in which they were issued: with two directions of traffic on one,
     ranks that each send before they receive wait for each other forever (p = 2 most easily: there the next rank and the previous
-    one are the same). So every channel has its own. They are made in rounds of disjoint pairs; a rank that no pair of a round
-    needs makes a group of itself, to have made equally many.
+    one are the same). So every channel has its own. They are made, and connected, in rounds of disjoint pairs, in which no rank
+    can wait for one of another pair; a rank that no pair of a round needs makes a group of itself, to have made equally many.
     """
     ranks = layout.group_of("pipeline", rank)
     channels: dict[tuple[int, int, str], Any] = {}
     for turn in _rounds(layout):
         mine = next((line for line in turn if ranks.index(rank) in line[:2]), None)
         members = (rank,) if mine is None else tuple(sorted((ranks[mine[0]], ranks[mine[1]])))
-        handle = _new_group(members, timeout)
+        handle = _unconnected_group(members, timeout)
         if mine is not None:
-            channels[ranks[mine[0]], ranks[mine[1]], mine[2]] = handle
+            source, target = ranks[mine[0]], ranks[mine[1]]
+            _connect_channel(source, target, rank, handle, device)
+            channels[source, target, mine[2]] = handle
     return channels
 
 

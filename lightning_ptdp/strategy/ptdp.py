@@ -140,7 +140,9 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
             # Ranks of a single replica hold equal values: Lightning's advice to reduce them does not apply.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
         if self.mesh is None:
-            self.mesh = ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout)
+            self.mesh = ProcessMesh.create(
+                layout=layout, rank=self.global_rank, timeout=self.config.timeout, device=self.root_device
+            )
         if self._watchdog is None or self._watchdog.closed:
             self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
         self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
@@ -151,7 +153,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         with joining(environment, rank=rank, world_size=layout.world_size, limit=limit) as store:
             # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
             self._names.init_process_group(environment, backend, rank, layout.world_size, timeout=limit, store=store)
-            self.mesh = ProcessMesh.create(layout=layout, rank=rank, timeout=limit)
+            self.mesh = ProcessMesh.create(layout=layout, rank=rank, timeout=limit, device=self.root_device)
 
     def set_world_ranks(self) -> None:
         """Tell Lightning's environment and rank-zero helpers who we are."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
@@ -19,6 +18,7 @@ from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import PipelineCut
 from tests.pipeline.crossing_models import Memory, Nest, Pair, build
 from tests.pipeline.crossing_models import ids as batch_of
+from tests.pipeline.jobs import SumJob
 from tests.pool import Pool
 
 CPU = torch.device("cpu")
@@ -259,34 +259,6 @@ def test_a_peer_that_is_gone_is_named_with_what_the_others_did() -> None:
 
 
 # ---- with the runtime -------------------------------------------------------------------------------------------------
-
-
-class SumJob:
-    """The sum of squares of a model's output over microbatches of different shapes."""
-
-    def __init__(self, model: Any, batches: list[Tensor], *, training: bool) -> None:
-        self.model, self.batches, self.training = model, batches, training
-        self.losses: dict[int, float] = {}
-
-    def signature(self, microbatch: int) -> Any:
-        return self.training, tuple(self.batches[microbatch].shape)
-
-    def forward(self, stage: int, microbatch: int) -> Tensor:
-        return self.model(self.batches[microbatch])
-
-    def finish(self, microbatch: int, output: Tensor) -> Tensor | None:
-        loss = output.square().sum()
-        self.losses[microbatch] = loss.item()
-        return loss if self.training else None
-
-    def before_last_gradients(self, stage: int, awaited: Any) -> None:
-        pass
-
-    def gradient_complete(self, parameter: Tensor) -> None:
-        pass
-
-    def reduce(self, stage: int) -> None:
-        pass
 
 
 KINDS = {"Memory": Memory, "Nest": Nest, "Pair": Pair}
