@@ -53,7 +53,7 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
 
     def reduce(launcher: Any) -> tuple[Any, ...]:
         # Classes made in a function cannot be found by name: spawned processes get them from this one's arguments.
-        return _bare_launcher, (namespace, _launcher_classes(namespace).index(type(launcher))), vars(launcher)
+        return _bare_launcher, (namespace, _launcher_classes(namespace).index(type(launcher))), launcher.__getstate__()
 
     class CheckedSubprocessLauncher(subprocess_launcher):
         """Re-runs the script once a process."""
@@ -91,6 +91,8 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
         def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
             if isinstance(worker_output, _Ended):
                 raise SystemExit
+            if worker_output.weights_path is not None:
+                trainer.lightning_module.configure_model()  # else there is nothing here for the weights to go to
             super()._recover_results_in_main_process(worker_output, trainer)
 
         __reduce__ = reduce

@@ -21,11 +21,17 @@ if SETTINGS.get("import_package"):
 L = importlib.import_module(SETTINGS.get("namespace", "lightning.pytorch"))
 
 
-def flat_net():
+class Even(torch.nn.Linear):
+    """A layer with initial values that need no random numbers."""
+
+    def reset_parameters(self):
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.linspace(-0.3, 0.4, parameter.numel()).view_as(parameter))
+
+
+def flat_net(layer=torch.nn.Linear):
     width = 8
-    return torch.nn.Sequential(
-        torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Linear(width, 1)
-    )
+    return torch.nn.Sequential(layer(width, width), torch.nn.Tanh(), layer(width, width), layer(width, 1))
 
 
 def deep_net():
@@ -38,7 +44,13 @@ class LitScript(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = deep_net() if SETTINGS.get("deep") else flat_net()
+        self.net = None
+        if not SETTINGS.get("configure_model"):
+            self.net = deep_net() if SETTINGS.get("deep") else flat_net()
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = flat_net(Even)
 
     def configure_parallel(self):
         from lightning_ptdp.tensor_parallel import ParallelPlan
@@ -53,6 +65,11 @@ class LitScript(L.LightningModule):
         loss = self.net(batch[0]).sub(batch[0].sum(-1, keepdim=True)).square().mean()
         self.log("train_loss", loss)
         return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).sub(batch[0].sum(-1, keepdim=True)).square().mean(), sync_dist=True)
+
+    test_step = validation_step
 
     def on_train_batch_end(self, *_):
         if "terminate_ranks" in SETTINGS:
@@ -98,6 +115,8 @@ def main() -> None:
         "parameters": sum(p.numel() for p in module.parameters()),
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
     }
+    if SETTINGS.get("evaluate"):
+        result["evaluated"] = [run(module, data, verbose=False)[0]["val_loss"] for run in (trainer.validate, trainer.test)]
     if SETTINGS.get("deep"):
         result["whole"] = {name: value.tolist() for name, value in trainer.strategy.gather_state_dict().items()}
     (FOLDER / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))

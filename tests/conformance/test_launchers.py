@@ -107,11 +107,27 @@ def trained_alone(make: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor
     return {f"net.{name}": value for name, value in net.state_dict().items()}
 
 
-def test_spawned_ranks_bring_the_whole_trained_model_home(tmp_path: Path) -> None:
-    (result,) = run(tmp_path, {"layout": {**P2, "start_method": "spawn"}})
+def even_net() -> torch.nn.Module:
+    """The script's own where ``configure_model`` builds it."""
+    net = flat_net()
+    for parameter in net.parameters():
+        parameter.data.copy_(torch.linspace(-0.3, 0.4, parameter.numel()).view_as(parameter))
+    return net
+
+
+@pytest.mark.parametrize(("start_method", "configure_model"), [("spawn", False), ("forkserver", True)])
+def test_started_ranks_bring_the_whole_trained_model_home(start_method: str, configure_model: bool, tmp_path: Path) -> None:
+    settings = {"layout": {**P2, "start_method": start_method}, "configure_model": configure_model, "evaluate": True}
+    (result,) = run(tmp_path, settings)
     assert result["parameters"] == 8 * 9 * 2 + 9, "the parent's module is not whole"
-    for name, value in trained_alone(flat_net).items():
+    net = flat_net()
+    alone = trained_alone(even_net if configure_model else flat_net)
+    for name, value in alone.items():
         torch.testing.assert_close(torch.tensor(result["weights"][name]), value, rtol=1e-5, atol=1e-6)
+        net.get_parameter(name.removeprefix("net.")).data.copy_(value)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    loss = net(x).sub(x.sum(-1, keepdim=True)).square().mean().item()
+    assert result["evaluated"] == pytest.approx([loss, loss], rel=1e-5), "further calls of the same Trainer see another model"
 
 
 def wait_until_running(folder: Path, script: Session) -> None:
