@@ -12,6 +12,7 @@ from torch import nn
 __all__ = [
     "all_gather_single",
     "default_store",
+    "forward_hooks",
     "found_inf",
     "gradient_dtype",
     "has_gradient_hooks",
@@ -57,6 +58,11 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 def has_saved_tensor_hooks() -> bool:
     """Whether what autograd saves now goes through ``saved_tensors_hooks``, as under activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], dict[int, bool]]:
+    """A module's forward hooks by key, and the keys of those that take keyword arguments: the very dictionaries that it keeps."""
+    return module._forward_hooks, module._forward_hooks_with_kwargs
 
 
 def is_compiled(module: nn.Module) -> bool:

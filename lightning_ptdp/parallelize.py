@@ -137,7 +137,8 @@ def parallelize(
     if layout.pipeline_parallel_size > 1:
         parts = find_parts(module, blocks=plan.blocks, before=plan.before, after=plan.after)
         ranges = layer_ranges(module, parts=parts, layout=layout, partition=partition)
-        cut = PipelineCut(module, parts=parts, ranges=ranges, stages=layout.stages_of(mesh.group("pipeline").rank))
+        stages = layout.stages_of(mesh.group("pipeline").rank)
+        cut = PipelineCut(module, parts=parts, ranges=ranges, stages=stages, collects=plan.collects)
     module_stages = (
         cut.module_stages if cut is not None else {name: 0 for name, _ in module.named_modules(remove_duplicate=False)}
     )

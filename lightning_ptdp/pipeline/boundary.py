@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp._transformers import captured_outputs
 from lightning_ptdp.pipeline.crossing import (
     Crossing,
     Form,
@@ -31,8 +32,9 @@ _LOST = (
 )
 _NOT_PASSED = (
     "a tensor that a block on an earlier pipeline stage returned is used, but the model does not pass it on to the next block, so it "
-    "does not cross. What is collected over blocks (losses of routers, attention weights) must be carried through them: "
-    "x, total = block(x, total); or use pipeline_parallel_size=1"
+    "does not cross. Where the model collects over its blocks what they return (all hidden states, losses of routers, attention "
+    "weights), let all of it cross with ParallelPlan(collects=True), carry a sum through the blocks (x, total = block(x, total)), or use "
+    "pipeline_parallel_size=1"
 )
 
 
@@ -41,30 +43,39 @@ class Boundary:
     """What the placeholders and hooks of a rank share while a stage runs.
 
     Attributes:
+        collects: Whether all that blocks return crosses to all later stages.
         stage: The running stage; None between runs.
         training: Whether gradients flow.
         received: What entered from the stage before.
         passes: How often the first placeholder block was called.
     """
 
+    collects: bool = False
     stage: int | None = None
     training: bool = False
     received: Crossing | None = None
     passes: int = 0
     _origin: Origin = field(default_factory=Origin)
     _unsent: Origin = field(default_factory=Origin)
+    _entrance: str = ""
+    _outputs: dict[str, Any] = field(default_factory=dict)
+    _seen: list[Any] = field(default_factory=list)
+    _captured: dict[str, list[Any]] = field(default_factory=dict)
     _output: Any = None
     _reached: bool = False
     _given: dict[Path, list[Tensor]] = field(default_factory=dict)
     _usual: dict[TensorForm, Form] = field(default_factory=dict)
 
-    def begin(self, stage: int, received: Crossing | None, *, training: bool) -> None:
-        """Start a run of ``stage``."""
+    def begin(self, stage: int, received: Crossing | None, *, training: bool, entrance: str = "") -> None:
+        """Start a run of ``stage``, for which block ``entrance``, the last one of the stages before, returns what was received."""
+        self._entrance = entrance
         self.stage, self.received, self.training = stage, received, training
         self.passes, self._reached = 0, False
         self._origin = Origin(why=_LOST if stage else None)
-        self._unsent = Origin(why=_NOT_PASSED, behind=True)
+        self._unsent = Origin(why=_NOT_PASSED)
         self._output = None if received is None else self._received_output(received)
+        collected = None if received is None else rebuild(received.form.collected, received.tensors, _none_elsewhere)
+        self._outputs, self._seen, self._captured = collected if collected is not None else ({}, [], {})
 
     def end(self) -> None:
         """End the run; nothing is held on to."""
@@ -72,6 +83,7 @@ class Boundary:
             origin.over = True
             origin.written.clear()
         self.stage = self.received = self._output = None
+        self._outputs, self._seen, self._captured = {}, [], {}
         self._given.clear()
 
     # ---- in front of the blocks ---------------------------------------------------------------------------------------
@@ -82,17 +94,33 @@ class Boundary:
 
     # ---- blocks -------------------------------------------------------------------------------------------------------
 
-    def earlier_output(self) -> Any:
-        """What an earlier block returns: what the last one of them returned on its stage."""
+    def earlier_output(self, name: str) -> Any:
+        """What block ``name`` of an earlier stage returned; of all but the last one, only what is collected has crossed."""
         assert self.received is not None
         self._origin.behind = True
-        self._output = self._received_output(self.received)
+        if name != self._entrance:
+            return self._outputs[name] if name in self._outputs else substitute(self._output, self._unknown)
+        self._unsent.behind = True
+        for kind, values in captured_outputs().items():
+            values[:] = self._captured.get(kind, [])
+        self._output = self._outputs[name] if name in self._outputs else self._received_output(self.received)
         return self._output
 
-    def returned(self, output: Any) -> None:
-        """A block of this stage has returned ``output``."""
+    def seen_by_hooks(self, block: str) -> Iterator[tuple[str, int, Any]]:
+        """What hooks of ``block`` and the modules inside were given on its stage: the module's name, the hook's position, the output."""
+        yield from ((name, position, output) for name, position, output in self._seen if f"{name}.".startswith(f"{block}."))
+
+    def returned(self, name: str, output: Any) -> None:
+        """Block ``name`` of this stage has returned ``output``."""
         if self.stage is not None:
             self._output = output
+            if self.collects:
+                self._outputs[name] = output
+
+    def see(self, name: str, position: int, output: Any) -> None:
+        """A hook of module ``name`` of this stage was given ``output``."""
+        if self.stage is not None:
+            self._seen.append([name, position, output])
 
     def arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What block ``name`` of this stage is to be given instead of ``args`` and ``kwargs``.
@@ -123,7 +151,9 @@ class Boundary:
         """
         if not self._reached and self.received is None:
             raise StageError(f"block '{name}' was called before any block of the first pipeline stage")
-        if self._is_usual(args, kwargs):
+        parts = (self._outputs, self._seen, captured_outputs())
+        collected = parts if any(parts) else None
+        if collected is None and self._is_usual(args, kwargs):
             return Crossing(args, self._usual_form(args[0]))
         own = self._returned_ids()
         passed: dict[Path, int] = {}
@@ -138,12 +168,15 @@ class Boundary:
         extras = {path: tensor for path, tensor in extras.items() if path not in passed}
         crossing = {id(tensor): tensor for _, tensor in tensors_in(self._output) if id(tensor) in passed.values()}
         crossing.update((id(tensor), tensor) for tensor in extras.values())
+        handed_on = frozenset(crossing)
+        crossing.update((id(tensor), tensor) for _, tensor in tensors_in(collected))
         index = {key: i for i, key in enumerate(crossing)}
         tensors = tuple(plain(tensor) for tensor in crossing.values())
         form = Form(
             tensors=tuple(TensorForm.of(tensor, differentiable=self._needs_gradient(tensor)) for tensor in tensors),
-            output=describe(self._output, lambda tensor: index.get(id(tensor)), name),
+            output=describe(self._output, lambda tensor: index[id(tensor)] if id(tensor) in handed_on else None, name),
             extras=tuple((path, index[id(tensor)]) for path, tensor in extras.items()),
+            collected=describe(collected, lambda tensor: index[id(tensor)], name),
         )
         return Crossing(tensors, form)
 
@@ -223,7 +256,14 @@ class Boundary:
         return self.training and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
 
     def _received_output(self, received: Crossing) -> Any:
-        return rebuild(received.form.output, received.tensors, lambda: Foreign.mark(torch.empty(0), self._unsent))
+        return rebuild(received.form.output, received.tensors, self.unknown)
+
+    def unknown(self) -> Tensor:
+        """What may be passed around, but not used."""
+        return Foreign.mark(torch.empty(0), self._unsent)
+
+    def _unknown(self, _path: Path, tensor: Tensor) -> Tensor:
+        return Foreign.mark(tensor.detach(), self._unsent)
 
     def _entered(self, tensor: Tensor) -> bool:
         return self.received is not None and any(tensor is received for received in self.received.tensors)
@@ -246,6 +286,10 @@ class Boundary:
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:
     yield from tensors_in(args)
     yield from tensors_in(kwargs)
+
+
+def _none_elsewhere() -> Tensor:
+    raise AssertionError("all that is collected crosses")
 
 
 def _recalled(_path: Path, tensor: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ attention, a relative bias), in so far as the next stage cannot compute them its
     x, y = block(x, y, memory=m)        tensors   x            y            m
                                         output    ("tuple", (("tensor", 0), ("tensor", 1)))
                                         extras    (("memory",), 2)
+
+and what is *collected* over the blocks of all stages so far, so that the last one has it whole: what they returned, for the hooks on them
+and the sums over them, and what a Hugging Face model captures of its layers.
 """
 
 from __future__ import annotations
@@ -65,23 +68,27 @@ class Form:
         tensors: In the order in which they are sent.
         output: Structure of what the last block of the stage returned.
         extras: Places of further arguments, and which tensor belongs there.
+        collected: Structure of what was collected over the blocks: ("value", None) for nothing.
     """
 
     tensors: tuple[TensorForm, ...] = ()
     output: Structure = ("value", None)
     extras: tuple[tuple[Path, int], ...] = ()
+    collected: Structure = ("value", None)
 
     def encode(self) -> bytes:
         """As JSON."""
         tensors = [(form.shape, str(form.dtype).removeprefix("torch."), form.differentiable) for form in self.tensors]
-        return json.dumps({"tensors": tensors, "output": self.output, "extras": self.extras}).encode()
+        rest = {"output": self.output, "extras": self.extras, "collected": self.collected}
+        return json.dumps({"tensors": tensors, **rest}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Form:
         """What ``encode`` wrote."""
         found = json.loads(data)
         tensors = tuple(TensorForm(tuple(shape), getattr(torch, dtype), flag) for shape, dtype, flag in found["tensors"])
-        return cls(tensors=tensors, output=_as_tuples(found["output"]), extras=_as_tuples(found["extras"]))
+        rest = {key: _as_tuples(found[key]) for key in ("output", "extras", "collected")}
+        return cls(tensors=tensors, **rest)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors)) or "no tensors"

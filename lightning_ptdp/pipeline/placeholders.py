@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
+from lightning_ptdp.pipeline.collected import user_hooks
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
 from lightning_ptdp.pipeline.shell import plain_attributes
 
@@ -38,6 +40,21 @@ class Placeholder(nn.Module):
         self.__dict__["_ptdp_name"] = name
         self.__dict__["_ptdp_boundary"] = boundary
 
+    def _keep_hooks(self, original: nn.Module, *, inside: bool = True) -> None:
+        """Keep the hooks that somebody has put on ``original`` and the modules inside, with a stand-in for each of these."""
+        name, boundary = self.__dict__["_ptdp_name"], self.__dict__["_ptdp_boundary"]
+        found = user_hooks(name, original, inside=inside)
+        self.__dict__["_ptdp_hooks"] = {
+            hooks.name: replace(hooks, module=self if hooks.name == name else Placeholder(hooks.name, hooks.module, boundary))
+            for hooks in found
+        }
+
+    def _replay_hooks(self, args: tuple[Any, ...]) -> None:
+        """Call them with what they were given on the stage of the original."""
+        name, boundary = self.__dict__["_ptdp_name"], self.__dict__["_ptdp_boundary"]
+        for module, position, output in boundary.seen_by_hooks(name):
+            self.__dict__["_ptdp_hooks"][module].replay(position, args if module == name else (boundary.unknown(),), output)
+
     def __getattr__(self, key: str) -> Any:
         name = self.__dict__.get("_ptdp_name", "?")
         raise AttributeError(
@@ -48,11 +65,12 @@ class Placeholder(nn.Module):
 
 
 class EarlierBlock(Placeholder):
-    """A block of an earlier stage: returns what was received."""
+    """A block of an earlier stage: returns what was received, and calls the hooks that others have put on it."""
 
     def __init__(self, name: str, original: nn.Module, boundary: Boundary, *, first: bool) -> None:
         super().__init__(name, original, boundary)
         self.__dict__["_ptdp_first"] = first
+        self._keep_hooks(original)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the last block of the stage before returned."""
@@ -65,7 +83,9 @@ class EarlierBlock(Placeholder):
                     "one step calls the repeated blocks more than once; a pipeline stage sends one hidden state a microbatch. "
                     "Concatenate the inputs along the batch dimension and call the model once, or use pipeline_parallel_size=1"
                 )
-        return boundary.earlier_output()
+        returned = boundary.earlier_output(self.__dict__["_ptdp_name"])
+        self._replay_hooks(args)
+        return returned
 
 
 class LaterBlock(Placeholder):
@@ -95,6 +115,7 @@ class Stub(Placeholder):
     def __init__(self, name: str, original: nn.Module, boundary: Boundary, shape: Callable[[Tensor], Tensor]) -> None:
         super().__init__(name, original, boundary)
         self.__dict__["_ptdp_shape"] = shape
+        self._keep_hooks(original, inside=False)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Zeros in the shape of the original's output."""
@@ -105,6 +126,7 @@ class Stub(Placeholder):
                 "stands behind them, list it in the plan: ParallelPlan(after=(...,)); if the step calls the model more than once, "
                 "concatenate the inputs along the batch dimension and call it once"
             )
+        self._replay_hooks((x, *args))
         return boundary.mark(self.__dict__["_ptdp_shape"](x))
 
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_ptdp._torch import is_compiled
+from lightning_ptdp._transformers import install_capture
 from lightning_ptdp.pipeline.boundary import Boundary
+from lightning_ptdp.pipeline.collected import eager, user_hooks
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError
 from lightning_ptdp.pipeline.foreign import check_known
 from lightning_ptdp.pipeline.placeholders import Absent, EarlierBlock, LaterBlock, Placeholder, StageExit, Stub, stub_shape
@@ -69,15 +69,28 @@ class PipelineCut:
         parts: Where its modules stand.
         ranges: Half-open layer ranges, one a stage.
         stages: Stages of this rank.
+        collects: Whether all that blocks return crosses to all later stages, because the model uses it behind them.
 
     Attributes:
         module_stages: Stage of every module of the uncut model, by name; None for what every stage keeps.
     """
 
-    def __init__(self, model: nn.Module, *, parts: ModelParts, ranges: Sequence[tuple[int, int]], stages: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        parts: ModelParts,
+        ranges: Sequence[tuple[int, int]],
+        stages: Sequence[int],
+        collects: bool = False,
+    ) -> None:
         self.stages, self.num_stages, self.parts = tuple(stages), len(ranges), parts
-        self._boundary = Boundary()
+        self._boundary = Boundary(collects=collects)
         self._before = list(self._before_slots(model))
+        names = [f"{parts.blocks}.{key}" if parts.blocks else key for key in model.get_submodule(parts.blocks)._modules]
+        self._entrances = {stage: names[ranges[stage][0] - 1] if stage else "" for stage in stages}
+        self._local_names = [name for stage in stages for name in names[slice(*ranges[stage])]]
+        self._hooks = {name: tuple(user_hooks(name, model.get_submodule(name))) for name in self._local_names}
         self._slots = [*self._block_slots(model, ranges), *self._before, *self._after_slots(model)]
         self.module_stages = self._module_stages(model)
         self._tables = {
@@ -87,7 +100,7 @@ class PipelineCut:
             if slot.stage not in self.stages:
                 slot.parent._modules[slot.key] = slot.placeholder(self.stages[0])
         self._static = len(self.stages) == 1
-        self._model, self._container, self._ranges = model, model.get_submodule(parts.blocks), tuple(ranges)
+        self._model = model
         self._watched = False
         self._differentiable: dict[Any, tuple[bool, ...]] = {}
         self._settled: dict[int, tuple[Form, Form]] = {}
@@ -101,7 +114,7 @@ class PipelineCut:
         boundary = self._boundary
         if not self._watched:
             self._watch()
-        boundary.begin(stage, received, training=training)
+        boundary.begin(stage, received, training=training, entrance=self._entrances[stage])
         try:
             with self._active(stage):
                 output = step()
@@ -130,7 +143,7 @@ class PipelineCut:
         form = crossing.form
         if stage in self._settled and (self._settled[stage][0] is form or self._settled[stage][0] == form):
             return Crossing(crossing.tensors, self._settled[stage][1])
-        key = (stage, form.output, form.extras, tuple(tensor.dtype for tensor in form.tensors))
+        key = (stage, form.output, form.extras, form.collected, tuple(tensor.dtype for tensor in form.tensors))
         if key not in self._differentiable:
             frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
             self._differentiable[key] = tuple(t.differentiable or (frozen and t.dtype.is_floating_point) for t in form.tensors)
@@ -208,18 +221,17 @@ class PipelineCut:
             for slot in self._before:
                 module = slot.parent._modules[slot.key]
                 assert module is not None
-                module.register_forward_hook(_eager(module, partial(_mark, self._boundary)))
-        blocks = list(self._container._modules.items())
-        for key, block in (item for stage in self.stages for item in blocks[slice(*self._ranges[stage])]):
-            assert block is not None
-            name = f"{self.parts.blocks}.{key}" if self.parts.blocks else key
-            block.register_forward_pre_hook(_eager(block, partial(_arguments, self._boundary, name)), with_kwargs=True)
-            block.register_forward_hook(_eager(block, partial(_returned, self._boundary)))
-
-
-def _eager(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``module.compile()`` compiles the hooks too; ours look at the identity of tensors, which is none of a compiler's business."""
-    return torch.compiler.disable(hook) if is_compiled(module) else hook
+                for hooks in user_hooks(slot.name, module, inside=False):
+                    hooks.watch(self._boundary.see)
+                module.register_forward_hook(eager(module, partial(_mark, self._boundary)))
+        if not self._static:  # else they would be missing on the blocks of the chunks that are out of the tree at that time
+            install_capture(self._model)
+        for name, found in self._hooks.items():
+            block = self._model.get_submodule(name)
+            for hooks in found:
+                hooks.watch(self._boundary.see)
+            block.register_forward_pre_hook(eager(block, partial(_arguments, self._boundary, name)), with_kwargs=True)
+            block.register_forward_hook(eager(block, partial(_returned, self._boundary, name)))
 
 
 def _mark(boundary: Boundary, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -230,8 +242,8 @@ def _arguments(boundary: Boundary, name: str, _module: nn.Module, args: tuple[An
     return boundary.arguments(name, args, kwargs)
 
 
-def _returned(boundary: Boundary, _module: nn.Module, _args: Any, output: Any) -> None:
-    boundary.returned(output)
+def _returned(boundary: Boundary, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    boundary.returned(name, output)
 
 
 class WholeModel:

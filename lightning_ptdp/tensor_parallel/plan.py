@@ -48,6 +48,9 @@ class ParallelPlan:
             true on a rank: ``{"h.*.attn": {"split_size": PerRank()}}``.
         sequence: Where sequence parallelism splits the sequence: from the vocabulary embedding to the head ("ends"), or within the
             blocks only ("blocks"), for models that read its length in between; None: it is not possible.
+        collects: Whether the forward uses what blocks return for more than the next block (all hidden states, losses of routers):
+            then everything that blocks return crosses to all later pipeline stages. What Hugging Face models are asked for
+            (``output_hidden_states=True``) and what forward hooks on blocks see crosses without it.
 
     Raises:
         ValueError: A kind or ``sequence`` is unknown.
@@ -60,6 +63,7 @@ class ParallelPlan:
     selective: tuple[str, ...] = ()
     numbers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     sequence: Literal["ends", "blocks"] | None = "ends"
+    collects: bool = False
 
     def __post_init__(self) -> None:
         kinds = {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}

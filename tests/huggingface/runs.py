@@ -32,6 +32,7 @@ class Run:
     whole_output: bool = False
     save: str | None = None
     resume: str | None = None
+    module: type[LitHuggingFace] | None = None
 
 
 def make_model(name: str, **options: Any) -> nn.Module:
@@ -165,7 +166,7 @@ class Recorder(L.Callback):
 def fit(rank: int, run: Run) -> dict[str, Any]:
     """Train; returns losses, norms, initial and final weights of the whole model."""
     L.seed_everything(3, verbose=False)
-    recorder, module = Recorder(), LitHuggingFace(run)
+    recorder, module = Recorder(), (run.module or LitHuggingFace)(run)
     strategy = PTDPStrategy(**run.layout)
     trainer = L.Trainer(
         strategy=strategy,

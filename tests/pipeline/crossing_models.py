@@ -226,10 +226,11 @@ def ids(samples: int = 2, length: int = 5) -> Tensor:
 class Emulated:
     """The stages of a model in one process; what crosses is handed on by hand."""
 
-    def __init__(self, whole: nn.Module, ranges: tuple[tuple[int, int], ...] = RANGES) -> None:
+    def __init__(self, whole: nn.Module, ranges: tuple[tuple[int, int], ...] = RANGES, *, collects: bool = False) -> None:
         self.parts = [copy.deepcopy(whole) for _ in ranges]
         self.cuts = [
-            PipelineCut(part, parts=find_parts(part), ranges=ranges, stages=(stage,)) for stage, part in enumerate(self.parts)
+            PipelineCut(part, parts=find_parts(part), ranges=ranges, stages=(stage,), collects=collects)
+            for stage, part in enumerate(self.parts)
         ]
         self.crossings: list[Crossing] = []
         self.entered: list[Crossing | None] = []

@@ -162,9 +162,9 @@ def test_compiled_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[bool] = []
     returned = Boundary.returned
 
-    def watched(boundary: Boundary, output: Any) -> None:
+    def watched(boundary: Boundary, name: str, output: Any) -> None:
         traced.append(torch.compiler.is_compiling())
-        returned(boundary, output)
+        returned(boundary, name, output)
 
     monkeypatch.setattr(Boundary, "returned", watched)
     whole = build(Memory)

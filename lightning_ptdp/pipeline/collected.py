@@ -1,0 +1,73 @@
+"""What is collected over the blocks: forward hooks that somebody put on them, seen from the stages that do not hold them.
+
+A hook sees its module on the stage that holds it. What it is given there crosses with the hidden state, and the placeholders of the stages
+behind call it once more. So on the last stage it has seen all blocks::
+
+    stage 0     block 0: hook(y0)    block 1: leaves with y0
+    stage 1     Earlier: hook(y0)    block 1: hook(y1)          loss of [y0, y1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_ptdp._torch import forward_hooks, is_compiled, untraced
+from lightning_ptdp._transformers import is_capture
+
+__all__ = ["UserHooks", "eager", "user_hooks"]
+
+Hook = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class UserHooks:
+    """The forward hooks that a module had when the model was cut.
+
+    Attributes:
+        name: Of the module.
+        module: The module, or what stands for it where it is not.
+        hooks: By key, each with whether it takes keyword arguments.
+    """
+
+    name: str
+    module: nn.Module
+    hooks: dict[int, tuple[Hook, bool]]
+
+    def watch(self, note: Callable[[str, int, Any], None]) -> None:
+        """Have each that is still there followed by ``note(name, its position, output)``, where it only looks: what changes the output
+        need not run again elsewhere."""
+        registered, _ = forward_hooks(self.module)
+        for position, (key, (hook, _)) in enumerate(self.hooks.items()):
+            if key in registered:
+                registered[key] = eager(self.module, partial(_noted, hook, partial(note, self.name, position)))
+
+    def replay(self, position: int, args: tuple[Any, ...], output: Any) -> None:
+        """Call one with what it was given on the stage of its module."""
+        hook, with_kwargs = tuple(self.hooks.values())[position]
+        hook(self.module, args, *(({},) if with_kwargs else ()), output)
+
+
+def user_hooks(name: str, module: nn.Module, *, inside: bool = True) -> Iterator[UserHooks]:
+    """Those of ``module``, called ``name``, and of the modules inside; what transformers captures with is not among them."""
+    for suffix, child in module.named_modules() if inside else [("", module)]:
+        hooks, with_kwargs = forward_hooks(child)
+        found = {key: (hook, key in with_kwargs) for key, hook in hooks.items() if not is_capture(hook)}
+        if found:
+            yield UserHooks(f"{name}.{suffix}" if suffix else name, child, found)
+
+
+def eager(module: nn.Module, hook: Hook) -> Hook:
+    """``module.compile()`` compiles the hooks too; ours look at the identity of tensors, which is none of a compiler's business."""
+    return untraced(hook) if is_compiled(module) else hook
+
+
+def _noted(hook: Hook, note: Callable[[Any], None], module: nn.Module, *given: Any) -> Any:
+    result = hook(module, *given)
+    if result is None or result is given[-1]:
+        note(given[-1])
+    return result

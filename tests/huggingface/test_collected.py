@@ -1,0 +1,125 @@
+"""What a Hugging Face model captures of its layers (hidden states, attention weights, routers' logits) is whole under a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ptdp._transformers import captured_outputs, install_capture, is_capture
+from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit, make_model
+from tests.pool import Pool
+
+transformers = pytest.importorskip("transformers")
+
+P, V, M = "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
+
+
+class HiddenStates(LitHuggingFace):
+    """Every layer's hidden state is in the loss, as where one model is taught by another."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        output = self.model(**batch, output_hidden_states=True)
+        assert len(output.hidden_states) == 5
+        return output.loss + sum((k + 1) * h.square().mean() for k, h in enumerate(output.hidden_states))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+class Attentions(HiddenStates):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        output = self.model(**batch, output_attentions=True)
+        assert len(output.attentions) == 4
+        return output.loss + sum((k + 1) * a.square().mean() for k, a in enumerate(output.attentions))
+
+
+class Selected(HiddenStates):
+    """Only some; the first layer's input is among them."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        states = self.model(**batch, output_hidden_states=[0, 2, -2]).hidden_states
+        assert [state is not None for state in states] == [True, False, True, True, False]
+        return self.model.lm_head(states[0] + 2 * states[2] - states[3]).square().mean()
+
+
+class Routers(HiddenStates):
+    """The auxiliary loss that the model adds itself."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            config = transformers.MixtralConfig(
+                vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4,
+                intermediate_size=32, num_local_experts=4, router_aux_loss_coef=1.0, output_router_logits=True,
+            )  # fmt: skip
+            self.model = transformers.AutoModelForCausalLM.from_config(config)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        output = self.model(**batch)
+        assert len(output.router_logits) == 4
+        return output.loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        output = self.model(**batch)  # one process does not cut what it validates into microbatches
+        self.log("val_loss", output.loss - output.aux_loss, sync_dist=True)
+
+
+@pytest.fixture(scope="module")
+def reference(pool: Pool) -> Any:
+    """One process with as many microbatches: a router's loss is not a mean over samples."""
+
+    @cache
+    def one_process(run: Run) -> dict[str, Any]:
+        return pool.run(fit, world_size=1, args=(replace(run, layout={M: 2}),))[0]
+
+    return one_process
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "layout"),
+    [
+        (HiddenStates, (), {P: 2}),
+        (HiddenStates, (), {P: 2, V: 2}),
+        (HiddenStates, (), {P: 2, V: 2, "recompute": "full"}),
+        (HiddenStates, (), {P: 4}),
+        (Selected, (), {P: 4}),
+        (Attentions, (("attn_implementation", "eager"),), {P: 2, V: 2}),
+        (Routers, (), {P: 2}),
+        (Routers, (), {P: 2, V: 2, "recompute": "full"}),
+    ],
+)
+def test_what_is_captured_is_as_in_one_process(
+    module: type[LitHuggingFace], options: Any, layout: dict[str, Any], pool: Pool, reference: Any
+) -> None:
+    run = Run(model="llama", options=options, module=module, steps=3)
+    expected = reference(run)
+    size = 4 if P not in layout or layout[P] == 4 else 2
+    found = pool.run(fit, world_size=size, args=(replace(run, layout={**layout, M: 2}, world_size=size),))[0]
+    for key in ("losses", "norms", "validation"):
+        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0)
+    for name, value in expected["final"].items():
+        assert (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3) < 1e-5, name
+
+
+def test_the_names_of_transformers_that_are_used() -> None:
+    model = make_model("llama")
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert not hooks
+    assert captured_outputs() == {}
+    install_capture(model)
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert len(hooks) == 8, "a hidden state and an attention a layer"
+    assert all(map(is_capture, hooks))
+    lengths = []
+    model.model.layers[2].register_forward_hook(lambda *_: lengths.append(len(captured_outputs()["hidden_states"])))
+    model(torch.zeros(1, 3, dtype=torch.int64), output_hidden_states=True)
+    install_capture(model)
+    assert lengths == [4]
+    assert sum(len(module._forward_hooks) for module in model.modules()) == 9, "no hook is put twice"

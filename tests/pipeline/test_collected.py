@@ -1,0 +1,147 @@
+"""What is collected over the blocks is whole on the last stage: by the model's loop, by forward hooks; or its use is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.pipeline.crossing import StageError
+from tests.pipeline.crossing_models import RANGES, WIDTH, Base, Block, Emulated, build, ids
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class AllHidden(Base):
+    """Sums what all blocks returned."""
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        hidden: tuple[Tensor, ...] = ()
+        for layer in self.layers:
+            x = layer(x)
+            hidden += (x,)
+        return sum(h * (k + 1) for k, h in enumerate(hidden))
+
+
+class RouterBlock(Block):
+    def forward(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+        logits = self.other(x)
+        return self.mix(x, x), {"loss": logits.square().mean(), "chosen": logits.argmax(-1), "kept": None}
+
+
+class Routers(Base):
+    """A loss of each block, as routers have it, and integers."""
+
+    def __init__(self) -> None:
+        super().__init__(RouterBlock)
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        losses, chosen = 0, []
+        for layer in self.layers:
+            x, router = layer(x)
+            losses = losses + router["loss"]
+            chosen.append(router["chosen"])
+        return x + losses + sum((k + 1) * c for k, c in enumerate(chosen)).unsqueeze(-1)
+
+
+class Hooked(Base):
+    """Somebody's hooks on blocks, on modules inside of them and on the embedding; one changes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.embedding.register_forward_hook(self.keep)
+        for index, layer in enumerate(self.layers):
+            layer.register_forward_hook(self.keep_with_kwargs if index % 2 else self.keep, with_kwargs=bool(index % 2))
+            layer.own.register_forward_hook(self.keep)
+            layer.register_forward_hook(self.halve)
+            layer.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.seen.append(output)
+
+    def keep_with_kwargs(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        self.seen.append(output)
+        return output
+
+    def halve(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output / 2
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        seen, self.seen = self.seen, []
+        assert len(seen) == 13
+        return x + sum(s * (k + 1) for k, s in enumerate(seen))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.seen = []
+        return super().forward(ids)
+
+
+def as_the_whole(model: type[Base], **options: Any) -> Emulated:
+    """Compare the loss and all gradients, in training twice, and in evaluation."""
+    whole = build(model)
+    stages = Emulated(whole, **options)
+    for batch in (ids(2, 5), ids(3, 4)):  # the shapes change
+        expected, found = whole(batch), stages.forward(batch, training=True)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        expected.square().sum().backward()
+        stages.backward(found.square().sum())
+    gradients = stages.gradients()
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+    with torch.no_grad():
+        torch.testing.assert_close(stages.forward(ids(), training=False), whole(ids()), rtol=0, atol=0)
+    return stages
+
+
+@pytest.mark.parametrize("ranges", [RANGES, ((0, 2), (2, 4)), ((0, 3), (3, 4))])
+@pytest.mark.parametrize("model", [AllHidden, Routers])
+def test_what_the_loop_collects_crosses_where_the_plan_says_so(model: type[Base], ranges: Any) -> None:
+    as_the_whole(model, collects=True, ranges=ranges)
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_hooks_see_the_blocks_of_all_stages(collects: bool) -> None:
+    as_the_whole(Hooked, collects=collects)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("model", [AllHidden, Routers])
+def test_without_it_what_did_not_cross_is_refused(model: type[Base], training: bool) -> None:
+    stages = Emulated(build(model))
+    with torch.set_grad_enabled(training), pytest.raises(StageError, match=r"ParallelPlan\(collects=True\)"):
+        stages.forward(ids(), training=training)
+
+
+def test_what_is_collected_and_passed_on_is_sent_once() -> None:
+    stages = as_the_whole(AllHidden, collects=True)
+    stages.forward(ids(), training=True)
+    assert [len(crossing.tensors) for crossing in stages.crossings] == [1, 3]
+    assert all(tensor.shape == (2, 5, WIDTH) for crossing in stages.crossings for tensor in crossing.tensors)
+
+
+def test_a_removed_hook_is_not_called_elsewhere_either() -> None:
+    class Removed(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Tensor] = []
+
+        def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    whole = build(Removed)
+    handles = [layer.register_forward_hook(lambda *_: pytest.fail("it was removed")) for layer in whole.layers]
+    stages = Emulated(whole)
+    for part in stages.parts:
+        for layer in part.layers:
+            layer._forward_hooks.clear()
+    stages.forward(ids(), training=True)
+    assert [len(crossing.tensors) for crossing in stages.crossings] == [1, 1]
+    assert len(handles) == 4
