@@ -17,9 +17,24 @@ if TYPE_CHECKING:
 else:
     StrategyBase = object  # what mixins of a strategy derive from; the class of a namespace adds its own ParallelStrategy
 
-__all__ = ["LightningNames", "NAMESPACES", "StrategyBase", "announce_sigterm", "lightning_names", "replace_sigterm_notifier"]
+__all__ = [
+    "LOADERS",
+    "LightningNames",
+    "NAMESPACES",
+    "StrategyBase",
+    "announce_sigterm",
+    "lightning_names",
+    "replace_sigterm_notifier",
+]
 
 NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+LOADERS = {
+    module: "pl_load"
+    for namespace, fabric in NAMESPACES.items()
+    for module in (f"{namespace}.core.saving", f"{fabric}.plugins.io.torch_io")
+}
+"""Modules that read checkpoints, and their name for the function that does."""
 
 
 @dataclass(frozen=True, kw_only=True)

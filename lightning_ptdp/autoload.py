@@ -1,7 +1,8 @@
-"""Makes ``Trainer(strategy="ptdp")`` work without an import in the user's script.
+"""Makes ``Trainer(strategy="ptdp")`` and ``load_from_checkpoint`` of its checkpoints work without an import in the user's script.
 
 torch calls ``install`` at ``import torch`` (the entry point group ``torch.backends``; TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off).
-It imports nothing heavy: it only leaves a finder that registers the strategy's name once Lightning's registry is imported.
+It imports nothing heavy: it only leaves a finder that, once Lightning is imported, registers the strategy's name and has Lightning read
+our folders where it reads a file.
 """
 
 from __future__ import annotations
@@ -9,25 +10,29 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install", "register"]
+from lightning_ptdp._lightning import LOADERS
+
+__all__ = ["install", "read_folders", "register"]
 
 _REGISTRIES = {"lightning.pytorch.strategies": "lightning.pytorch", "pytorch_lightning.strategies": "pytorch_lightning"}
 _START_METHODS = {"ptdp": "popen", "ptdp_spawn": "spawn", "ptdp_fork": "fork"}
 
 
 def install() -> None:
-    """Register the strategy's names with Lightning, now or when it is imported. Never raises: torch's import must not fail."""
+    """Change Lightning's modules, now or when they are imported. Never raises: torch's import must not fail."""
     try:
-        for name in _REGISTRIES:
+        for name in _CHANGES:
             if name in sys.modules:
-                register(sys.modules[name])
-        if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _RegistryFinder())
+                _CHANGES[name](sys.modules[name])
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
     except Exception as error:
         print(f"lightning-ptdp could not register its strategy: {error!r}", file=sys.stderr)
 
@@ -54,23 +59,49 @@ def _factory(namespace: str) -> Any:
     return make_strategy
 
 
-class _RegistryFinder(importlib.abc.MetaPathFinder):
-    """Finds a registry's module as usual and has ``register`` called when it has run."""
+def read_folders(reader: ModuleType) -> None:
+    """Have a module of Lightning that reads checkpoint files read folders of this package as well."""
+    load = getattr(reader, LOADERS[reader.__name__], None)
+    if load is None or hasattr(load, "reads_folders"):
+        return
+
+    @wraps(load)
+    def load_file_or_folder(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        path = os.fspath(path_or_url).removeprefix("file://") if isinstance(path_or_url, str | os.PathLike) else None
+        if isinstance(path, str) and os.path.isdir(path):
+            from lightning_ptdp.checkpoint import is_checkpoint, read_whole
+
+            if is_checkpoint(path):
+                return read_whole(path, map_location)
+        return load(path_or_url, map_location=map_location, weights_only=weights_only)
+
+    load_file_or_folder.reads_folders = True  # type: ignore[attr-defined]
+    setattr(reader, LOADERS[reader.__name__], load_file_or_folder)
+
+
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    **dict.fromkeys(_REGISTRIES, register),
+    **dict.fromkeys(LOADERS, read_folders),
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds modules of Lightning as usual and has them changed when they have run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _REGISTRIES:
+        if fullname not in _CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
             return spec
-        spec.loader = _RegisteringLoader(spec.loader)
+        spec.loader = _ChangingLoader(spec.loader)
         return spec
 
 
-class _RegisteringLoader(importlib.abc.Loader):
-    """Runs another loader, then registers."""
+class _ChangingLoader(importlib.abc.Loader):
+    """Runs another loader, then changes the module."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -80,7 +111,7 @@ class _RegisteringLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        register(module)
+        _CHANGES[module.__name__](module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -31,8 +31,9 @@ class InitFrom(pl.Callback):
         self._path, self._strict, self._rename = os.fspath(path), strict, dict(rename or {})
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Load. Lightning restores a checkpoint that is resumed after this."""
+        """Load, unless the weights of a checkpoint that is resumed are there; those that are cut are restored after this."""
         strategy: Any = trainer.strategy
         if not hasattr(strategy, "load_weights"):
             raise ValueError(f'InitFrom needs Trainer(strategy="ptdp"), not {type(strategy).__name__}')
-        strategy.load_weights(self._path, strict=self._strict, rename=self._rename)
+        if trainer.ckpt_path is None or strategy.restore_checkpoint_after_setup:
+            strategy.load_weights(self._path, strict=self._strict, rename=self._rename)

@@ -17,7 +17,8 @@ from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.background import BackgroundSaver
 from lightning_ptdp.checkpoint.boxes import Box, Placed
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
-from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError
+from lightning_ptdp.checkpoint.files import local_path
 from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
 from lightning_ptdp.checkpoint.load import load_tensors
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
@@ -27,6 +28,7 @@ from lightning_ptdp.checkpoint.reshard import reshard_checkpoint
 from lightning_ptdp.checkpoint.save import save_checkpoint, write_checkpoint
 from lightning_ptdp.checkpoint.state import portable, read_state
 from lightning_ptdp.checkpoint.verify import verify_checkpoint
+from lightning_ptdp.checkpoint.whole import StoredOptimizers, StoredWeights, is_checkpoint, read_whole
 
 __all__ = [
     "BackgroundSaver",
@@ -34,14 +36,19 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "FileEntry",
+    "MissingCheckpointError",
     "OnDamage",
     "Placed",
+    "StoredOptimizers",
+    "StoredWeights",
     "TensorEntry",
     "TensorReader",
     "choose_checkpoint",
     "complete_checkpoints",
+    "is_checkpoint",
     "load_optimizer",
     "load_tensors",
+    "local_path",
     "mark_latest",
     "merge_groups",
     "newest_checkpoint",
@@ -51,6 +58,7 @@ __all__ = [
     "read_full",
     "read_metadata",
     "read_state",
+    "read_whole",
     "reshard_checkpoint",
     "same_outcome",
     "save_checkpoint",

@@ -1,12 +1,16 @@
-"""The one exception of this room, and how another one is told in its message."""
+"""The exceptions of this room, and how another one is told in its message."""
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "explain"]
+__all__ = ["CheckpointError", "MissingCheckpointError", "explain"]
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, is damaged, or does not fit what is asked of it; the message says which and why."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint of that name."""
 
 
 def explain(error: BaseException) -> str:

@@ -20,6 +20,7 @@ __all__ = [
     "check_replaceable",
     "leftover_of",
     "leftovers",
+    "local_path",
     "open_synced",
     "part_name",
     "remove",
@@ -31,6 +32,22 @@ __all__ = [
 _PART, _OLD = ".tmp-", ".old-"
 _TEMPORARY = re.compile(rf"(.+)(?:{re.escape(_PART)}|{re.escape(_OLD)})[0-9a-f]+")
 _SYNC_BYTES = 1 << 25
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """A path, also where it is given as ``file:///…``.
+
+    Raises:
+        CheckpointError: It is a URL of something else than a mounted file system.
+    """
+    text = os.fspath(path)
+    protocol, found, rest = text.partition("://")
+    if not found or protocol == "file":
+        return rest or text
+    raise CheckpointError(
+        f"{text} is not on a file system that all ranks see, where checkpoints of this strategy are: use a folder that is mounted on every "
+        "machine, and copy what is to be elsewhere"
+    )
 
 
 def sha256(content: bytes) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
 from lightning_ptdp.checkpoint.verify import verify_checkpoint
 
@@ -117,7 +117,7 @@ def choose_checkpoint(
         verify: Raises a CheckpointError if a checkpoint is damaged.
 
     Raises:
-        CheckpointError: It is damaged and ``on_damage`` is "refuse", or no other is whole; or there is none.
+        CheckpointError: It is damaged and ``on_damage`` is "refuse", or no other is whole; a MissingCheckpointError if there is none.
     """
     if on_damage not in get_args(OnDamage):
         raise CheckpointError(f"on_damage={on_damage!r} must be one of {list(get_args(OnDamage))}")
@@ -128,8 +128,9 @@ def choose_checkpoint(
     except CheckpointError as error:
         reason = str(error)
     others = earlier()
+    kind = CheckpointError if first.exists() else MissingCheckpointError
     if on_damage == "refuse":
-        raise CheckpointError(reason + (f"; the one before it is {others[0]}" if others else ""))
+        raise kind(reason + (f"; the one before it is {others[0]}" if others else ""))
     for candidate in others:
         try:
             verify(candidate)
@@ -137,7 +138,7 @@ def choose_checkpoint(
             continue
         warnings.warn(f"{reason}. Continuing from the one before it, {candidate}", stacklevel=2)
         return candidate
-    raise CheckpointError(reason)
+    raise kind(reason)
 
 
 def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX, BlockSums, parse_sums
 from lightning_ptdp.version import __version__
 
@@ -182,7 +182,7 @@ def _content(folder: Path) -> dict[str, Json]:
     """The checked JSON object of a folder."""
     file = folder / METADATA_FILE
     if not file.is_file():
-        raise CheckpointError(_not_a_checkpoint(folder))
+        raise (CheckpointError if folder.exists() else MissingCheckpointError)(_not_a_checkpoint(folder))
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -89,8 +89,8 @@ def dump_state(state: dict[str, Any]) -> bytes:
     return _dump(content)
 
 
-def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The Lightning state of a checkpoint, tensors on the CPU; needs no process group.
+def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
+    """The Lightning state of a checkpoint, tensors where ``map_location`` (of ``torch.load``) puts them; needs no process group.
 
     Raises:
         CheckpointError: ``path`` is not a whole checkpoint, or its state is damaged or refused.
@@ -98,7 +98,7 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     folder = Path(path)
     content = read_verified(folder, read_metadata(folder), STATE_FILE)
     try:
-        return _load(content)
+        return _load(content, map_location)
     except Exception as error:
         raise CheckpointError(f"{folder / STATE_FILE} cannot be read: {error}") from error
 
@@ -109,5 +109,5 @@ def _dump(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _load(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+def _load(content: bytes, map_location: Any = "cpu") -> Any:
+    return torch.load(io.BytesIO(content), map_location=map_location, weights_only=True)

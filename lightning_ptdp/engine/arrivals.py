@@ -6,6 +6,7 @@ was not called in the step before (somebody calls its parts instead, or skips it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.data_parallel import SteppedParameters
 
-__all__ = ["Arrivals", "readers_between_steps"]
+__all__ = ["Arrivals", "overlaps_gather"]
 
 _HOOKS = ("on_train_", "on_validation_", "on_before_", "on_after_", "on_sanity_", "optimizer_", "lr_scheduler_", "on_save_")
 
@@ -71,7 +72,21 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-def readers_between_steps(trainer: Any, names: LightningNames) -> list[str]:
+def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> bool:
+    """Whether blocks wait for their own parameters: as was asked, by default where nobody reads them in between. Weight averaging does,
+    whatever was asked."""
+    averaging = [type(c).__name__ for c in trainer.callbacks if isinstance(c, names.WeightAveragingCallbacks)]
+    if asked and averaging:
+        warnings.warn(
+            f"overlap_parameter_gather=True does nothing beside {averaging[0]}, which reads all parameters after every step",
+            stacklevel=2,
+        )
+    if asked is None:
+        return not _readers_between_steps(trainer, names)
+    return asked and not averaging
+
+
+def _readers_between_steps(trainer: Any, names: LightningNames) -> list[str]:
     """Who may read parameters between an optimizer's step and the next forward: the user's hooks and callbacks, by class name."""
     base = trainer.lightning_module.__class__
     own = [] if not any(_overrides(base, name, names.LightningModule) for name in _hooks_of(base)) else [base.__name__]

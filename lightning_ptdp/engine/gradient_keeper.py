@@ -84,6 +84,8 @@ class GradientKeeper:
         """Detach from the module."""
         if self._arrivals is not None:
             self._arrivals.close()
+        for entry in self.stepped.entries if self.stepped is not None else ():
+            entry.bucket_gradient = None  # whoever saves the optimizer after the fit needs the entry, and not the bucket
         if self._buckets is not None:
             self._buckets.close()
         if self._checks is not None:

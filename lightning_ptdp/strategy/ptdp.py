@@ -22,7 +22,7 @@ from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import check_elementwise
 from lightning_ptdp.engine import Engine
-from lightning_ptdp.engine.arrivals import readers_between_steps
+from lightning_ptdp.engine.arrivals import overlaps_gather
 from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
@@ -37,6 +37,7 @@ from lightning_ptdp.strategy.joining import joining
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.options import StrategyOptions
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
+from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
 from lightning_ptdp.strategy.samplers import seed_random_sampler
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
@@ -48,7 +49,7 @@ from lightning_ptdp.weight_gradients import WeightGradients
 __all__ = ["PTDPStrategy", "strategy_class"]
 
 
-class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, StrategyOptions):
+class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, WorldCollectives, StrategyOptions):
     """Lightning's hooks; the arguments and their meaning are in options.py."""
 
     _names: LightningNames
@@ -176,11 +177,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         with torch.device("meta") if self.config.meta_init else contextlib.nullcontext():
             yield
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are read into this rank's part of the model, which exists after ``setup``."""
-        return True
-
     def setup(self, trainer: Any) -> None:
         """Cut, give values, shard; then optimizers and gradient buckets."""
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
@@ -190,6 +186,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
         if not self._is_cut_here:
             self._parallelize()
+        self.load_awaited_values()
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
@@ -216,11 +213,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         self.setup_precision_plugin()
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)
-
-    @property
-    def _is_cut_here(self) -> bool:
-        """Whether the module is already this rank's part of itself, from an earlier fit, validate, test or predict."""
-        return self.parallel is not None and self.parallel.module is self.lightning_module
 
     def _parallelize(self) -> None:
         module = self.lightning_module
@@ -279,10 +271,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
         (optimizer,) = self.optimizers
         if self.config.shard_optimizer and self.layout.data_parallel_size * self.layout.context_parallel_size > 1:
             check_elementwise(optimizer, device=self.root_device)
-        overlaps = self.config.overlap_parameter_gather
-        if overlaps is None:
-            overlaps = not readers_between_steps(trainer, self._names)
+        overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
         self._engine.prepare_gradients(optimizer, overlaps=overlaps)
+        stepped = self._engine.gradients.stepped
+        self._adopted = stepped.entries if stepped is not None else None
         prepare_loss_scaling(self.precision_plugin, optimizer, device=self.root_device)
 
     def model_to_device(self) -> None:
@@ -316,7 +308,17 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, WorldCollectives, Strategy
     def __getstate__(self) -> dict[str, Any]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("mesh", "parallel", "_engine", "_watchdog", "_stop_request", "_context_parallel", "_keyed_dropout", "_saver")
+        of_a_run = (
+            "mesh",
+            "parallel",
+            "_engine",
+            "_watchdog",
+            "_stop_request",
+            "_context_parallel",
+            "_keyed_dropout",
+            "_saver",
+            "_adopted",
+        )
         return {**state, **dict.fromkeys(of_a_run)}
 
 

@@ -1,0 +1,115 @@
+"""Which of the module's and the optimizer's tensors are what in the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.checkpoint import Placed
+from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import Stepped
+from lightning_ptdp.engine import Engine
+from lightning_ptdp.engine.gradients import sharding_of
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.strategy.collectives import WorldCollectives
+from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces
+
+__all__ = ["MASTER", "MODEL", "ModelSpace", "checked_tensor"]
+
+MODEL = "model/"
+MASTER = "master"  # the name of a float32 copy among the optimizer's states
+
+
+class ModelSpace(WorldCollectives):
+    """Mixin of the strategy: tensors under their names in the uncut model, with the part of it that they are."""
+
+    config: PTDPConfig
+    parallel: ParallelModel | None
+    _engine: Engine | None
+    _adopted: Sequence[Stepped] | None = None  # what the optimizer of the last fit holds instead of the model's parameters
+
+    @property
+    def ranks_hold_all(self) -> bool:
+        """Whether every rank has all of the model's parameters: neither tensor nor pipeline parallelism cuts it."""
+        return self.config.tensor_parallel_size == self.config.pipeline_parallel_size == 1
+
+    @property
+    def _is_cut_here(self) -> bool:
+        """Whether the module is already this rank's part of itself, from an earlier fit, validate, test or predict."""
+        return self.parallel is not None and self.parallel.module is self.lightning_module
+
+    def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:
+        """Names of the optimizer's tensors, and by name how they sit in the full parameters."""
+        assert self.parallel is not None
+        names, shardings = dict(self.parallel.names), dict[str, Placed](self.parallel.shardings)
+        for stepped in self._adopted or ():
+            if stepped.parameter not in self.parallel.records:
+                continue  # of another module, which was trained before
+            name = names[stepped.value] = self.parallel.records[stepped.parameter].name
+            shardings[name] = sharding_of(stepped, self.parallel)
+        return names, shardings
+
+    def gather_state_dict(self) -> dict[str, Tensor]:
+        """The whole, uncut model's state on the CPU of every rank; collective over the world, for models that fit."""
+        with self.waiting_in("gathering the whole model"):
+            local = {name: (tensor.cpu(), sharding) for name, (tensor, sharding) in self._model_tensors().items()}
+            ranks = gather(local)
+        whole: dict[str, Tensor] = {}
+        for part in ranks:
+            for name, (tensor, sharding) in part.items():
+                full = whole.setdefault(name, torch.empty(sharding.full_shape, dtype=tensor.dtype))
+                for here, there in iterate_pieces(sharding):
+                    full[there] = tensor[here]
+        assert self.parallel is not None
+        return {**whole, **{alias: whole[name] for alias, name in self.parallel.aliases.items() if name in whole}}
+
+    @contextlib.contextmanager
+    def whole_state_dict(self, module: Any) -> Iterator[None]:
+        """While in the context, ``module.state_dict()`` is the whole, uncut model's (collective; used to bring the trained weights
+        back to the process that started the ranks)."""
+        if self._engine is not None:
+            self._engine.gradients.parameters_needed()
+        if self.parallel is None or self.layout.model_parallel_size == 1:
+            yield
+            return
+        whole = self.gather_state_dict()
+        module.__dict__["state_dict"] = lambda *_, **__: whole
+        try:
+            yield
+        finally:
+            module.__dict__.pop("state_dict", None)
+
+    def _model_tensors(self) -> dict[str, tuple[Tensor, Sharding]]:
+        """Local parameters and persistent buffers under their global names, tied ones under the first; before the module is cut: all."""
+        records = self.parallel.records if self.parallel is not None and self._is_cut_here else {}
+        found: dict[str, tuple[Tensor, Sharding]] = {}
+        named: dict[int, str] = {}
+        if self._engine is not None:
+            self._engine.gradients.parameters_needed()
+        for key, value in self.lightning_module.state_dict(keep_vars=True).items():
+            value = checked_tensor(key, value)
+            record = records.get(value) if isinstance(value, nn.Parameter) else None
+            if record is not None:
+                found[record.name] = (value.detach(), record.sharding)
+            elif named.setdefault(id(value), key) == key:
+                found[key] = (value.detach(), Sharding.replicated(tuple(value.shape)))
+        return found
+
+
+def checked_tensor(name: str, value: Any) -> Tensor:
+    """An entry of a ``state_dict``.
+
+    Raises:
+        ValueError: It is not a tensor.
+    """
+    if isinstance(value, Tensor):
+        return value
+    raise ValueError(
+        f"the state_dict entry '{name}' is a {type(value).__name__}; only tensors are saved by layout. Keep it in on_save_checkpoint and "
+        "on_load_checkpoint instead"
+    )

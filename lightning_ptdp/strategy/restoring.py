@@ -1,0 +1,186 @@
+"""The strategy's part in loading: model space in, this rank's part out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp._lightning import LightningNames
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    StoredOptimizers,
+    StoredWeights,
+    choose_checkpoint,
+    load_optimizer,
+    load_tensors,
+    local_path,
+    read_state,
+    same_outcome,
+    verify_checkpoint,
+)
+from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.strategy.model_space import MASTER, MODEL, ModelSpace
+from lightning_ptdp.tensor_parallel import slice_full
+
+__all__ = ["ModelSpaceRestoring"]
+
+
+class ModelSpaceRestoring(ModelSpace):
+    """Mixin of the strategy: loads what any layout wrote, or Lightning's single file.
+
+    Where every rank holds the whole model this happens when Lightning's own strategies do it, before ``setup``; else after it, when
+    this rank's part of the model is there.
+    """
+
+    _names: LightningNames
+    _awaiting_values: tuple[Mapping[str, Any], bool] | None = None
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether Lightning restores the model and the callbacks when this rank's part of the model has been cut out."""
+        return not self.ranks_hold_all
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read what is not a tensor; ``"state_dict"`` is the whole model's, whose tensors are read when somebody asks for one.
+
+        A damaged checkpoint is not continued from: with ``on_damage="previous"`` the newest whole one before it is, with a warning.
+        Evaluation is refused, since it would be that of other weights.
+
+        Raises:
+            CheckpointError: It is damaged; the same on all ranks. A MissingCheckpointError, also a FileNotFoundError: There is none.
+        """
+        path = Path(self.broadcast(local_path(checkpoint_path)))
+        if path.is_file():
+            return super().load_checkpoint(path, weights_only=weights_only)
+        trainer = self.lightning_module.trainer
+        resuming = trainer.state.fn == self._names.TrainerFn.FITTING and str(trainer.ckpt_path) == str(checkpoint_path)
+        with self.waiting_in(f"verifying the checkpoint {path}"):
+            path = choose_checkpoint(path, on_damage=self.config.on_damage if resuming else "refuse", verify=self._verify)
+        state = read_state(path)
+        if resuming and "optimizer_states" not in state:
+            raise CheckpointError(
+                f"{path} holds weights and no state of training, which cannot be continued: start a new training from it with "
+                "InitFrom(path) among the Trainer's callbacks (ptdp fit --init_from)"
+            )
+        if "optimizer_states" in state:
+            state["optimizer_states"] = StoredOptimizers(state["optimizer_states"], path)
+        return {**state, "state_dict": StoredWeights(path)}
+
+    def _verify(self, path: Path) -> None:
+        """Every rank reads a share."""
+        with same_outcome(f"verifying the checkpoint {path}"):
+            verify_checkpoint(path, part=self.global_rank, parts=self.layout.world_size)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Fill this rank's part from the whole model's state, as the hooks of ``on_load_checkpoint`` left it."""
+        if not self._is_cut_here and any(value.is_meta for value in self.lightning_module.parameters()):
+            self._awaiting_values = (checkpoint, strict)
+            return
+        state = checkpoint["state_dict"]
+        if any(gather(not isinstance(state, StoredWeights) or state.touched)):
+            if self.ranks_hold_all:
+                super().load_model_state_dict(checkpoint, strict=strict)
+            else:
+                self._load_whole(state, strict=strict)
+        else:
+            tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
+            with self.waiting_in(f"loading the model from {state.path}"):
+                load_tensors(state.path, tensors, strict=strict, prefix=MODEL if strict else None)
+        self._parameters_set()
+
+    def load_awaited_values(self) -> None:
+        """Once a module that was on the meta device has values: those of the checkpoint that was restored before."""
+        awaited, self._awaiting_values = self._awaiting_values, None
+        if awaited is not None:
+            self.load_model_state_dict(*awaited)
+
+    def _load_whole(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
+        """Cut this rank's part out of whole tensors; collective."""
+        with self.waiting_in("loading the model"), same_outcome("loading the model"):
+            local = self._model_tensors()
+            missing = [name for name in local if name not in state]
+            if missing and strict:
+                raise CheckpointError(
+                    f"the checkpoint has no {missing[:3]}; it holds {len(state)} tensors such as {list(state)[:3]}"
+                )
+            for name, (tensor, sharding) in local.items():
+                if name not in state:
+                    continue
+                if tuple(state[name].shape) != sharding.full_shape:
+                    raise CheckpointError(
+                        f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, {sharding.full_shape} here"
+                    )
+                tensor.copy_(slice_full(state[name], sharding))
+        assert self.parallel is not None
+        known = set().union(*gather(set(local))) | self.parallel.aliases.keys()
+        if strict and (unexpected := sorted(state.keys() - known)):
+            raise CheckpointError(f"the checkpoint has {unexpected[:3]}, which the model has not")
+
+    def load_weights(self, path: Any, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> list[str]:
+        """Fill this rank's part of the model from a checkpoint of any layout, and nothing else; collective, after ``setup``.
+
+        Args:
+            path: A checkpoint folder.
+            strict: Whether names that only one side has are an error; otherwise what the checkpoint lacks keeps its values.
+            rename: What names of the model are called in the checkpoint (``{"model.": "net."}``); a key that ends with a dot stands for
+                all names that begin with it.
+
+        Returns:
+            This rank's names that the checkpoint lacks.
+
+        Raises:
+            CheckpointError: On all ranks: it is damaged or does not fit; names and shapes are told.
+        """
+        tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
+        found = {MODEL + ours: MODEL + theirs for ours, theirs in (rename or {}).items()}
+        path = self.broadcast(local_path(path))
+        with self.waiting_in(f"loading weights from {path}"):
+            missing = load_tensors(path, tensors, strict=strict, prefix=MODEL if strict and not rename else None, rename=found)
+        self._parameters_set()
+        return [name.removeprefix(MODEL) for name in missing]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Fill this rank's part of the optimizer, by parameter name.
+
+        Raises:
+            ValueError: The checkpoint is a single file of another strategy, whose optimizer states have no names.
+        """
+        states = checkpoint["optimizer_states"]
+        if not isinstance(states, StoredOptimizers):
+            self._load_indexed_optimizer(states)
+            return
+        names, shardings = self._optimizer_records()
+        for index, (optimizer, saved) in enumerate(zip(self.optimizers, states, strict=True)):
+            with self.waiting_in(f"loading optimizer {index} from {states.path}"):
+                load_optimizer(states.path, optimizer, names=names, shardings=shardings, groups=saved["groups"], index=index)
+                self._take_masters(optimizer)
+
+    def _take_masters(self, optimizer: Any) -> None:
+        """Give masters that were loaded as states to what the optimizer steps on here, a parameter in float32 included."""
+        with torch.no_grad():
+            for value, state in list(optimizer.state.items()):
+                if MASTER in state:
+                    value.copy_(state.pop(MASTER))
+                    if not state:
+                        del optimizer.state[value]
+        if self._engine is not None and self._engine.gradients.stepped is not None:
+            self._engine.gradients.stepped.publish()
+
+    def _parameters_set(self) -> None:
+        """The parameters have new values, which masters have to take."""
+        if self._engine is not None and self._engine.gradients.stepped is not None:
+            self._engine.gradients.stepped.reload()
+
+    def _load_indexed_optimizer(self, states: list[dict[str, Any]]) -> None:
+        if self.layout.model_parallel_size > 1:
+            raise ValueError(
+                "this checkpoint was written by a strategy that stores optimizer states by index, which tensor and pipeline parallel "
+                "ranks cannot place. Load only its weights (module.load_state_dict(torch.load(path)['state_dict']) before fit), or "
+                "resume it under PTDPStrategy() without model parallelism and save it once"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
