@@ -27,6 +27,7 @@ from lightning_ptdp.tensor_parallel import (
     Sharding,
     Vocabulary,
     is_in_region,
+    refuse_captured_parts,
     replace_aliases,
     set_numbers,
     shard_module,
@@ -144,6 +145,8 @@ def parallelize(
     )
 
     shardings = _build_local(module, plan, kinds, materialize, names, users, mesh)
+    if layout.tensor_parallel_size > 1:
+        refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
     copies = {c for kind in kinds.values() if isinstance(kind, Column) for c in kind.copies(layout.tensor_parallel_size)}
     copy_groups = {c: mesh.tensor_copies(c) for c in sorted(copies - {1})}
     records = _records(module, shardings, names, order, users, module_stages, mesh, copy_groups)

@@ -104,6 +104,26 @@ class LitEager(LitNet):
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
 
 
+class LitHooked(LitNet):
+    """Somebody looks at what a layer returns that tensor parallelism replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_forward_hook(lambda *_: None)
+
+
+class LitAttentions(LitNet):
+    """The attention weights of all heads are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
+        config = transformers.LlamaConfig(**sizes, output_attentions=True, attn_implementation="eager")
+        self.model = transformers.LlamaForCausalLM(config)
+
+
 CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] = {
     "world size": (3, {P: 2}, LitNet, 8, ["world_size=3", "tensor_parallel_size", "2 or 4"]),
     "nodes": (4, {"data_parallel_replicas": 3}, LitNet, 8, ["data_parallel_replicas=3", "data_parallel_size of 4", "[1, 2, 4]"]),
@@ -127,6 +147,8 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
     "plan type": (2, {T: 2}, LitWrongPlan, 8, ["configure_parallel", "dict", "ParallelPlan"]),
     "manual optimization": (2, {P: 2}, LitManual, 8, ["automatic_optimization=False", "Use automatic optimization"]),
     "compiled": (2, {P: 2}, LitWrapped, 8, ["net is wrapped by torch.compile()", "block.compile()"]),
+    "hook": (2, {T: 2, "plan": plan(net_0="column")}, LitHooked, 8, ["'net.0' has a forward hook", "the module around it"]),
+    "attentions": (2, {T: 2}, LitAttentions, 8, ["output_attentions=True with tensor_parallel_size"]),
     "own backward": (2, {P: 2}, LitBackward, 8, ["LightningModule.backward", "on_after_backward"]),
 }
 

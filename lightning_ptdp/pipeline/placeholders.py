@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.collected import user_hooks
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
-from lightning_ptdp.pipeline.shell import plain_attributes
+from lightning_ptdp.pipeline.shell import check_kept, plain_attributes
 
 __all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "StageExit", "Stub", "stub_shape"]
 
@@ -57,6 +57,7 @@ class Placeholder(nn.Module):
 
     def __getattr__(self, key: str) -> Any:
         name = self.__dict__.get("_ptdp_name", "?")
+        check_kept(self, key)
         raise AttributeError(
             f"'{name}' lives on another pipeline stage, and its attribute '{key}' with it. A module whose weight is used "
             f"without calling the module must be tied instead (head.weight = {name}.weight), or be left out of the plan's "

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_ptdp._transformers import install_capture
@@ -27,7 +28,9 @@ from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.collected import eager, user_hooks
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError
 from lightning_ptdp.pipeline.foreign import check_known
+from lightning_ptdp.pipeline.left_behind import Kept, check_left, kept_tensors, newly_kept
 from lightning_ptdp.pipeline.placeholders import Absent, EarlierBlock, LaterBlock, Placeholder, StageExit, Stub, stub_shape
+from lightning_ptdp.pipeline.shell import forget
 
 __all__ = ["ModelParts", "PipelineCut", "Placeholder", "StageError", "WholeModel"]
 
@@ -232,6 +235,27 @@ class PipelineCut:
                 hooks.watch(self._boundary.see)
             block.register_forward_pre_hook(eager(block, partial(_arguments, self._boundary, name)), with_kwargs=True)
             block.register_forward_hook(eager(block, partial(_returned, self._boundary, name)))
+            self._watch_attributes(name, block)
+
+    def _watch_attributes(self, name: str, block: nn.Module) -> None:
+        """Until its first forward with gradients, see which tensors the block keeps: placeholders of other blocks cannot have them."""
+        before: Kept = {}
+
+        def enters(block: nn.Module, _args: Any) -> None:
+            before.clear()
+            before.update(kept_tensors(block))
+
+        def leaves(block: nn.Module, _args: Any, _output: Any) -> None:
+            if torch.is_grad_enabled():
+                for handle in handles:
+                    handle.remove()
+            left = newly_kept(block, before)
+            check_left(name, left)
+            for placeholder in (p for slot in self._slots for p in slot.stand_in.values() if isinstance(p, EarlierBlock)):
+                for path in left:
+                    forget(placeholder, path)
+
+        handles = block.register_forward_pre_hook(eager(block, enters)), block.register_forward_hook(eager(block, leaves))
 
 
 def _mark(boundary: Boundary, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:

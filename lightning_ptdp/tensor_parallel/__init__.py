@@ -5,6 +5,7 @@ ones in their place; a ``Sharding`` tells of every parameter which part of the w
 """
 
 from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
+from lightning_ptdp.tensor_parallel.captured import check_captured, refuse_captured_parts
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary, fits
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -52,12 +53,14 @@ __all__ = [
     "VocabularyRange",
     "apply_plan",
     "assemble_full",
+    "check_captured",
     "fits",
     "gather_full",
     "give_randomness",
     "is_in_region",
     "iterate_pieces",
     "matches",
+    "refuse_captured_parts",
     "replace_aliases",
     "set_numbers",
     "shard_module",

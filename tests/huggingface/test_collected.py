@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_ptdp._transformers import captured_outputs, install_capture, is_capture
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit, make_model
-from tests.pool import Pool
+from tests.pool import Pool, WorkerFailure
 
 transformers = pytest.importorskip("transformers")
 
-P, V, M = "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
+T, P, V, M = "tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
 
 
 class HiddenStates(LitHuggingFace):
@@ -91,6 +91,7 @@ def reference(pool: Pool) -> Any:
         (HiddenStates, (), {P: 4}),
         (Selected, (), {P: 4}),
         (Attentions, (("attn_implementation", "eager"),), {P: 2, V: 2}),
+        (HiddenStates, (), {T: 2, P: 2, V: 2}),
         (Routers, (), {P: 2}),
         (Routers, (), {P: 2, V: 2, "recompute": "full"}),
     ],
@@ -100,12 +101,27 @@ def test_what_is_captured_is_as_in_one_process(
 ) -> None:
     run = Run(model="llama", options=options, module=module, steps=3)
     expected = reference(run)
-    size = 4 if P not in layout or layout[P] == 4 else 2
+    size = layout[P] * layout.get(T, 1)
     found = pool.run(fit, world_size=size, args=(replace(run, layout={**layout, M: 2}, world_size=size),))[0]
     for key in ("losses", "norms", "validation"):
         torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0)
     for name, value in expected["final"].items():
         assert (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "words"),
+    [
+        (Attentions, {T: 2}, "output_attentions=True with tensor_parallel_size > 1"),
+        (HiddenStates, {T: 2, "sequence_parallel": True}, "output_hidden_states=True with sequence_parallel=True"),
+    ],
+)
+def test_parts_of_what_is_captured_are_refused(
+    module: type[LitHuggingFace], layout: dict[str, Any], words: str, pool: Pool
+) -> None:
+    run = Run(model="llama", options=(("attn_implementation", "eager"),), module=module, layout=layout, world_size=2)
+    with pytest.raises(WorkerFailure, match=words):
+        pool.run(fit, world_size=2, args=(run,))
 
 
 def test_the_names_of_transformers_that_are_used() -> None:

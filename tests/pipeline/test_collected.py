@@ -125,6 +125,58 @@ def test_what_is_collected_and_passed_on_is_sent_once() -> None:
     assert all(tensor.shape == (2, 5, WIDTH) for crossing in stages.crossings for tensor in crossing.tensors)
 
 
+class KeepingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = 0.0
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        self.loss = self.other(x).square().mean()
+        return self.mix(x, x)
+
+
+class Keeping(Base):
+    """Blocks keep a loss that is summed over all modules."""
+
+    def __init__(self) -> None:
+        super().__init__(KeepingBlock)
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x + sum(module.loss for module in self.modules() if hasattr(module, "loss"))
+
+
+class DeeplyKept(Block):
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        self.own.seen = [x.detach()]
+        return self.mix(x, x)
+
+
+class Read(Base):
+    """What they keep is read where they are."""
+
+    def __init__(self) -> None:
+        super().__init__(DeeplyKept)
+        for layer in self.layers:
+            layer.own.seen = []
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x + sum(sum(layer.own.seen) for layer in self.layers)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(Keeping, r"'layers.0.loss' is a number with a gradient|'loss' of a block of"), (Read, "'own.seen' of a block of another")],
+)
+def test_what_blocks_keep_in_attributes_is_not_missed_silently(model: type[Base], words: str, training: bool) -> None:
+    with torch.set_grad_enabled(training), pytest.raises(StageError, match=words):
+        Emulated(build(model)).forward(ids(), training=training)
+
+
 def test_a_removed_hook_is_not_called_elsewhere_either() -> None:
     class Removed(Base):
         def __init__(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_ptdp._torch import forward_hooks
+from lightning_ptdp._transformers import is_capture
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models.plans import find_plan
@@ -15,7 +18,7 @@ from lightning_ptdp.parallelize import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.strategy.context import check_context_parallel
-from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, check_captured
 
 __all__ = ["CUT_MARK", "check_model", "plan_of"]
 
@@ -66,7 +69,8 @@ def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None
         check(layout)
     plan.check(whole, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
     if layout.tensor_parallel_size > 1:
-        plan.resolve(whole)
+        _check_hooks(whole, plan.resolve(whole))
+        check_captured(whole, sequence_parallel=layout.sequence_parallel)
     check_context_parallel(whole, config)
     blocks, ranges = plan.blocks, tuple[tuple[int, int], ...]()
     if layout.pipeline_parallel_size > 1:
@@ -88,6 +92,16 @@ def _check_compiled(model: Any) -> None:
             raise ValueError(
                 f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which gives all modules inside other names and would "
                 "compile across the stages: compile each block in place instead (for block in blocks: block.compile())"
+            )
+
+
+def _check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
+    for name, kind in kinds.items():
+        hooks, _ = forward_hooks(model.get_submodule(name))
+        if not isinstance(kind, Alias | Partial | Region) and not all(map(is_capture, hooks.values())):
+            raise ValueError(
+                f"'{name}' has a forward hook, but tensor parallelism puts another module in its place, which returns a part of the "
+                "output: put the hook on the module around it, or use tensor_parallel_size=1"
             )
 
 

@@ -1,0 +1,46 @@
+"""What a Hugging Face model captures of its layers, where a rank has only a part of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+__all__ = ["check_captured", "refuse_captured_parts"]
+
+_BY_HEAD = ("attentions", "cross_attentions")
+_BY_SEQUENCE = ("hidden_states", "router_logits", *_BY_HEAD)
+
+
+def refuse_captured_parts(model: nn.Module, *, sequence_parallel: bool) -> None:
+    """Let the forward of every Hugging Face model inside raise a ValueError where its output holds, of what it captured, a part: the
+    attention weights of this rank's heads, and under sequence parallelism whatever has a sequence."""
+    for module in model.modules():
+        if hasattr(module, "_can_record_outputs"):
+            module.register_forward_hook(partial(_check, sequence_parallel))
+
+
+def check_captured(model: nn.Module, *, sequence_parallel: bool) -> None:
+    """Check what the configurations of the Hugging Face models inside ask for.
+
+    Raises:
+        ValueError: A rank would have a part of it.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None) if hasattr(module, "_can_record_outputs") else None
+        for kind in _BY_SEQUENCE if sequence_parallel else _BY_HEAD:
+            if getattr(config, f"output_{kind}", False):
+                raise _partial(kind, sequence_parallel)
+
+
+def _check(sequence_parallel: bool, _module: nn.Module, _args: Any, output: Any) -> None:
+    for kind in _BY_SEQUENCE if sequence_parallel else _BY_HEAD:
+        if getattr(output, kind, None):
+            raise _partial(kind, sequence_parallel)
+
+
+def _partial(kind: str, sequence_parallel: bool) -> ValueError:
+    field = "sequence_parallel=True" if sequence_parallel and kind not in _BY_HEAD else "tensor_parallel_size > 1"
+    what = "slice of the sequence" if kind not in _BY_HEAD else "share of the heads"
+    return ValueError(f"output_{kind}=True with {field}: a rank has the {kind} of its {what} only; use one without the other")
