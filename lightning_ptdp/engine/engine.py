@@ -13,11 +13,12 @@ from torch import Tensor
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.engine.agreement import check_same_batch
-from lightning_ptdp.engine.batch import batch_size, iterate_tensors, map_tensors, microbatch_sizes, split_batch
+from lightning_ptdp.engine.batch import batch_size, iterate_tensors, microbatch_sizes, split_batch
 from lightning_ptdp.engine.gradient_keeper import GradientKeeper
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight
-from lightning_ptdp.engine.metric_groups import load_metric_states, scope_metrics
+from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
+from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
@@ -97,6 +98,7 @@ class Engine:
         self._randomness = keyed_dropout or SplitRandomness(rank=mesh.group("tensor").rank, device=device)
         self._take_randomness = self._give_randomness()
         self._memory = ReportMemory()
+        self._owners, self._metrics = find_owners(module), BatchMetrics(module, mesh.group("context"))
         self.gradients = GradientKeeper(
             module=module, config=config, mesh=mesh, parallel=parallel, observers=self.observers, device=device
         )
@@ -241,6 +243,9 @@ class Engine:
             context_parallel=self._context_parallel,
             randomness=self._randomness,
             keyed_dropout=self._keyed_dropout,
+            stages=self._mesh.layout.num_stages,
+            metrics=self._metrics,
+            owners=self._owners,
             attending=[stage for stage, (start, stop) in enumerate(self._parallel.ranges or [(0, 1)]) if start < stop],
             **training,
         )
@@ -260,8 +265,7 @@ class Engine:
                 report.loss, report.weight = sums.tolist()
         shared = share_report(report, group=pipeline, source=last, memory=self._memory, device=self._device)
         if report is None:
-            load_metric_states(self._module, shared.metrics, self._device)
-            shared.extras = map_tensors(shared.extras, lambda tensor: tensor.to(self._device))
+            apply_changes(self._module, shared.changes)
         return shared
 
     def _replay(self, report: StepReport) -> None:

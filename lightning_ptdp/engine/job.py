@@ -14,7 +14,9 @@ from lightning_ptdp.context_parallel import ContextForward, ContextParallel
 from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients
 from lightning_ptdp.engine.batch import iterate_tensors, map_tensors, merge_outputs, signature
 from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
-from lightning_ptdp.engine.report import LogRecorder, MetricState, StepReport, average_calls
+from lightning_ptdp.engine.metric_groups import BatchMetrics
+from lightning_ptdp.engine.report import LogRecorder, StepReport, average_calls
+from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.random import derive_seed, seeded
@@ -67,11 +69,14 @@ class LightningJob:
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduce_gradients: Whether this step completes an optimizer step.
+        context_parallel: Cuts microbatches along time, if anything does.
+        attending: Stages with blocks, which call attention.
+        stages: Number of stages.
+        metrics: Where metrics that the step calls get their values of the whole batch.
+        owners: What the step may leave something on.
 
     Attributes:
         losses: Of the microbatches that this rank has seen the end of.
-        context_parallel: Cuts microbatches along time, if anything does.
-        attending: Stages with blocks, which call attention.
     """
 
     def __init__(
@@ -93,6 +98,9 @@ class LightningJob:
         reduce_gradients: bool = False,
         context_parallel: ContextParallel | None = None,
         attending: Container[int] = (0,),
+        stages: int = 1,
+        metrics: BatchMetrics,
+        owners: Sequence[Owner] = (),
     ) -> None:
         self.training = hook == "training_step"
         self._module, self._hook, self._microbatches, self._sizes = module, hook, microbatches, sizes
@@ -106,6 +114,8 @@ class LightningJob:
         self._context_parallel, self._attending = context_parallel, attending
         self._slices: list[ContextForward | None] = [None] * len(sizes)
         self._shares: list[Tensor | float] = [1.0] * len(sizes)
+        self._last_stage, self._metrics, self._owners = stages - 1, metrics, owners
+        self._before: StepState | None = None
 
     @property
     def count(self) -> int:
@@ -122,7 +132,7 @@ class LightningJob:
         step = getattr(self._module, self._hook)
         batch = self._microbatches[microbatch]
         self._randomness.begin()
-        with seeded(seed, self._device), LogRecorder(self._module) as recorder, self._context():
+        with self._kept_state(stage), seeded(seed, self._device), LogRecorder(self._module) as recorder, self._context():
             if self._context_parallel is None and self._keyed_dropout is None:
                 output = step(batch, *self._arguments)
             else:
@@ -130,6 +140,22 @@ class LightningJob:
                     output = step(part, *self._arguments)
         self._calls[microbatch] = recorder.calls
         return output
+
+    @contextlib.contextmanager
+    def _kept_state(self, stage: int) -> Iterator[None]:
+        """What the step changes on the module stays if this is the run that gets to its end."""
+        if stage == self._last_stage:
+            if self._before is None and self._last_stage:
+                self._before = StepState(self._owners)
+            several = self.count > 1 or self._context_parallel is not None
+            with self._metrics.watching() if several else contextlib.nullcontext():
+                yield
+            return
+        before = StepState(self._owners)
+        try:
+            yield
+        finally:
+            before.restore()
 
     @contextlib.contextmanager
     def _own_part(self, stage: int, microbatch: int) -> Iterator[Any]:
@@ -192,7 +218,7 @@ class LightningJob:
         cut = self._context_parallel is not None
         shares = weights if counted or not cut else [w * float(s) for w, s in zip(weights, self._shares, strict=True)]
         report = StepReport(calls=average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut))
-        report.metrics = [self._metric_state(call.metric) for call in report.calls if call.metric is not None]
+        self._metrics.settle()
         if self.training:
             losses = torch.stack([loss.float() for loss in self.losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
@@ -200,6 +226,8 @@ class LightningJob:
         report.extras = self._extras(shares)
         if self._context_parallel is not None:
             self._merge_slices(report, sum(shares))
+        if self._before is not None:
+            report.changes = self._before.changes()
         return report
 
     def _merge_slices(self, report: StepReport, weight: float) -> None:
@@ -230,11 +258,6 @@ class LightningJob:
         raise ValueError(
             f"the logged metric {type(metric).__name__} is not an attribute of the LightningModule; assign it in __init__"
         )
-
-    def _metric_state(self, path: str) -> MetricState:
-        metric = self._module.get_submodule(path)
-        state = {key: getattr(metric, key) for key in metric._defaults}
-        return MetricState(path, state, metric._update_count)
 
 
 def _detached(output: Any) -> Any:

@@ -1,17 +1,15 @@
-"""torchmetrics objects under model parallelism: states are summed over replicas only, and copied from the last stage."""
+"""torchmetrics objects under model parallelism: their states are summed over replicas only, and their values are the batch's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
+from lightning_ptdp.mesh import Group, ProcessMesh
 
-from lightning_ptdp.engine.report import MetricState
-from lightning_ptdp.mesh import ProcessMesh
-
-__all__ = ["load_metric_states", "scope_metrics"]
+__all__ = ["BatchMetrics", "scope_metrics"]
 
 
 def _never() -> bool:
@@ -46,14 +44,71 @@ def scope_metrics(module: Any, mesh: ProcessMesh) -> Callable[[], None]:
     return undo
 
 
-def load_metric_states(module: Any, states: Iterable[MetricState], device: torch.device) -> None:
-    """Give this stage's metrics the states that the last stage's reached."""
-    for state in states:
-        metric = module.get_submodule(state.path)
-        for key, value in state.state.items():
-            setattr(metric, key, [v.to(device) for v in value] if isinstance(value, list) else _moved(value, device))
-        metric._update_count, metric._computed = state.update_count, None
+class BatchMetrics:
+    """Values of the metrics that a step called, over the whole batch: what Lightning logs with ``on_step=True``.
 
+    A metric that is called gives the value of what it was called with, which is a microbatch or a slice of one. A copy of it sees all of
+    them.
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+    Args:
+        module: The LightningModule.
+        context: Ranks that see other slices of the same batch.
+    """
+
+    def __init__(self, module: Any, context: Group) -> None:
+        # By identity: metrics compare and hash by what they hold.
+        self._metrics, self._context = {id(metric): metric for metric in _metrics(module)}, context
+        self._copies: dict[int, Any] = {}
+        self._called: dict[int, None] = {}
+        self._busy = False
+
+    def __deepcopy__(self, memo: Any) -> BatchMetrics:
+        """Itself: it belongs to the metrics of the run, and to no copy of them."""
+        return self
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the step on one microbatch."""
+        handles = [metric.register_forward_hook(self._forwarded, with_kwargs=True) for metric in self._metrics.values()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def settle(self) -> None:
+        """All microbatches have run: let the metrics that were called hold the batch's values; collective over the context group."""
+        called, self._called = self._called, {}
+        for key in called:
+            self._metrics[key]._forward_cache = self._copies[key].compute()
+            self._copies[key].reset()
+
+    def _forwarded(self, metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        key = id(metric)
+        if self._busy or key not in self._metrics:
+            return
+        self._busy = True
+        try:
+            if key not in self._copies:
+                self._copies[key] = self._empty_copy(metric)
+            self._called[key] = None
+            self._copies[key].update(*args, **kwargs)
+        finally:
+            self._busy = False
+
+    def _empty_copy(self, metric: Any) -> Any:
+        # Neither process groups nor values with a graph can be copied, and states need not be.
+        instead: dict[int, Any] = {}
+        for inner in _metrics(metric):
+            instead.update({id(value): None for value in (inner.process_group, inner._forward_cache, inner._computed)})
+            instead.update({id(getattr(inner, name)): copy.deepcopy(default) for name, default in inner._defaults.items()})
+        fresh = copy.deepcopy(metric, instead)
+        for inner, original in zip(_metrics(fresh), _metrics(metric), strict=True):
+            if metric.dist_sync_on_step:
+                inner.process_group, inner.distributed_available_fn = original.process_group, original.distributed_available_fn
+            elif self._context.size > 1:
+                inner.process_group = self._context.handle
+            else:
+                inner.distributed_available_fn = _never
+        fresh.reset()
+        return fresh

@@ -2,12 +2,13 @@
 
 The last stage records the calls of every microbatch; afterwards they are averaged over the microbatches, sent to the other stages and
 replayed everywhere, so that loggers, the progress bar, ModelCheckpoint and EarlyStopping see the same values on all ranks. The values
-travel as one small tensor; their names and options are only sent again when they change.
+travel as one small tensor, tensors as another; names, options and forms are only sent again when they change.
 """
 
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ptdp.engine.parcel import TensorPlace, empty_message, pack, tensors_of, to_bytes, unpack
+from lightning_ptdp.engine.step_state import Change
 from lightning_ptdp.mesh import Group
 
 __all__ = [
     "LogCall",
     "LogRecorder",
-    "MetricState",
     "ReportMemory",
     "StepReport",
     "average_calls",
@@ -43,15 +45,6 @@ class LogCall:
 
 
 @dataclass
-class MetricState:
-    """State of a torchmetrics object after a step, to be copied to the stages that did not update it."""
-
-    path: str
-    state: dict[str, Any]
-    update_count: int
-
-
-@dataclass
 class StepReport:
     """Everything that the last stage says about a step.
 
@@ -61,7 +54,7 @@ class StepReport:
         counted: Whether the weights are token counts that the step returned.
         calls: Recorded and averaged ``self.log`` calls.
         extras: Picklable outputs beside the loss, or None.
-        metrics: States of the logged metric objects.
+        changes: What the step left on the module.
     """
 
     loss: float = 0.0
@@ -69,7 +62,7 @@ class StepReport:
     counted: bool = False
     calls: list[LogCall] = field(default_factory=list)
     extras: Any = None
-    metrics: list[MetricState] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
 
 class LogRecorder:
@@ -148,9 +141,24 @@ def reduce_values(values: Sequence[float], weights: Sequence[float], reduce_fx: 
 
 @dataclass
 class ReportMemory:
-    """Structure of the last report, kept by sender and receivers so that it need not be sent again."""
+    """Form of the last report, kept by sender and receivers so that it need not be sent again."""
 
-    structure: bytes = b""
+    form: bytes = b""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a report says beside numbers and tensors.
+
+    Attributes:
+        rows: Of each log call its name, options, metric and whether it has a value.
+        rest: Outputs and changes, packed.
+        places: Of their tensors.
+    """
+
+    rows: list[tuple[str, dict[str, Any], str | None, bool]]
+    rest: bytes
+    places: list[TensorPlace]
 
 
 def share_report(
@@ -161,34 +169,57 @@ def share_report(
         assert report is not None
         return report
     source = group.ranks[source]
-    head = torch.zeros(_CAPACITY + 5, dtype=torch.float64)
+    head = torch.zeros(_CAPACITY + 4, dtype=torch.float64)
     values: list[float] = []
+    tensors: list[Tensor] = []
     if report is not None:
         values = [call.value for call in report.calls if call.value is not None]
-        structure = pickle.dumps([(c.name, c.options, c.metric, c.value is None) for c in report.calls])
-        changed = structure != memory.structure
-        loose = report.extras is not None or bool(report.metrics)
-        flags = [float(report.counted), float(changed), float(loose)]
-        head[:5] = torch.tensor([report.loss, report.weight, *flags], dtype=torch.float64)
-        head[5 : 5 + min(len(values), _CAPACITY)] = torch.tensor(values[:_CAPACITY], dtype=torch.float64)
-        memory.structure = structure
+        form, tensors = _form_of(report, device)
+        head[:4] = torch.tensor(
+            [report.loss, report.weight, float(report.counted), float(form != memory.form)], dtype=torch.float64
+        )
+        head[4 : 4 + min(len(values), _CAPACITY)] = torch.tensor(values[:_CAPACITY], dtype=torch.float64)
+        memory.form = form
     head = head.to(device)
     dist.broadcast(head, source, group=group.handle)
-    loss, weight, counted, changed_flag, loose_flag, *numbers = head.tolist()
-    if changed_flag:
-        memory.structure = _broadcast_object(memory.structure, source, group)
-    rows = pickle.loads(memory.structure) if memory.structure else []
-    count = sum(not row[3] for row in rows)
-    if count > _CAPACITY:
+    loss, weight, counted, form_changed, *numbers = head.tolist()
+    if form_changed:
+        memory.form = _broadcast_object(memory.form, source, group)
+    content: _Form = pickle.loads(memory.form)
+    if sum(row[3] for row in content.rows) > _CAPACITY:
         numbers = _broadcast_object(values, source, group)
-    extras, metrics = (None, [])
-    if loose_flag:
-        extras, metrics = _broadcast_object((report.extras, report.metrics) if report is not None else None, source, group)
+    message = to_bytes(tensors, content.places, device) if report is not None else empty_message(content.places, device)
+    if message.numel():
+        dist.broadcast(message, source, group=group.handle)
     if report is not None:
         return report
     stream = iter(numbers)
-    calls = [LogCall(name, None if is_metric else next(stream), options, metric) for name, options, metric, is_metric in rows]
-    return StepReport(loss, weight, bool(counted), calls, extras, metrics)
+    calls = [LogCall(name, next(stream) if known else None, options, metric) for name, options, metric, known in content.rows]
+    extras, changes = unpack(content.rest, tensors_of(message, content.places))
+    return StepReport(loss, weight, bool(counted), calls, extras, changes)
+
+
+def _form_of(report: StepReport, device: torch.device) -> tuple[bytes, list[Tensor]]:
+    try:
+        rest, tensors = pack((report.extras, report.changes))
+    except Exception:
+        rest, tensors = pack((report.extras, [change for change in report.changes if _can_be_sent(change)]))
+    places = [TensorPlace(tuple(t.shape), t.dtype, t.device != device) for t in tensors]
+    rows = [(call.name, call.options, call.metric, call.value is not None) for call in report.calls]
+    return pickle.dumps(_Form(rows, rest, places)), tensors
+
+
+def _can_be_sent(change: Change) -> bool:
+    try:
+        pack(change)
+    except Exception as error:
+        warnings.warn(
+            f"the step changed {change.name}, which cannot be sent to the other pipeline stages: it is as it was there ({error}). Keep "
+            "numbers, tensors and containers of them",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _broadcast_object(value: Any, source: int, group: Group) -> Any:

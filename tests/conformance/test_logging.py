@@ -10,7 +10,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torchmetrics import MeanSquaredError, MetricCollection
+from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef
 
 from lightning_ptdp.loggers import MLFlowLogger
 from tests.conformance.toys import LitNet, Place, both, loader, make_trainer, metrics
@@ -24,6 +24,7 @@ class LogsEverything(LitNet):
         super().__init__()
         self.metric, self.val_metric = MeanSquaredError(), MeanSquaredError()
         self.collection = MetricCollection({"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)})
+        self.called = MetricCollection({"pearson": PearsonCorrCoef(), "step_rmse": MeanSquaredError(squared=False)})
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -39,7 +40,9 @@ class LogsEverything(LitNet):
         self.log("weighted_step", loss, on_step=True, on_epoch=True, batch_size=len(x), sync_dist=True)
         self.log("count", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         self.metric(prediction, y)
-        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        self.called(prediction, y)
+        self.log_dict(self.called, on_step=True, on_epoch=False)
         self.log_dict({"a": loss, "b": 2 * loss}, on_epoch=True, on_step=False, sync_dist=True)
         return loss
 
@@ -89,10 +92,12 @@ def assert_same_metrics(found: Any, expected: Any) -> None:
                 assert here[kind][name] == pytest.approx(value, rel=1e-5, abs=1e-7), f"{kind} {name}"
 
 
-@pytest.mark.parametrize("name", ["one", "d2", "p2"])
+@pytest.mark.parametrize("name", ["one", "m3", "d2", "p2"])
 def test_every_kind_of_log_call(name: str, pool: Pool) -> None:
     for found, expected in both(pool, log_everything, name):
-        assert {"both_step", "both_epoch", "metric", "val_loss", "rmse", "from_hook"} <= expected[-1]["callback_metrics"].keys()
+        assert {"both_step", "both_epoch", "metric_step", "pearson", "val_loss", "rmse", "from_hook"} <= expected[-1][
+            "callback_metrics"
+        ].keys()
         assert_same_metrics(found, expected)
 
 

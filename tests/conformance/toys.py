@@ -33,6 +33,7 @@ class Place:
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 PLACES = {
     "one": (Place(), Place(reference="auto")),
+    "m3": (Place(layout={"num_microbatches": 3}), Place(reference="auto")),
     "d2": (Place(world_size=2), Place(world_size=2, reference="ddp")),
     "p2": (Place(world_size=2, layout=P2), Place(reference="auto")),
 }

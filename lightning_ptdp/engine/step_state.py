@@ -1,0 +1,299 @@
+"""What a step leaves on the module: attributes and metrics that only the last stage's run of the step changed.
+
+The user's step runs once on every stage, and only the last run gets to its end. So what the other runs changed on the way is put back,
+and what the last stage's run changed is told to the other ranks as a list of changes: a list that grew is sent as its new items.
+
+Watched are the LightningModule's own attributes and buffers, and its torchmetrics objects: numbers, strings, tensors and arrays, in
+lists, dictionaries and plain objects. Of containers with more than ``_WATCHED`` items only what is added at the end is seen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+__all__ = ["Change", "Owner", "StepState", "apply_changes", "find_owners"]
+
+_WATCHED = 256
+_DEPTH = 3
+_ARRAY_ITEMS = 65536
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, np.generic, list, tuple, dict, set, deque)
+_LIBRARIES = (
+    "builtins", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "tokenizers", "torch", "torchmetrics", "transformers",
+)  # fmt: skip
+_NOT_STATE = ("update", "compute", "process_group", "dist_sync_fn", "distributed_available_fn", "_update_signature", "_defaults")
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module whose attributes are watched.
+
+    Attributes:
+        name: Dotted, "" for the LightningModule.
+        ignored: Attributes that are not state of the user's.
+    """
+
+    name: str
+    module: nn.Module
+    ignored: frozenset[str]
+
+    def attributes(self) -> dict[str, Any]:
+        """Watched attributes and buffers."""
+        found = {name: value for name, value in vars(self.module).items() if name not in self.ignored}
+        return {**found, **dict(self.module.named_buffers(recurse=False))}
+
+
+def find_owners(module: Any) -> list[Owner]:
+    """The LightningModule itself and its metrics, wherever they are in it."""
+    from torchmetrics import Metric, MetricCollection
+
+    base = next((kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule"), nn.Module)
+    metrics = [(n, child) for n, child in module.named_modules() if n and isinstance(child, (Metric, MetricCollection))]
+    ignored = _attributes_of(nn.Module) | frozenset(_NOT_STATE)
+    return [Owner("", module, _attributes_of(base) | {"log"}), *(Owner(name, child, ignored) for name, child in metrics)]
+
+
+@cache
+def _attributes_of(kind: type) -> frozenset[str]:
+    return frozenset(vars(kind()))
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: ``path`` is the name of an owner, that of its attribute, and keys into that.
+
+    Attributes:
+        how: "set", "extend" (a list or dictionary, by items at its end), "delete", or "alias": what ``value``, a path, leads to.
+    """
+
+    path: Path
+    how: str
+    value: Any = None
+
+    @property
+    def name(self) -> str:
+        """As the user wrote it."""
+        owner, attribute, *keys = self.path
+        return ".".join(part for part in ("self", owner, attribute) if part) + "".join(f"[{key!r}]" for key in keys)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A value as it was.
+
+    Attributes:
+        mark: The version of a tensor; a copy of an array or set; how many items a container had.
+        items: What a container held, by key; None if that was too much.
+    """
+
+    value: Any
+    mark: Any = None
+    items: Mapping[Any, _Seen] | None = None
+
+
+class StepState:
+    """What the watched attributes are now, to compare with later."""
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        self._seen = [(owner, {name: _see(value) for name, value in owner.attributes().items()}) for owner in owners]
+
+    def changes(self) -> list[Change]:
+        """What has changed since."""
+        search = _Search()
+        for owner, seen in self._seen:
+            search.mapping(seen, owner.attributes(), (owner.name,))
+        return search.found
+
+    def restore(self) -> None:
+        """Put back what was added, removed or bound to something else; a tensor that was changed in place stays as it is."""
+        for owner, seen in self._seen:
+            now = owner.attributes()
+            for name in _added(seen, now):
+                delattr(owner.module, name)
+            for name, before in seen.items():
+                if _rebound(before, now.get(name)):
+                    setattr(owner.module, name, before.value)
+                _restore(before)
+
+
+def _see(value: Any, depth: int = 0) -> _Seen:
+    if isinstance(value, Tensor):
+        return _Seen(value, None if value.is_inference() else value._version)
+    if isinstance(value, np.ndarray):
+        return _Seen(value, value.copy() if value.size <= _ARRAY_ITEMS else None)
+    if isinstance(value, set):
+        return _Seen(value, set(value))
+    held: Any = value if isinstance(value, (dict, list, deque)) else None
+    if held is None and depth == 0 and _is_object(value):
+        held = vars(value)
+    if held is None:
+        return _Seen(value)
+    if len(held) > _WATCHED or depth > _DEPTH:
+        return _Seen(value, len(held))
+    pairs = held.items() if isinstance(held, dict) else enumerate(held)
+    return _Seen(value, len(held), {key: _see(item, depth + 1) for key, item in pairs})
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is an object of the user's that holds data, such as a running average."""
+    known = type(value).__module__.partition(".")[0] in _LIBRARIES
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value) and not known
+
+
+class _Search:
+    """Collects changes; what is met again under another name is told as an alias."""
+
+    def __init__(self) -> None:
+        self.found: list[Change] = []
+        self._met: dict[int, tuple[Path, bool]] = {}
+
+    def mapping(self, seen: Mapping[Any, _Seen], now: Mapping[Any, Any], path: Path) -> None:
+        """Compare what a module, an object or a dictionary held with what it holds."""
+        self.found += [Change((*path, key), "delete") for key in seen if key not in now]
+        for key, value in now.items():
+            self.value(seen.get(key), value, (*path, key))
+
+    def value(self, seen: _Seen | None, now: Any, path: Path) -> None:
+        """Compare one value with what it was; None: it was not there."""
+        rebound = seen is None or now is not seen.value
+        if id(now) in self._met:
+            first, changed = self._met[id(now)]
+            if rebound or changed:
+                self.found.append(Change(path, "alias", first))
+            return
+        count = len(self.found)
+        if seen is None or (rebound and not _is_same_number(seen.value, now)):
+            self.found.append(Change(path, "set", now))
+        elif not rebound:
+            self._same_object(seen, now, path)
+        if isinstance(now, (Tensor, list, dict, deque, set)):
+            self._met[id(now)] = path, len(self.found) > count
+
+    def _same_object(self, seen: _Seen, now: Any, path: Path) -> None:
+        if isinstance(now, Tensor):
+            changed = seen.mark is None or now._version != seen.mark
+        elif isinstance(now, np.ndarray):
+            changed = seen.mark is not None and not np.array_equal(now, seen.mark)
+        elif isinstance(now, set):
+            changed = now != seen.mark
+        else:
+            changed = seen.mark is not None and self._container(seen, now, path)
+        if changed:
+            self.found.append(Change(path, "set", now))
+
+    def _container(self, seen: _Seen, now: Any, path: Path) -> bool:
+        """Whether it has to be sent as a whole, because it lost items that nobody remembers."""
+        ordered = isinstance(now, (list, deque))
+        if not ordered and seen.items is not None:
+            self.mapping(seen.items, now if isinstance(now, dict) else vars(now), path)
+            return False
+        if len(now) < seen.mark:
+            return True
+        for key, item in (seen.items or {}).items():
+            self.value(item, now[key], (*path, key))
+        if len(now) > seen.mark:
+            new = islice(now if ordered else now.items(), seen.mark, None)
+            self.found.append(Change(path, "extend", list(new) if ordered else dict(new)))
+        return False
+
+
+def _is_same_number(before: Any, now: Any) -> bool:
+    return type(before) is type(now) and isinstance(now, (bool, int, float, complex, str, bytes)) and bool(before == now)
+
+
+def _added(seen: Mapping[Any, _Seen], now: Mapping[Any, Any]) -> list[Any]:
+    return [key for key, value in now.items() if key not in seen and isinstance(value, _PLAIN)]
+
+
+def _rebound(before: _Seen, now: Any) -> bool:
+    return now is not before.value and isinstance(now, _PLAIN) and isinstance(before.value, _PLAIN)
+
+
+def _restore(before: _Seen) -> None:
+    value, items = before.value, before.items
+    if isinstance(value, np.ndarray) and before.mark is not None:
+        value[...] = before.mark
+    elif isinstance(value, set):
+        value.intersection_update(before.mark)
+        value.update(before.mark)
+    elif isinstance(value, (list, deque)):
+        _restore_list(before)
+    elif items is not None:
+        _restore_mapping(value if isinstance(value, dict) else vars(value), items)
+    elif isinstance(value, dict):
+        for key in list(islice(value, before.mark, None)):
+            del value[key]
+    for item in () if items is None else items.values():
+        _restore(item)
+
+
+def _restore_list(before: _Seen) -> None:
+    value, items = before.value, before.items
+    if items is None:
+        while len(value) > before.mark:
+            value.pop()
+    elif len(value) != len(items) or any(item is not items[key].value for key, item in enumerate(value)):
+        value.clear()
+        value.extend(item.value for item in items.values())
+
+
+def _restore_mapping(value: MutableMapping[Any, Any], items: Mapping[Any, _Seen]) -> None:
+    for key in _added(items, value):
+        del value[key]
+    for key, item in items.items():
+        if key not in value or _rebound(item, value[key]):
+            value[key] = item.value
+
+
+def apply_changes(module: nn.Module, changes: Sequence[Change]) -> None:
+    """Do to ``module`` what another rank's ``StepState.changes`` told.
+
+    Raises:
+        ValueError: An attribute is not what it is there.
+    """
+    for change in changes:
+        try:
+            _apply(module, change)
+        except (LookupError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"the step changed {change.name} on the last pipeline stage, but here it is something else ({error}): what a step "
+                "changes must be changed by hooks on all ranks alike"
+            ) from error
+
+
+def _apply(module: nn.Module, change: Change) -> None:
+    last = change.path[-1]
+    target = _follow(module, change.path[:-1])
+    if change.how == "extend":
+        held = _get(target, last)
+        held.update(change.value) if isinstance(held, dict) else held.extend(change.value)
+    elif change.how == "delete" and isinstance(target, dict):
+        target.pop(last, None)
+    elif change.how == "delete":
+        delattr(target, last)
+    else:
+        value = _follow(module, change.value) if change.how == "alias" else change.value
+        if isinstance(target, (dict, list, deque)):
+            target[last] = value
+        else:
+            setattr(target, last, value)
+
+
+def _follow(module: nn.Module, path: Path) -> Any:
+    value: Any = module.get_submodule(path[0])
+    for key in path[1:]:
+        value = _get(value, key)
+    return value
+
+
+def _get(value: Any, key: Any) -> Any:
+    return value[key] if isinstance(value, (dict, list, deque)) else getattr(value, key)
