@@ -23,6 +23,7 @@ __all__ = [
     "NAMESPACES",
     "StrategyBase",
     "announce_sigterm",
+    "layer_sync",
     "lightning_names",
     "replace_sigterm_notifier",
 ]
@@ -52,6 +53,11 @@ class LightningNames:
     is_overridden: Any
     WeightAveragingCallbacks: tuple[Any, ...]
     TunerCallbacks: tuple[Any, ...]
+    ModelPruning: Any
+    TorchSyncBatchNorm: Any
+    TorchCheckpointIO: Any
+    AsyncCheckpointIO: Any
+    casting: tuple[Any, ...]  # ``convert_module`` of the precision plugins that change dtypes only
     SubprocessLauncher: Any
     MultiProcessingLauncher: Any
     init_process_group: Any
@@ -88,6 +94,14 @@ def lightning_names(namespace: str) -> LightningNames:
         is_overridden=take(f"{namespace}.utilities.model_helpers", "is_overridden"),
         WeightAveragingCallbacks=(take(callbacks, "StochasticWeightAveraging"), take(callbacks, "WeightAveraging")),
         TunerCallbacks=(take(callbacks, "BatchSizeFinder"), take(callbacks, "LearningRateFinder")),
+        ModelPruning=take(callbacks, "ModelPruning"),
+        TorchSyncBatchNorm=take(f"{namespace}.plugins", "TorchSyncBatchNorm"),
+        TorchCheckpointIO=take(f"{namespace}.plugins.io", "TorchCheckpointIO"),
+        AsyncCheckpointIO=take(f"{namespace}.plugins.io", "AsyncCheckpointIO"),
+        casting=tuple(
+            take(f"{namespace}.plugins.precision", name).convert_module
+            for name in ("Precision", "HalfPrecision", "DoublePrecision")
+        ),
         SubprocessLauncher=take(f"{namespace}.strategies.launchers", "_SubprocessScriptLauncher"),
         MultiProcessingLauncher=take(f"{namespace}.strategies.launchers", "_MultiProcessingLauncher"),
         init_process_group=take(f"{fabric}.utilities.distributed", "_init_dist_connection"),
@@ -96,6 +110,11 @@ def lightning_names(namespace: str) -> LightningNames:
         sync_tensor=take(f"{fabric}.utilities.distributed", "_sync_ddp_if_available"),
         optimizers_to_device=take(f"{fabric}.utilities.optimizer", "_optimizers_to_device"),
     )
+
+
+def layer_sync(strategy: Any) -> Any:
+    """The plugin that Lightning gives a strategy for ``sync_batchnorm=True``, or that its user gave; None without."""
+    return strategy._layer_sync
 
 
 def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None]) -> None:

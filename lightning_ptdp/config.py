@@ -184,6 +184,12 @@ class PTDPConfig:
         """Whether a batch can be more than one microbatch."""
         return self.usual_microbatches != 1
 
+    @property
+    def runs_backward(self) -> bool:
+        """Whether a batch's backward is ours to run, inside ``training_step``: there can be more than one microbatch, stage, or slice of
+        time. Else Lightning runs it."""
+        return self.pipeline_parallel_size > 1 or self.has_microbatches or self.context_parallel_size > 1
+
     def microbatches(self, samples: int) -> int:
         """m for a replica's batch of ``samples``: as many as ``micro_batch_size`` asks, else the usual number; never more than samples."""
         usual = self.usual_microbatches

@@ -22,6 +22,7 @@ def test_names_exist_and_take_what_we_pass(namespace: str) -> None:
     ]
     assert "_collect_rank_zero_results" in vars(names.MultiProcessingLauncher)
     assert hasattr(names.ParallelStrategy, "block_backward_sync")
+    assert "_layer_sync" in inspect.getsource(names.ParallelStrategy.__init__)
 
 
 def test_the_namespaces_are_two_class_hierarchies() -> None:

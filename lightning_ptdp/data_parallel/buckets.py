@@ -117,6 +117,17 @@ class GradientBuckets:
             for entry, view in zip(bucket.entries, bucket.views, strict=True):
                 entry.parameter.grad = view
 
+    def resume(self) -> None:
+        """Go on adding to the gradients that the parameters have; one that somebody took off its parameter begins at zero."""
+        for bucket in self.buckets():
+            for entry, view in zip(bucket.entries, bucket.views, strict=True):
+                gradient = entry.parameter.grad
+                if gradient is None:
+                    view.zero_()
+                elif gradient is not view:
+                    view.copy_(gradient)
+                entry.parameter.grad = view
+
     def park(self) -> None:
         """Take the gradients off the parameters, so that ``zero_grad`` cannot touch them; the buffers keep them."""
         for entry in self.entries:

@@ -47,6 +47,10 @@ class LooseGradients:
             if entry.parameter.grad is None:
                 entry.parameter.grad = gradient
 
+    def resume(self) -> None:
+        """Go on adding to the gradients that the parameters have."""
+        self._kept = [None] * len(self.entries)
+
     def park(self) -> None:
         """Take the gradients off the parameters and keep them; an unused parameter's is zero."""
         for index, entry in enumerate(self.entries):

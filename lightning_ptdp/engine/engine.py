@@ -106,18 +106,12 @@ class Engine:
         self._compared = False
         self._unscope = scope_metrics(module, mesh) if mesh.layout.model_parallel_size > 1 else lambda: None
 
-    @property
-    def runs_backward_itself(self) -> bool:
-        """Whether ``training_step`` includes the backward, because there is more than one microbatch, stage, or slice of time."""
-        several = self._config.pipeline_parallel_size > 1 or self._config.has_microbatches
-        return several or self._context_parallel is not None
-
     def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:
         """Make what keeps and sums gradients, and give the optimizer what it steps on."""
         for child in self._module.modules():
             if "weight_gradients" in vars(child):
                 child.weight_gradients = self._weight_gradients
-        apart = self._mesh.layout.world_size > 1 or self.runs_backward_itself
+        apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
         self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -144,17 +138,18 @@ class Engine:
 
     # ---- training -----------------------------------------------------------------------------------------------------
 
-    def training_step(self, context: Context, args: Sequence[Any], *, loss_scale: float = 1.0) -> Any:
+    def training_step(self, context: Context, args: Sequence[Any], *, clears: bool, loss_scale: float = 1.0) -> Any:
         """One batch of one replica.
 
         Args:
             context: The precision plugin's context for one call of the user's step.
             args: What Lightning passes to ``training_step``, the batch first.
+            clears: Lightning will clear all gradients before the backward.
             loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's gradients keep.
         """
         self._compare_batch(args[0])
-        self.gradients.begin()
-        if self.runs_backward_itself:
+        self.gradients.begin(clears=clears)
+        if self._config.runs_backward:
             return self._scheduled_training_step(context, args, loss_scale)
         return self._straight_training_step(context, args)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients, SteppedParameters, global_norm
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, SteppedParameters, global_norm
 from lightning_ptdp.engine.arrivals import Arrivals
 from lightning_ptdp.engine.gradient_checks import GradientChecks
 from lightning_ptdp.engine.gradients import counted_gradients, make_gradients, make_stepped, needs_masters
@@ -55,7 +55,9 @@ class GradientKeeper:
         self._arrivals: Arrivals | None = None
         self._checks: GradientChecks | None = None
         self.losses: Sequence[Tensor] = []
-        self._fresh, self.accumulates = True, False
+        self.accumulates = False
+        self._clears, self._open = True, False
+        self._left: dict[Tensor, Tensor] = {}
 
     def prepare(self, optimizer: Any, *, apart: bool, overlaps: bool = False) -> None:
         """Make the gradient buckets and give the optimizer what it steps on.
@@ -67,6 +69,7 @@ class GradientKeeper:
         """
         if not apart and not needs_masters(self._config, self._parallel) and self._config.check_finite is None:
             return
+        self._optimizer = optimizer
         self._buckets = make_gradients(
             config=self._config, mesh=self._mesh, parallel=self._parallel, launched=self._observers.reducing
         )
@@ -94,8 +97,14 @@ class GradientKeeper:
 
     # ---- a batch ------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A batch begins: wait for the parameters that nothing in its forward will wait for."""
+    def begin(self, *, clears: bool) -> None:
+        """A batch begins: wait for the parameters that nothing in its forward will wait for.
+
+        Args:
+            clears: Lightning will clear all gradients between this forward and its backward; else it is seen by what is left in
+                ``.grad`` by then.
+        """
+        self._clears = clears
         if self._arrivals is not None:
             self._arrivals.begin()
 
@@ -104,10 +113,15 @@ class GradientKeeper:
         assert self._buckets is not None
         assert self._checks is not None
         self._checks.check_trainable()
-        if self._fresh:
+        if self._open and not self._clears:
+            self._buckets.resume()
+        else:
+            # What nobody cleared is summed over the replicas already: it waits aside until the batch's gradients are too.
+            left = {} if self._clears else _gradients(self._stepped_on())
+            self._left = {value: gradient.clone() for value, gradient in left.items()}
             self._buckets.zero()
-            self._fresh = False
-        self._buckets.install()
+            self._buckets.install()
+        self._open = self.accumulates
         return self._buckets
 
     def settle(self, *, reduced: bool, counted: bool, scale: float | None) -> None:
@@ -131,6 +145,8 @@ class GradientKeeper:
                 buckets.reduce_all()
                 buckets.finish()
         buckets.park()
+        for value, gradient in self._left.items():
+            value.grad = gradient  # for Lightning to clear, or not
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
@@ -146,8 +162,7 @@ class GradientKeeper:
         yield
         self._buckets.reduce(0)
         self._buckets.finish()
-        if self.stepped is not None:
-            self.stepped.install()
+        self._show()
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -163,27 +178,44 @@ class GradientKeeper:
     def install(self) -> None:
         """Show the gradients that a schedule computed to Lightning and the optimizer."""
         assert self._buckets is not None
+        self._left = _gradients(self._left)
+        for value in self._left:
+            value.grad = None
         self._buckets.install()
-        if self.stepped is not None and not self.accumulates:
-            self.stepped.install()
+        if not self.accumulates:
+            self._show()
 
     def check(self, optimizer: Any, *, scaled: bool = False) -> None:
         """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
         if self._checks is not None and not self.accumulates:
             self._checks.complete(optimizer, losses=self.losses, norm=None if scaled else self.norm)
 
-    def norm(self) -> Tensor:
-        """2-norm of the whole model's gradient, each parameter counted once; collective."""
-        mine = counted_gradients(self.stepped, parallel=self._parallel)
+    def norm(self, optimizer: Any = None) -> Tensor:
+        """2-norm of the whole model's gradient, or of what ``optimizer`` steps on, each parameter counted once; collective."""
+        mine = counted_gradients(self.stepped, parallel=self._parallel, optimizer=optimizer)
         group, holders = self._mesh.group("model"), self._mesh.group("context")
         if self.stepped is not None and self.stepped.is_sharded:
             group, holders = self._mesh.world, self._mesh.replica_levels(self._config.data_parallel_replicas)[1]
         # Of the ranks that hold the same gradients the first one counts them.
         return global_norm(mine if holders.rank == 0 else [], group=group, device=self._device)
 
+    def _show(self) -> None:
+        """Give the optimizer the gradients, which are complete, and what was left of those before."""
+        if self.stepped is not None:
+            self.stepped.install()
+        for value, gradient in self._left.items():
+            value.grad = gradient if value.grad is None else value.grad.add_(gradient)
+        self._left = {}
+
+    def _stepped_on(self) -> list[Tensor]:
+        """What the optimizer steps on, whose ``.grad`` is there for everybody to see and to clear."""
+        assert self._buckets is not None
+        kept = self._buckets.entries if self.stepped is None else self.stepped.entries
+        values = {entry.parameter if isinstance(entry, BucketEntry) else entry.value for entry in kept}
+        return [p for group in self._optimizer.param_groups for p in group["params"] if p in values]
+
     def used(self) -> None:
-        """The optimizer has stepped: the next batch starts from zero."""
-        self._fresh = True
+        """The optimizer has stepped."""
         if self._arrivals is not None:
             self._arrivals.ended()
 
@@ -191,3 +223,7 @@ class GradientKeeper:
         """Somebody is about to read the parameters: wait until those of the last step are here."""
         if self.stepped is not None:
             self.stepped.wait()
+
+
+def _gradients(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    return {tensor: tensor.grad for tensor in tensors if tensor.grad is not None}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import (
@@ -89,15 +90,18 @@ def sharding_of(stepped: Stepped, parallel: ParallelModel) -> Sharding | FlatSha
     return whole if stepped.shard is None else FlatSharding(whole=whole, shard=stepped.shard)
 
 
-def counted_gradients(stepped: SteppedParameters | None, *, parallel: ParallelModel) -> list[Tensor]:
-    """Gradients, or views of them, that this rank counts in the norm."""
+def counted_gradients(
+    stepped: SteppedParameters | None, *, parallel: ParallelModel, optimizer: Optimizer | None = None
+) -> list[Tensor]:
+    """Gradients, or views of them, that this rank counts in the norm: of all parameters, or of those that ``optimizer`` steps on."""
     if stepped is None:
-        mine: list[tuple[Any, Any, Tensor | None]] = [(p, record.sharding, p.grad) for p, record in parallel.records.items()]
+        mine: list[tuple[Any, Any, Tensor]] = [(p, record.sharding, p) for p, record in parallel.records.items()]
     else:
-        mine = [(entry.parameter, sharding_of(entry, parallel), entry.value.grad) for entry in stepped.entries]
+        mine = [(entry.parameter, sharding_of(entry, parallel), entry.value) for entry in stepped.entries]
+    chosen = None if optimizer is None else {value for group in optimizer.param_groups for value in group["params"]}
     return [
         part
-        for parameter, sharding, gradient in mine
-        if parallel.records[parameter].counted and gradient is not None
-        for part in sharding.counted(gradient)
+        for parameter, sharding, value in mine
+        if parallel.records[parameter].counted and value.grad is not None and (chosen is None or value in chosen)
+        for part in sharding.counted(value.grad)
     ]

@@ -6,7 +6,7 @@ its scaler would skip the step that the others take. So what a scaler has found 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,10 @@ _INITIAL_SCALE = 2.0**12
 """Of "16-true". There the loss is in float16 too, whose largest number is 65504: torch's own 2^16 would overflow every first step."""
 
 
-def prepare_loss_scaling(plugin: Any, optimizer: Any, *, device: torch.device) -> None:
+def prepare_loss_scaling(plugin: Any, optimizers: Iterable[Any], *, device: torch.device) -> None:
     """Give "16-true" a dynamic loss scale, which Lightning's plugin lacks, and make any scaler's decisions those of all ranks.
 
-    The optimizer must step on gradients in float32: its parameters are, or have masters.
+    The optimizers must step on gradients in float32: their parameters are, or have masters.
 
     Raises:
         ValueError: The scaler is switched off, so that small gradients would vanish without a word.
@@ -43,9 +43,10 @@ def prepare_loss_scaling(plugin: Any, optimizer: Any, *, device: torch.device) -
             f"precision={plugin.precision!r} with a GradScaler that is not enabled on {device.type}: gradients below 6e-8 would become "
             "zero; enable it, or use precision='bf16-mixed', 'bf16-true' or '32-true'"
         )
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        # A fused step would unscale by itself, unseen by clipping and by the other ranks.
-        optimizer._step_supports_amp_scaling = False
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # A fused step would unscale by itself, unseen by clipping and by the other ranks.
+            optimizer._step_supports_amp_scaling = False
     if not isinstance(scaler.unscale_, partial):
         scaler.unscale_ = partial(_unscale_together, scaler, scaler.unscale_, device)
 

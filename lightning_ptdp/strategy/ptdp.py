@@ -1,6 +1,6 @@
 """The strategy: Lightning's hooks, each a few lines, calling the rooms of this package.
 
-Order of a run: ``setup_environment`` (groups) -> ``setup`` (cut, give values, shard, optimizer, buckets) -> for every batch
+Order of a run: ``setup_environment`` (groups) -> ``setup`` (convert, cut, give values, shard, optimizer, buckets) -> for every batch
 ``training_step`` (the schedule runs forward and backward) -> ``zero_grad`` -> ``backward`` (installs the gradients) -> clipping ->
 ``optimizer_step``. Gradients stay out of Lightning's sight between ``training_step`` and ``backward``, because it clears them there.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_ptdp._lightning import LightningNames, lightning_names
+from lightning_ptdp._lightning import LightningNames, layer_sync, lightning_names
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import check_elementwise
@@ -30,7 +30,15 @@ from lightning_ptdp.parallelize import ParallelModel, parallelize
 from lightning_ptdp.pipeline.schedules import may_split_backward
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.recompute import JoinedContexts, apply_recomputation
-from lightning_ptdp.strategy.checks import CUT_MARK, check_loader, check_model, check_sequence_length, check_trainer, plan_of
+from lightning_ptdp.strategy.checks import (
+    CUT_MARK,
+    check_loader,
+    check_model,
+    check_sequence_length,
+    check_trainer,
+    plan_of,
+    warn_of_batch_norm,
+)
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.context import make_context_parallel, make_keyed_dropout
 from lightning_ptdp.strategy.joining import joining
@@ -119,7 +127,9 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         Raises:
             ValueError: Names the field, the value and what would work.
         """
-        check_model(lightning_module, self.config, self.layout)
+        plugin = self.precision_plugin
+        casts = type(plugin).convert_module in self._names.casting
+        check_model(lightning_module, self.config, self.layout, convert=None if casts else plugin.convert_module)
         if datamodule is not None:
             check_loader(datamodule, self.config, self.layout)
             check_sequence_length(datamodule, self.config)
@@ -178,16 +188,19 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Cut, give values, shard; then optimizers and gradient buckets."""
+        """Convert, cut, give values, shard; then optimizers and gradient buckets."""
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
         if self.layout.world_size > 1:
             self._stop_request = StopRequest(trainer)
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
         if not self._is_cut_here:
+            # First, because it may put other modules and parameters into the model, which have to be cut and recorded.
+            self.model = self._convert(self.model)
+            if fitting and self.is_global_zero:
+                warn_of_batch_norm(self.model, self.config)
             self._parallelize()
         self.load_awaited_values()
-        self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
@@ -213,6 +226,17 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self.setup_precision_plugin()
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _convert(self, model: Any) -> Any:
+        """What the precision plugin and ``sync_batchnorm`` make of the whole model."""
+        assert self.mesh is not None
+        model = self.precision_plugin.convert_module(model)
+        replicas = self.mesh.group("replica_sum")
+        if layer_sync(self) is not None and replicas.size > 1:
+            # The world's group, where it is that, can be copied with the model.
+            group = replicas.handle if replicas.size < self.layout.world_size else None
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+        return model
 
     def _parallelize(self) -> None:
         module = self.lightning_module
@@ -245,7 +269,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         )
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the one optimizer."""
+        """Make the optimizer: one, except under manual optimization."""
         try:
             super().setup_optimizers(trainer)
         except ValueError as error:
@@ -262,12 +286,15 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             # Lightning's own message recommends manual optimization, which the schedule cannot honour either.
             raise self._names.MisconfigurationException(
                 "configure_optimizers returned several optimizers; the ptdp strategy trains with one. Use parameter groups of one "
-                "optimizer"
+                "optimizer, or manual optimization in one process without microbatches"
             ) from error
 
     def _prepare_optimization(self, trainer: Any) -> None:
         """Gradients, what the optimizer steps on, and the loss scale."""
         assert self._engine is not None
+        prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
+        if not self.lightning_module.automatic_optimization:
+            return  # one process without microbatches: gradients are autograd's and the optimizers the user's
         (optimizer,) = self.optimizers
         if self.config.shard_optimizer and self.layout.data_parallel_size * self.layout.context_parallel_size > 1:
             check_elementwise(optimizer, device=self.root_device)
@@ -275,7 +302,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self._engine.prepare_gradients(optimizer, overlaps=overlaps)
         stepped = self._engine.gradients.stepped
         self._adopted = stepped.entries if stepped is not None else None
-        prepare_loss_scaling(self.precision_plugin, optimizer, device=self.root_device)
 
     def model_to_device(self) -> None:
         """Move this rank's part."""

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp._lightning import StrategyBase
+from lightning_ptdp._lightning import LightningNames, StrategyBase
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
@@ -26,6 +27,8 @@ __all__ = ["ScheduledSteps"]
 class ScheduledSteps(StrategyBase):
     """Mixin of the strategy: training and evaluation steps, gradients and their norm."""
 
+    _names: LightningNames
+    config: PTDPConfig
     mesh: ProcessMesh | None
     parallel: ParallelModel | None
     gradient_norm: Tensor | None
@@ -40,24 +43,35 @@ class ScheduledSteps(StrategyBase):
             if self._stop_request is not None:
                 self._stop_request.heed(dist.group.WORLD, self.root_device)
             context, scale = self.precision_plugin.train_step_context, loss_scale(self.precision_plugin)
-            return self._engine.training_step(context, (*args, *kwargs.values()), loss_scale=scale)
+            values = (*args, *kwargs.values())
+            return self._engine.training_step(context, values, clears=self._clears_gradients(), loss_scale=scale)
+
+    def _clears_gradients(self) -> bool:
+        """Whether Lightning clears the gradients between this batch's forward and backward: before the first batch of an accumulation,
+        unless the user's ``optimizer_zero_grad`` may do something else."""
+        trainer, names = self.lightning_module.trainer, self._names
+        first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        return first and not names.is_overridden("optimizer_zero_grad", self.lightning_module)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
         assert self._engine is not None
-        if self._engine.runs_backward_itself:
-            closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        plugin, module = self.precision_plugin, self.lightning_module
+        if self.config.runs_backward:
+            closure_loss = plugin.pre_backward(closure_loss, module)
             self._engine.gradients.install()
-            output = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         else:
+            closure_loss = plugin.pre_backward(self._engine.scaled(closure_loss), module)
             with self._during("step"), self._engine.gradients.reducing():
-                output = super().backward(self._engine.scaled(closure_loss), optimizer, *args, **kwargs)
+                plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        # Behind the sums over the replicas: on_after_backward sees the gradients that the optimizer will.
+        output = plugin.post_backward(closure_loss, module)
         with self._during("checking the gradients of step"):
             self._engine.gradients.check(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
         return output
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step; the next batch starts from zero gradients."""
+        """Step."""
         assert self._engine is not None
         # A sharded optimizer gathers the parameters behind its step.
         with self._during("optimizer step"):
@@ -121,6 +135,8 @@ class ScheduledSteps(StrategyBase):
             return self._engine.gradients.norm()
 
     def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
-        self.gradient_norm = self.compute_gradient_norm()
+        assert self._engine is not None
+        with self._during("gradient norm of step"):
+            self.gradient_norm = self._engine.gradients.norm(optimizer)
         parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm)

@@ -94,6 +94,17 @@ def test_accumulation_and_clipping(name: str, settings: str, pool: Pool) -> None
         assert_same(found, expected)
 
 
+class OnlyMatrices(LitNet):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.dim() > 1], lr=0.1)
+
+
+@pytest.mark.parametrize("name", [*ALL, "d2 m2 sharded"])
+def test_clipping_counts_what_the_optimizer_steps_on(name: str, pool: Pool) -> None:
+    for found, expected in both(pool, run, name, OnlyMatrices, {"gradient_clip_val": 0.05}, []):
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("32-true", 1e-5), ("64-true", 1e-10), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2)]

@@ -11,8 +11,11 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EMAWeightAveraging,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,6 +24,15 @@ from tests.conformance.toys import P2, LitNet, Place, assert_weights, both, load
 from tests.pool import Pool
 
 PIPELINE = Place(world_size=2, layout={**P2, "start_method": "fork"})
+TWO_BY_TWO = Place(world_size=4, layout={**P2, "start_method": "fork"})
+
+
+class OwnCheckpointIO(TorchCheckpointIO):
+    """Somebody's."""
+
+
+class OwnLayerSync(TorchSyncBatchNorm):
+    """Somebody's."""
 
 
 class LitManual(LitNet):
@@ -52,12 +64,17 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"callbacks": [EMAWeightAveraging()]}, ["EMAWeightAveraging", "pipeline_parallel_size=1"]),
         ({"callbacks": [LearningRateFinder()]}, ["LearningRateFinder", "pipeline_parallel_size=1"]),
         ({"callbacks": [BatchSizeFinder()]}, ["BatchSizeFinder", "pipeline_parallel_size=1"]),
+        ({"callbacks": [ModelPruning("l1_unstructured")]}, ["ModelPruning", "before fit"]),
+        ({"sync_batchnorm": True}, ["sync_batchnorm=True on the CPU"]),
+        ({"plugins": [OwnLayerSync()]}, ["OwnLayerSync", "sync_batchnorm=True"]),
+        ({"plugins": [OwnCheckpointIO()]}, ["OwnCheckpointIO", "on_save_checkpoint"]),
+        ({"plugins": [AsyncCheckpointIO()]}, ["AsyncCheckpointIO", "async_save=True"]),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
 def test_a_cut_model_refuses_before_it_starts(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(MisconfigurationException) as error:
-        make_trainer(PIPELINE, **settings).fit(LitTunable(), loader())
+        make_trainer(TWO_BY_TWO, **settings).fit(LitTunable(), loader())
     for word in words:
         assert word in str(error.value)
 
@@ -74,6 +91,84 @@ def test_the_tuner_and_manual_optimization_are_refused() -> None:
         Tuner(make_trainer(PIPELINE)).lr_find(LitTunable(), loader())
     with pytest.raises(MisconfigurationException, match="manual optimization"):
         make_trainer(PIPELINE).fit(LitManual(), loader())
+
+
+class LitBackward(LitNet):
+    calls = 0
+
+    def backward(self, loss: Any) -> None:
+        self.calls += 1
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "settings", "words"),
+    [
+        (LitManual, {"num_microbatches": 4}, {}, ["manual optimization", "num_microbatches=4"]),
+        (LitManual, {"micro_batch_size": 4}, {}, ["manual optimization", "micro_batch_size=4"]),
+        (LitManual, {"check_finite": "raise"}, {}, ["manual optimization", "check_finite='raise'"]),
+        (LitManual, {}, {"precision": "bf16-true"}, ["manual optimization", "master_weights=False"]),
+        (LitBackward, {"num_microbatches": 4}, {}, ["LightningModule.backward", "on_after_backward"]),
+    ],
+)
+def test_who_runs_the_backward_decides(module: Any, layout: Any, settings: Any, words: list[str]) -> None:
+    with pytest.raises(MisconfigurationException) as error:
+        make_trainer(Place(layout=layout), **settings).fit(module(), loader())
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_overridden_backward_runs_where_lightning_runs_it() -> None:
+    module = LitBackward()
+    make_trainer(Place(), max_epochs=1).fit(module, loader())
+    assert module.calls == len(loader())
+
+
+class LitNormalized(LitNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
+
+
+def test_batch_normalization_of_a_microbatch_is_told() -> None:
+    with pytest.warns(UserWarning, match="net.1 normalize over the batch"):
+        make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(LitNormalized(), loader())
+
+
+class LitLate(LitNet):
+    """Built in ``configure_model``, a part of it in ``__init__``; its layers' number is a question of the layout."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.net, self.depth, self.scale = None, depth, torch.nn.Parameter(torch.ones(1))
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            assert not self.trainer_attached(), "the trainer's module was built before launch"
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(self.depth)), torch.nn.Linear(8, 1))
+
+    def trainer_attached(self) -> bool:
+        return self._trainer is not None
+
+
+class LitLoads(LitLate):
+    def configure_model(self) -> None:
+        if self.net is None:
+            assert torch.get_default_device().type == "cpu", "cannot be built on the meta device"
+            super().configure_model()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("module", [LitLate, LitLoads])
+def test_a_module_built_in_configure_model_is_checked_without_the_meta_device(module: Any) -> None:
+    layout = {**PIPELINE.layout, "meta_init": False, "virtual_pipeline_size": 2}
+    small = module(2)
+    state = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match="num_layers=3"):
+        make_trainer(Place(world_size=2, layout=layout)).fit(small, loader())
+    assert torch.equal(state, torch.random.get_rng_state())
+    with pytest.raises(AssertionError, match="a process was started"):
+        make_trainer(Place(world_size=2, layout=layout)).fit(module(5), loader())
 
 
 def average(rank: int, place: Place, folder: str, callback: Any) -> Any:

@@ -31,11 +31,16 @@ class Place:
 
 
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+ONE, DDP = Place(reference="auto"), Place(world_size=2, reference="ddp")
 PLACES = {
-    "one": (Place(), Place(reference="auto")),
-    "m3": (Place(layout={"num_microbatches": 3}), Place(reference="auto")),
-    "d2": (Place(world_size=2), Place(world_size=2, reference="ddp")),
-    "p2": (Place(world_size=2, layout=P2), Place(reference="auto")),
+    "one": (Place(), ONE),
+    "m3": (Place(layout={"num_microbatches": 3}), ONE),
+    "d2": (Place(world_size=2), DDP),
+    "p2": (Place(world_size=2, layout=P2), ONE),
+    "one m2": (Place(layout={"num_microbatches": 2}), ONE),
+    "d2 m2": (Place(world_size=2, layout={"num_microbatches": 2}), DDP),
+    "d2 sharded": (Place(world_size=2, layout={"shard_optimizer": True}), DDP),
+    "d2 m2 sharded": (Place(world_size=2, layout={"num_microbatches": 2, "shard_optimizer": True}), DDP),
 }
 
 

@@ -1,7 +1,7 @@
 """What can be known to be wrong before a process is started: a sentence that names the field, the value and what would work."""
 
 from lightning_ptdp.strategy.checks.data import check_loader, check_sequence_length
-from lightning_ptdp.strategy.checks.model import CUT_MARK, check_model, plan_of
+from lightning_ptdp.strategy.checks.model import CUT_MARK, check_model, plan_of, warn_of_batch_norm
 from lightning_ptdp.strategy.checks.trainer import check_trainer
 
-__all__ = ["CUT_MARK", "check_loader", "check_model", "check_sequence_length", "check_trainer", "plan_of"]
+__all__ = ["CUT_MARK", "check_loader", "check_model", "check_sequence_length", "check_trainer", "plan_of", "warn_of_batch_norm"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_ptdp._lightning import NAMESPACES
 from lightning_ptdp._torch import forward_hooks
 from lightning_ptdp._transformers import is_capture
 from lightning_ptdp.config import PTDPConfig
@@ -20,9 +22,10 @@ from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.strategy.context import check_context_parallel
 from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, check_captured
 
-__all__ = ["CUT_MARK", "check_model", "plan_of"]
+__all__ = ["CUT_MARK", "check_model", "plan_of", "warn_of_batch_norm"]
 
 CUT_MARK = "_ptdp_layout"
+_LIGHTNING = tuple(name.partition(".")[0] for name in NAMESPACES)
 
 
 def plan_of(module: Any, config: PTDPConfig) -> ParallelPlan:
@@ -48,8 +51,16 @@ def plan_of(module: Any, config: PTDPConfig) -> ParallelPlan:
     return plan
 
 
-def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None:
-    """Check the sizes of the model against the layout, on a copy built on the meta device where ``configure_model`` builds it.
+def check_model(
+    module: Any, config: PTDPConfig, layout: ParallelLayout, *, convert: Callable[[nn.Module], nn.Module] | None = None
+) -> None:
+    """Check the sizes of the model against the layout, on a copy where ``configure_model`` builds it or ``convert`` changes it.
+
+    Args:
+        module: The LightningModule, not cut yet.
+        config: The strategy's options.
+        layout: The degrees of parallelism.
+        convert: The precision plugin's ``convert_module`` if it replaces modules or parameters.
 
     Raises:
         ValueError: Names the field, the value and what would work.
@@ -62,6 +73,8 @@ def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None
             "checkpoint) to run it under another Trainer"
         )
     whole = _whole_model(module, config)
+    if convert is not None:
+        whole = convert(_copy_without_tensors(whole))
     _check_compiled(whole)
     plan = plan_of(whole, config)
     check = getattr(whole, "check_parallel", None)
@@ -86,6 +99,19 @@ def check_model(module: Any, config: PTDPConfig, layout: ParallelLayout) -> None
     )
 
 
+def warn_of_batch_norm(model: nn.Module, config: PTDPConfig) -> None:
+    """Say of which modules the result depends on the number of microbatches."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    if names and config.has_microbatches:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warnings.warn(
+            f"{', '.join(names[:3])}{more} normalize over the batch, which here is one microbatch: the model is not quite that of one "
+            "device. Use num_microbatches=1 where nothing is cut into stages, or a normalization that does not look at other samples",
+            stacklevel=2,
+        )
+
+
 def _check_compiled(model: Any) -> None:
     for name, _ in model.named_modules():
         if name.rpartition(".")[2] == "_orig_mod":
@@ -106,15 +132,28 @@ def _check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
 
 
 def _whole_model(module: Any, config: PTDPConfig) -> nn.Module:
-    """The uncut module; if it is built in ``configure_model``, a copy built without allocating anything."""
-    if any(True for _ in module.parameters()) or not config.meta_init:
+    """The uncut module; if ``configure_model`` builds any of it, a copy built without allocating anything where that is possible."""
+    written_by = getattr(module, "configure_model", _whole_model).__module__
+    if written_by.partition(".")[0] in _LIGHTNING or not isinstance(module, nn.Module):
         return module
-    trainer = getattr(module, "_trainer", None)
-    module._trainer = None
-    try:
-        clone = copy.deepcopy(module)
-    finally:
-        module._trainer = trainer
-    with torch.device("meta"):
-        clone.configure_model()
+    clone: Any = _copy_without_tensors(module)
+    with torch.random.fork_rng(devices=[]):  # what is drawn here is not drawn by the training
+        try:
+            with torch.device("meta"):
+                clone.configure_model()
+        except Exception:
+            if config.meta_init:
+                raise
+            clone = _copy_without_tensors(module)
+            clone.configure_model()
     return clone
+
+
+def _copy_without_tensors(module: nn.Module) -> nn.Module:
+    """A copy that may be changed, with its tensors on the meta device: nothing of the module's is in it."""
+    tensors = (*module.parameters(), *module.buffers())
+    empty = {
+        id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
+        for t in tensors
+    }
+    return copy.deepcopy(module, {**empty, id(getattr(module, "_trainer", None)): None})

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ptdp._lightning import LightningNames
+from lightning_ptdp._lightning import LightningNames, layer_sync
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import HALF
 from lightning_ptdp.layout import ParallelLayout, nearest_divisors
 
 __all__ = ["check_trainer"]
@@ -24,6 +25,12 @@ class Asked:
     config: PTDPConfig
     layout: ParallelLayout
     names: LightningNames
+
+    @property
+    def fits(self) -> bool:
+        """Whether it trains."""
+        fits: bool = self.trainer.state.fn == self.names.TrainerFn.FITTING
+        return fits
 
     def refuse(self, message: str) -> Exception:
         """Lightning's exception for a wrong configuration."""
@@ -43,29 +50,97 @@ def check_trainer(module: Any, trainer: Any, config: PTDPConfig, layout: Paralle
 
 
 def _check_manual_optimization(asked: Asked) -> None:
-    if not asked.module.automatic_optimization and asked.layout.world_size > 1:
+    if asked.module.automatic_optimization:
+        return
+    if asked.layout.world_size > 1:
         raise asked.refuse(
             "automatic_optimization=False (manual optimization) cannot run under the ptdp strategy with several processes: the "
             "schedule, not training_step, decides when backward runs. Use automatic optimization"
         )
+    if asked.config.runs_backward:
+        raise asked.refuse(
+            f"automatic_optimization=False (manual optimization) cannot run with {_microbatches(asked.config)}: training_step would run, "
+            "and step its optimizers, once a microbatch. Use automatic optimization, or leave the option out"
+        )
+    if asked.config.check_finite is not None:
+        raise asked.refuse(
+            f"automatic_optimization=False (manual optimization) with check_finite={asked.config.check_finite!r}, which looks at the one "
+            "backward of a batch: look at the loss in training_step, and leave check_finite out"
+        )
+    if asked.fits and asked.config.master_weights and _is_half(asked):
+        raise asked.refuse(
+            "automatic_optimization=False (manual optimization) with parameters in half precision and master_weights=True: "
+            "toggle_optimizer and zero_grad would see the float32 copies, not the parameters. Use master_weights=False, or "
+            "precision='bf16-mixed'"
+        )
+
+
+def _is_half(asked: Asked) -> bool:
+    return str(asked.trainer.precision) in ("bf16-true", "16-true") or any(p.dtype in HALF for p in asked.module.parameters())
+
+
+def _microbatches(config: PTDPConfig) -> str:
+    for field in ("num_microbatches", "micro_batch_size"):
+        if getattr(config, field) is not None:
+            return f"{field}={getattr(config, field)}"
+    return f"schedule={config.schedule!r}, which has several microbatches"
 
 
 def _check_backward(asked: Asked) -> None:
-    if asked.layout.model_parallel_size > 1 and asked.names.is_overridden("backward", asked.module):
+    if asked.config.runs_backward and asked.names.is_overridden("backward", asked.module):
         raise asked.refuse(
-            "LightningModule.backward is overridden, but under tensor or pipeline parallelism the schedule runs the backward. Use "
-            "torch.autograd hooks or on_after_backward instead"
+            "LightningModule.backward is overridden, but the schedule runs the backward where there are pipeline stages, microbatches or "
+            "context parallelism. Use torch.autograd hooks or on_after_backward instead, or num_microbatches=1 without a pipeline and "
+            "context parallelism"
         )
 
 
 def _check_callbacks(asked: Asked) -> None:
+    if asked.layout.model_parallel_size == 1:
+        return
     whole = (*asked.names.WeightAveragingCallbacks, *asked.names.TunerCallbacks)
-    for callback in asked.trainer.callbacks if asked.layout.model_parallel_size > 1 else ():
+    for callback in asked.trainer.callbacks:
         if isinstance(callback, whole):
             raise asked.refuse(
                 f"the callback {type(callback).__name__} copies or re-runs the whole model, which no rank holds under tensor or "
                 "pipeline parallelism. Use it with tensor_parallel_size=1 and pipeline_parallel_size=1"
             )
+        if isinstance(callback, asked.names.ModelPruning):
+            raise asked.refuse(
+                f"the callback {type(callback).__name__} compares weights of the whole model, of which a rank would see and prune its own "
+                "part only. Use it with tensor_parallel_size=1 and pipeline_parallel_size=1, or prune before fit"
+            )
+
+
+def _check_batch_norm(asked: Asked) -> None:
+    sync = layer_sync(asked.trainer.strategy)
+    if sync is None or not asked.fits or asked.layout.data_parallel_size * asked.layout.context_parallel_size == 1:
+        return
+    if type(sync) is not asked.names.TorchSyncBatchNorm:
+        raise asked.refuse(
+            f"plugins=[{type(sync).__name__}()] synchronizes layers over all processes, but only replicas hold the same ones here. Use "
+            "Trainer(sync_batchnorm=True)"
+        )
+    if asked.trainer.strategy.root_device.type == "cpu":
+        raise asked.refuse(
+            "sync_batchnorm=True on the CPU: torch.nn.SyncBatchNorm takes tensors of an accelerator only. Leave it out (each replica then "
+            "has statistics of its own), or use a normalization that does not look at the batch"
+        )
+
+
+def _check_checkpoint_plugin(asked: Asked) -> None:
+    plugin = asked.trainer.strategy.checkpoint_io
+    if not asked.fits or type(plugin) is asked.names.TorchCheckpointIO:
+        return
+    instead = (
+        "PTDPStrategy(async_save=True)"
+        if isinstance(plugin, asked.names.AsyncCheckpointIO)
+        else "on_save_checkpoint for what it adds"
+    )
+    raise asked.refuse(
+        f"plugins=[{type(plugin).__name__}()] writes one file, but checkpoints are folders here, into which every rank writes its part by "
+        f"torch's Distributed Checkpoint. Leave it out, and use {instead}"
+    )
 
 
 def _check_replicas(asked: Asked) -> None:
@@ -85,4 +160,12 @@ def _check_precision(asked: Asked) -> None:
         )
 
 
-_CHECKS = (_check_manual_optimization, _check_backward, _check_callbacks, _check_replicas, _check_precision)
+_CHECKS = (
+    _check_manual_optimization,
+    _check_backward,
+    _check_callbacks,
+    _check_batch_norm,
+    _check_checkpoint_plugin,
+    _check_replicas,
+    _check_precision,
+)

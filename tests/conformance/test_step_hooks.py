@@ -1,0 +1,106 @@
+"""``optimizer_step`` and ``optimizer_zero_grad`` overridden as Lightning documents: gradients are cleared when it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from tests.conformance.toys import PLACES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.pool import Pool
+
+EVERYWHERE = list(PLACES)
+
+
+class LitPlain(LitNet):
+    """Notes the norm of what ``on_after_backward`` sees where the whole gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_after_backward(self) -> None:
+        gradients = [p.grad.detach().clone() for p in self.parameters() if p.grad is not None]
+        self.seen.append(float(torch.cat([g.flatten() for g in gradients]).norm()) if gradients else 0.0)
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [p for p in self.parameters() if (p.dim() > 1) is matrices]} for matrices in (True, False)]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.5)
+
+
+class LitEverySecond(LitPlain):
+    """From Lightning's documentation of ``optimizer_step``."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class LitKeeps(LitPlain):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """The sum of all gradients so far is stepped on."""
+
+
+class LitTells(LitPlain):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.seen.append(float(batch_idx))
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+class LitZeroes(LitPlain):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class LitPartly(LitEverySecond):
+    """Clears every third batch, and of one group only."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 3 == 0:
+            optimizer.zero_grad()
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = None
+
+
+class LitDrops(LitPlain):
+    """Throws away the gradients of a batch in the middle of an accumulation, as one does with those that are not finite."""
+
+    def on_after_backward(self) -> None:
+        super().on_after_backward()
+        if self.trainer.fit_loop.epoch_loop.batch_idx == 0:
+            self.zero_grad()
+
+
+def run(rank: int, place: Place, folder: str, module: type[LitPlain], settings: dict[str, Any]) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    losses, lit = Losses(), module()
+    trainer = make_trainer(place, callbacks=[losses], **({"max_epochs": 2} | settings))
+    trainer.fit(lit, loader())
+    return {"losses": losses.values, "weights": weights(trainer), "seen": lit.seen}
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("module", [LitEverySecond, LitKeeps, LitTells, LitZeroes, LitPartly])
+def test_gradients_are_cleared_when_lightning_says_so(module: type[LitPlain], name: str, pool: Pool) -> None:
+    for found, expected in both(pool, run, name, module, {"gradient_clip_val": 0.3}):
+        assert_weights(found["weights"], expected["weights"])
+        if name in ("one", "d2", "one m2", "d2 m2"):
+            assert found["seen"] == pytest.approx(expected["seen"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("module", [LitKeeps, LitPartly])
+def test_accumulation_in_windows_that_are_not_cleared(module: type[LitPlain], name: str, pool: Pool) -> None:
+    for found, expected in both(pool, run, name, module, {"accumulate_grad_batches": 2, "max_epochs": 3}):
+        assert_weights(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("name", ["one m2", "d2", "p2"])
+def test_gradients_dropped_in_a_window(name: str, pool: Pool) -> None:
+    for found, expected in both(pool, run, name, LitDrops, {"accumulate_grad_batches": 2}):
+        assert_weights(found["weights"], expected["weights"])
