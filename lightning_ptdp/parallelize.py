@@ -26,12 +26,13 @@ from lightning_ptdp.tensor_parallel import (
     Region,
     Sharding,
     Vocabulary,
+    Whole,
     is_in_region,
     refuse_captured_parts,
     replace_aliases,
     set_numbers,
     shard_module,
-    split_sequence_in_blocks,
+    split_sequence,
 )
 
 __all__ = ["ParallelModel", "ParameterRecord", "layer_ranges", "parallelize"]
@@ -264,7 +265,7 @@ def _build_local(
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
         # A kind may speak for a module with children, which then need their values first.
-        for suffix, part in child.named_modules() if not isinstance(kind, Region | None) else [("", child)]:
+        for suffix, part in child.named_modules() if not isinstance(kind, Region | Whole | None) else [("", child)]:
             _give_values(part, f"{name}.{suffix}" if suffix else name, materialize, names, kept)
         if kind is None:
             continue
@@ -287,10 +288,8 @@ def _build_local(
         if id(parameter) not in shardings:
             partial = plan.splits_sequence(name, sequence_parallel)
             shardings[id(parameter)] = Sharding.replicated(tuple(parameter.shape), partial=partial)
-    if sequence_parallel and plan.sequence == "blocks":
-        blocks = list(module.get_submodule(plan.blocks or "").children())
-        first, last = (None if isinstance(block, Placeholder) else block for block in (blocks[0], blocks[-1]))
-        split_sequence_in_blocks(first, last, group=group)
+    if sequence_parallel:
+        split_sequence(module, plan, group=group)
     return shardings
 
 

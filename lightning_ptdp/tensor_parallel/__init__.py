@@ -7,7 +7,19 @@ ones in their place; a ``Sharding`` tells of every parameter which part of the w
 from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
 from lightning_ptdp.tensor_parallel.captured import check_captured, refuse_captured_parts
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
-from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary, fits
+from lightning_ptdp.tensor_parallel.kinds import (
+    Alias,
+    Attention,
+    Column,
+    Kind,
+    Partial,
+    Position,
+    Region,
+    Row,
+    Vocabulary,
+    Whole,
+    fits,
+)
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits, gather_full
 from lightning_ptdp.tensor_parallel.numbers import PerCopy, PerRank, set_numbers
@@ -15,7 +27,7 @@ from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
-from lightning_ptdp.tensor_parallel.region import is_in_region, split_sequence_in_blocks
+from lightning_ptdp.tensor_parallel.region import is_in_region
 from lightning_ptdp.tensor_parallel.sharding import (
     Piece,
     Sharding,
@@ -24,7 +36,7 @@ from lightning_ptdp.tensor_parallel.sharding import (
     iterate_pieces,
     slice_full,
 )
-from lightning_ptdp.tensor_parallel.swap import apply_plan, replace_aliases, shard_module
+from lightning_ptdp.tensor_parallel.swap import apply_plan, replace_aliases, shard_module, split_sequence
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = [
@@ -51,6 +63,7 @@ __all__ = [
     "VocabularyParallelHead",
     "VocabularyParallelLogits",
     "VocabularyRange",
+    "Whole",
     "apply_plan",
     "assemble_full",
     "check_captured",
@@ -65,6 +78,6 @@ __all__ = [
     "set_numbers",
     "shard_module",
     "slice_full",
-    "split_sequence_in_blocks",
+    "split_sequence",
     "vocabulary_parallel_cross_entropy",
 ]

@@ -20,6 +20,7 @@ __all__ = [
     "Region",
     "Row",
     "Vocabulary",
+    "Whole",
     "fits",
     "kind_from",
     "misfit",
@@ -101,10 +102,31 @@ class Alias:
 @dataclass(frozen=True, kw_only=True)
 class Region:
     """A module around column layers that all take its first argument, and the row layer behind them: the argument's gradient is summed
-    over the group once, not once for each column layer. Nothing in it may be kept whole, except what is ``Partial``."""
+    over the group once, not once for each column layer. Nothing in it may be kept whole, except what is ``Partial``.
+
+    Attributes:
+        heads: Number of attention heads, which the following have to be told.
+        arguments: Arguments of its forward with something for each head, of which a rank is given that of its own (the biases of ALiBi,
+            arXiv 2108.12409): (b, n, ...) of four dimensions, (b n, ...) of three.
+        per_head: Its own parameters with an element for each head along dimension 0, split as the heads are.
+    """
+
+    heads: int | None = None
+    arguments: tuple[str, ...] = ()
+    per_head: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.arguments or self.per_head) and self.heads is None:
+            raise ValueError(f"Region(arguments={self.arguments}, per_head={self.per_head}): give the number of heads, too")
 
 
-Kind: TypeAlias = Column | Row | Vocabulary | Position | Partial | Attention | Alias | Region
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A module inside the blocks that every rank computes for the whole sequence where the sequence is split around it: of its output
+    each keeps its own slice. What is spread in it is spread without sequence parallelism. Without that, it says nothing."""
+
+
+Kind: TypeAlias = Column | Row | Vocabulary | Position | Partial | Attention | Alias | Region | Whole
 
 _BY_NAME = (
     ("column", Column),
@@ -115,6 +137,7 @@ _BY_NAME = (
     ("attention", Attention),
     ("alias", Alias),
     ("region", Region),
+    ("whole", Whole),
 )
 
 

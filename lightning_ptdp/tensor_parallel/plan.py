@@ -21,6 +21,7 @@ from lightning_ptdp.tensor_parallel.kinds import (
     Region,
     Row,
     Vocabulary,
+    Whole,
     kind_from,
     misfit,
 )
@@ -39,7 +40,7 @@ class ParallelPlan:
         blocks: Dotted path of the repeated container (``"model.h"``), which the pipeline cuts into stages.
         tensor: Glob patterns of module names (``"model.h.*.attn.qkv"``; ``*`` stands for one component or a part of it) and what
             becomes of these modules: ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"``, ``"attention"``,
-            ``"alias"``, ``"region"`` or a ``Kind``.
+            ``"alias"``, ``"region"``, ``"whole"`` or a ``Kind``.
         before: Modules that run before the blocks.
         after: Modules that run after the blocks.
         selective: Glob patterns of the modules inside the blocks that ``recompute="selective"`` recomputes: those that keep much for
@@ -51,6 +52,7 @@ class ParallelPlan:
         collects: Whether the forward uses what blocks return for more than the next block (all hidden states, losses of routers):
             then everything that blocks return crosses to all later pipeline stages. What Hugging Face models are asked for
             (``output_hidden_states=True``) and what forward hooks on blocks see crosses without it.
+        why_not: Why something is not possible, for the message: of "sequence", or of "pipeline".
 
     Raises:
         ValueError: A kind or ``sequence`` is unknown.
@@ -64,6 +66,7 @@ class ParallelPlan:
     numbers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     sequence: Literal["ends", "blocks"] | None = "ends"
     collects: bool = False
+    why_not: Mapping[Literal["sequence", "pipeline"], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds = {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}
@@ -78,11 +81,20 @@ class ParallelPlan:
 
     def splits_sequence(self, name: str, sequence_parallel: bool) -> bool:
         """Whether the module or parameter ``name`` sees a slice of the sequence."""
+        if sequence_parallel and self._is_in_whole(name):
+            return False
         if self.sequence == "blocks":
             return sequence_parallel and bool(
                 self.blocks is not None and name.startswith(f"{self.blocks}." if self.blocks else "")
             )
         return sequence_parallel and self.sequence is not None
+
+    def _is_in_whole(self, name: str) -> bool:
+        whole = [pattern.split(".") for pattern, kind in self.tensor.items() if isinstance(kind, Whole)]
+        parts = name.split(".")
+        return any(
+            len(pattern) <= len(parts) and matches(".".join(parts[: len(pattern)]), ".".join(pattern)) for pattern in whole
+        )
 
     def resolve(self, model: nn.Module) -> dict[str, Kind]:
         """Kind of every module that the plan names, in the model's order; a module found under two names is there twice.
@@ -132,6 +144,17 @@ class ParallelPlan:
         if sequence_parallel:
             self._check_sequence(model, kinds)
 
+    def check_pipeline(self) -> None:
+        """Check whether the plan says that the model cannot be cut into stages.
+
+        Raises:
+            ValueError: It does, and why.
+        """
+        if "pipeline" in self.why_not:
+            raise ValueError(
+                f"this model cannot be cut into pipeline stages: {self.why_not['pipeline']}; use pipeline_parallel_size=1"
+            )
+
     def explain(self, model: nn.Module) -> str:
         """A table of what becomes of every parameter, repeated layers together.
 
@@ -144,9 +167,10 @@ class ParallelPlan:
         if self.sequence == "ends":
             _check_ends(model, kinds)
         if self.sequence is None or (self.sequence == "blocks" and self.blocks is None):
+            otherwise = "its plan names no blocks" if self.sequence else "its plan says sequence=None"
             raise ValueError(
-                f"sequence_parallel=True, but {'the plan names no blocks' if self.sequence else 'this plan cannot split the sequence'}"
-                f" of {type(model).__name__}; use sequence_parallel=False"
+                f"sequence_parallel=True cannot split the sequence of this model: {self.why_not.get('sequence', otherwise)}; use "
+                "sequence_parallel=False"
             )
         for name, kind in kinds.items():
             module = model.get_submodule(name)
@@ -178,7 +202,7 @@ def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
     if reason is not None:
         raise ValueError(f"module '{name}' is a {type(module).__name__}, which cannot be spread as {kind}; {reason}")
     extra = sorted({key.partition(".")[0] for key, _ in module.named_parameters()} - {"weight", "bias"})
-    if extra and not isinstance(kind, Partial | Attention | Alias | Region):
+    if extra and not isinstance(kind, Partial | Attention | Alias | Region | Whole):
         raise ValueError(
             f"module '{name}' ({type(module).__name__}) has parameters {extra} beside weight and bias, which cannot be spread as "
             f"{kind}; leave it out of the plan"
@@ -192,6 +216,8 @@ def _check_module(name: str, module: nn.Module, kind: Kind, size: int) -> None:
             _check_column(name, outputs, kind, size)
         elif isinstance(kind, Row):
             _check_divides(name, "in_features", inputs, size)
+    if isinstance(kind, Region) and kind.heads is not None:
+        _check_divides(name, "number of heads", kind.heads, size)
     if isinstance(kind, Attention):
         assert isinstance(module, nn.MultiheadAttention)
         _check_divides(name, "num_heads", module.num_heads, size)
@@ -225,10 +251,11 @@ def _check_column(name: str, out_features: int, kind: Column, size: int) -> None
 
 
 def _check_regions(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
-    for region in (name for name, kind in kinds.items() if isinstance(kind, Region)):
+    for region, kind in ((name, kind) for name, kind in kinds.items() if isinstance(kind, Region)):
         for name, module in model.get_submodule(region).named_modules():
             spread = isinstance(kinds.get(f"{region}.{name}"), Column | Row | Partial)
-            if not spread and any(parameter is not None for parameter in module._parameters.values()):
+            own = {key for key, parameter in module._parameters.items() if parameter is not None}
+            if not spread and own - set(() if name else kind.per_head):
                 raise ValueError(
                     f"'{region}' is a region, but '{region}.{name}' in it is kept whole, and its gradient would be counted once for "
                     "each rank; spread it, or leave the region out of the plan"
@@ -249,7 +276,7 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
         kind = kinds.get(name)
         if isinstance(kind, Alias):
             continue
-        spread = None if isinstance(kind, Position | Partial) else kind
+        spread = None if isinstance(kind, Position | Partial | Whole) else kind
         for parameter in module.parameters(recurse=False):
             other, before = users.setdefault(id(parameter), (name, spread))
             if before != spread:

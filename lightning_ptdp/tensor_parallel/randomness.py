@@ -4,7 +4,8 @@ Where all members hold the same activation they must drop the same of it, and wh
 sequence) they must not. So a step draws from one stream on all members, and from a stream of each member's own inside of a region::
 
     no sequence parallelism     behind a column layer, up to the row layer
-    sequence parallelism        in the blocks, if the sequence is split there only; else everywhere, and no stream is shared
+    sequence parallelism        in the blocks except in what is whole there, if the sequence is split there only; else everywhere, and
+                                no stream is shared
 
 A member's own stream begins with a number drawn from the shared one, so it is replayed with it when activations are recomputed.
 """
@@ -20,6 +21,7 @@ from torch import nn
 
 from lightning_ptdp._torch import untraced
 from lightning_ptdp.random import derive_seed
+from lightning_ptdp.tensor_parallel.region import is_whole
 
 __all__ = ["Randomness", "SplitRandomness", "give_randomness"]
 
@@ -90,6 +92,9 @@ def give_randomness(module: nn.Module, randomness: Randomness, *, blocks: nn.Mod
         for block in blocks.children():
             handles.append(block.register_forward_pre_hook(partial(_enter, randomness)))
             handles.append(block.register_forward_hook(partial(_leave, randomness), always_call=True))
+            for child in (module for module in block.modules() if is_whole(module)):
+                handles.append(child.register_forward_pre_hook(partial(_leave, randomness)))
+                handles.append(child.register_forward_hook(partial(_enter_again, randomness), always_call=True))
         return partial(_remove, handles)
     layers: list[Any] = [child for child in module.modules() if "randomness" in vars(child)]
     for layer in layers:
@@ -104,6 +109,10 @@ def _enter(randomness: Randomness, module: nn.Module, _args: Any) -> None:
 
 def _leave(randomness: Randomness, *_: Any) -> None:
     randomness.leave()
+
+
+def _enter_again(randomness: Randomness, module: nn.Module, *_: Any) -> None:
+    _enter(randomness, module, None)
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -7,12 +7,14 @@ does it once; under sequence parallelism it also shows the whole sequence to cod
     "ends"            splits      -            1/t     s                            1/t     -             gathers
     "blocks"          whole       1/t          1/t     s                            1/t     s             whole
 
-With "blocks" whatever a model computes before and behind its blocks (positions, masks, a pooler) sees the whole sequence.
+With "blocks" whatever a model computes before and behind its blocks (positions, masks, a pooler) sees the whole sequence. So does, inside
+of them, what is ``Whole``: joined in front of it, split behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,9 @@ from lightning_ptdp.tensor_parallel.collectives import copy, gather_sequence, jo
 from lightning_ptdp.tensor_parallel.kinds import Kind, Region
 from lightning_ptdp.weight_gradients import autocast_dtype
 
-__all__ = ["enter_region", "is_in_region", "split_sequence_in_blocks"]
+__all__ = ["enter_region", "is_in_region", "is_whole", "join_sequence_in_whole", "split_sequence_in_blocks"]
+
+_WHOLE = "_ptdp_whole_sequence"
 
 
 def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
@@ -35,9 +39,11 @@ def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
     return False
 
 
-def enter_region(module: nn.Module, *, group: Group, sequence_parallel: bool) -> None:
+def enter_region(module: nn.Module, kind: Region, *, group: Group, sequence_parallel: bool) -> None:
     """Let the first argument of ``module`` enter once: its gradient is summed over the group, its sequence gathered."""
     module.register_forward_pre_hook(partial(_change_input, partial(_enter, group, sequence_parallel)), with_kwargs=True)
+    if kind.arguments:
+        module.register_forward_pre_hook(partial(_own_heads, kind, group), with_kwargs=True)
 
 
 def split_sequence_in_blocks(first: nn.Module | None, last: nn.Module | None, *, group: Group) -> None:
@@ -45,7 +51,20 @@ def split_sequence_in_blocks(first: nn.Module | None, last: nn.Module | None, *,
     if first is not None:
         first.register_forward_pre_hook(partial(_change_input, partial(_split, group)), with_kwargs=True)
     if last is not None:
-        last.register_forward_hook(partial(_join, group))
+        last.register_forward_hook(partial(_change_output, partial(_join, group)))
+
+
+def join_sequence_in_whole(modules: Iterable[nn.Module], *, group: Group) -> None:
+    """Let each of ``modules`` see the whole sequence, of which it is given a slice, and return its slice."""
+    for module in modules:
+        module.__dict__[_WHOLE] = True
+        module.register_forward_pre_hook(partial(_change_input, partial(_join, group)), with_kwargs=True)
+        module.register_forward_hook(partial(_change_output, partial(_split, group)))
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether the sequence is joined in front of ``module`` and split behind it."""
+    return _WHOLE in vars(module)
 
 
 # Functions of the module, not closures: a model can be pickled.
@@ -70,7 +89,30 @@ def _split(group: Group, x: Tensor) -> Tensor:
     return split_sequence(x, group)
 
 
-def _join(group: Group, _module: nn.Module, _args: Any, output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return join_sequence(output, group)
-    return type(output)((join_sequence(output[0], group), *output[1:]))
+def _join(group: Group, x: Tensor) -> Tensor:
+    return join_sequence(x, group)
+
+
+def _change_output(change: Callable[[Tensor], Tensor], _module: nn.Module, _args: Any, output: Any) -> Any:
+    return change(output) if isinstance(output, Tensor) else type(output)((change(output[0]), *output[1:]))
+
+
+def _own_heads(
+    kind: Region, group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert kind.heads is not None
+    own = partial(_heads_of_rank, kind.heads, group)
+    places = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
+    given = {places[name] for name in kind.arguments if name in places}
+    return tuple(own(x) if i in given else x for i, x in enumerate(args)), {
+        name: own(x) if name in kind.arguments else x for name, x in kwargs.items()
+    }
+
+
+def _heads_of_rank(heads: int, group: Group, x: Any) -> Any:
+    """(b, n, ...) -> (b, n/t, ...); (b n, ...) of three dimensions -> (b n/t, ...). What is the same for all heads stays."""
+    if not isinstance(x, Tensor) or (x.dim() == 4 and x.size(1) != heads):
+        return x
+    if x.dim() == 4:
+        return x.chunk(group.size, dim=1)[group.rank]
+    return x.unflatten(0, (-1, heads)).chunk(group.size, dim=1)[group.rank].flatten(0, 1)

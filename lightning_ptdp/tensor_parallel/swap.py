@@ -9,13 +9,14 @@ from torch import nn
 
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
-from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary
+from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary, Whole
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.tensor_parallel.linear_like import is_conv1d
 from lightning_ptdp.tensor_parallel.numbers import set_numbers
+from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
-from lightning_ptdp.tensor_parallel.region import enter_region, is_in_region, split_sequence_in_blocks
+from lightning_ptdp.tensor_parallel.region import enter_region, is_in_region, join_sequence_in_whole, split_sequence_in_blocks
 from lightning_ptdp.tensor_parallel.sharding import (
     Sharding,
     VocabularyRange,
@@ -26,7 +27,7 @@ from lightning_ptdp.tensor_parallel.sharding import (
 )
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
-__all__ = ["apply_plan", "replace_aliases", "shard_module"]
+__all__ = ["apply_plan", "replace_aliases", "shard_module", "split_sequence"]
 
 Shared = dict[int, nn.Parameter]
 
@@ -38,8 +39,8 @@ def shard_module(
 
     Dtype, device (meta included), ``requires_grad``, training mode and the parameters' own Python attributes are kept; forward
     hooks are not. A ``Position`` module without sequence parallelism, a ``Partial`` or ``Alias`` one, and every module in a group
-    of one come back as they are, a ``Region`` with a hook of its own; aliases are mended by ``replace_aliases`` once all modules
-    have been spread.
+    of one come back as they are, a ``Region`` with hooks of its own; aliases are mended by ``replace_aliases``, and a ``Whole`` module
+    by ``split_sequence``, once all modules have been spread.
 
     Args:
         module: A module that ``plan.check`` has passed.
@@ -55,9 +56,10 @@ def shard_module(
     """
     if group.size == 1:
         return module, _whole(module, partial=False)
-    if isinstance(kind, Alias | Region):
-        if isinstance(kind, Region):
-            enter_region(module, group=group, sequence_parallel=sequence_parallel)
+    if isinstance(kind, Region):
+        enter_region(module, kind, group=group, sequence_parallel=sequence_parallel)
+        return module, _own_of_heads(module, kind, group=group, shared=shared)
+    if isinstance(kind, Alias | Whole):
         return module, {}
     if isinstance(kind, Partial) or (isinstance(kind, Position) and not sequence_parallel):
         return module, _whole(module, partial=sequence_parallel or isinstance(kind, Partial))
@@ -109,6 +111,27 @@ def shard_module(
     return new.train(module.training), shardings
 
 
+def _own_of_heads(module: nn.Module, kind: Region, *, group: Group, shared: Shared) -> dict[str, Sharding]:
+    """Split the module's own parameters that have an element for each head, in place."""
+    shapes = {key: tuple(module.get_parameter(key).shape) for key in kind.per_head}
+    found = {key: shard_columns(shape, parts=shape[:1], size=group.size, index=group.rank) for key, shape in shapes.items()}
+    for key, sharding in found.items():
+        module.register_parameter(key, _local_parameter(module, key, sharding, shared))
+    return found
+
+
+def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> None:
+    """Put in place what splits and joins the sequence under sequence parallelism, beside the spread modules themselves."""
+    whole = [pattern for pattern, kind in plan.tensor.items() if isinstance(kind, Whole)]
+    found = (module for name, module in model.named_modules() if any(matches(name, pattern) for pattern in whole))
+    join_sequence_in_whole(found, group=group)
+    if plan.sequence == "blocks":
+        blocks = list(model.get_submodule(plan.blocks or "").children())
+        # A block that lives on another pipeline stage has no parts, and nothing is split there.
+        first, last = (block if list(block.children()) else None for block in (blocks[0], blocks[-1]))
+        split_sequence_in_blocks(first, last, group=group)
+
+
 def replace_aliases(model: nn.Module, shared: Shared) -> None:
     """Let every module that holds an original parameter of a spread one hold the spread one."""
     for module in model.modules():
@@ -150,9 +173,8 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_p
         _put(model, name, replaced[id(module)])
     replace_aliases(model, shared)
     set_numbers(model, plan.numbers, tensor_parallel_size=group.size)
-    if sequence_parallel and group.size > 1 and plan.sequence == "blocks":
-        blocks = list(model.get_submodule(plan.blocks or "").children())
-        split_sequence_in_blocks(blocks[0], blocks[-1], group=group)
+    if sequence_parallel and group.size > 1:
+        split_sequence(model, plan, group=group)
     del originals
     return {
         name: by_parameter.get(id(parameter))

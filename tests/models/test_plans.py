@@ -11,7 +11,7 @@ from torch import nn
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import find_plan, plan_for
 from lightning_ptdp.strategy.checks import plan_of
-from lightning_ptdp.tensor_parallel import Alias, Column, ParallelPlan, Region, Row, Vocabulary
+from lightning_ptdp.tensor_parallel import Alias, Column, ParallelPlan, Region, Row, Vocabulary, Whole
 from tests.huggingface.runs import make_model
 
 transformers = pytest.importorskip("transformers")
@@ -71,9 +71,12 @@ def test_experts_are_kept_whole() -> None:
     plan = plan_for(model)
     assert plan is not None
     plan.check(model, 2)
-    assert not [name for name in plan.resolve(model) if "experts" in name or name.endswith("mlp")]
-    with pytest.raises(ValueError, match=r"cannot split the sequence.*sequence_parallel=False"):
-        plan.check(model, 2, sequence_parallel=True)
+    kinds = plan.resolve(model)
+    assert not [name for name in kinds if "experts" in name]
+    assert kinds["model.layers.0.mlp"] == Whole()
+    assert plan.splits_sequence("model.layers.0.input_layernorm.weight", True)
+    assert not plan.splits_sequence("model.layers.0.mlp.gate.weight", True)
+    plan.check(model, 2, sequence_parallel=True)
 
 
 def test_what_is_not_known() -> None:

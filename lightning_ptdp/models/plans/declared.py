@@ -5,14 +5,25 @@ Their ``tp_plan`` names the style of each module (``"colwise"``, ``"rowwise"`` â
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.models.plans.names import joined
-from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Partial, PerCopy, Region, Row, Vocabulary, fits, matches
+from lightning_ptdp.models.plans.names import ends_of, joined
+from lightning_ptdp.tensor_parallel import (
+    Column,
+    Kind,
+    ParallelPlan,
+    Partial,
+    PerCopy,
+    Region,
+    Row,
+    Vocabulary,
+    Whole,
+    fits,
+    matches,
+)
 
 __all__ = ["declared_plan", "declares_plan"]
 
@@ -30,12 +41,13 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     """The plan of a model that declares one and is found under the name ``prefix``.
 
     What is declared as split and gathered again, or is of a style that this package does not have (experts), is replicated; so is an
-    attention or a feed-forward part of which a projection is of another type than usual (wrapped by an adapter, quantized).
-    Projections of keys and values with fewer heads than ranks give each rank one head.
+    attention or a feed-forward part of which a projection is of another type than usual (wrapped by an adapter, quantized). Under
+    sequence parallelism what is replicated sees the whole sequence. Projections of keys and values with fewer heads than ranks give
+    each rank one head.
     """
-    ends = _ends(module)
+    ends = ends_of(module)
     tensor: dict[str, Kind] = {}
-    numbers, unusual, understood = {}, set(), True
+    numbers, unusual = {}, set()
     for pattern, style in module.tp_plan.items():
         found = {name: child for name, child in module.named_modules() if matches(name, pattern)}
         if not found or found.keys() & ends.keys():
@@ -45,7 +57,6 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
         if kind is not None and not all(fits(child, kind) for child in found.values()):
             unusual.add(parent)
         if kind is None or parent in unusual:
-            understood = False
             continue
         tensor[joined(prefix, pattern)] = kind
         if isinstance(kind, Column) and kind.copy_heads and isinstance(kind.heads, tuple):
@@ -54,22 +65,43 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
                 numbers[joined(prefix, attention)] = {"num_key_value_groups": PerCopy(heads=kind.heads[0])}
     tensor = {pattern: kind for pattern, kind in tensor.items() if pattern.rpartition(".")[0] not in unusual}
     numbers = {pattern: values for pattern, values in numbers.items() if pattern not in unusual}
-    regions_cover = _add_regions(module, prefix, tensor)
+    _add_regions(module, prefix, tensor)
     whole = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
     for name, end in ends.items():
         if fits(end, Vocabulary()) and all(end.weight is not weight for weight in whole):
             tensor[joined(prefix, name)] = Vocabulary()
     blocks, before, after = _order(module, prefix)
-    sequence: Literal["blocks"] | None = "blocks" if understood and regions_cover else None
-    return ParallelPlan(blocks=blocks, tensor=tensor, before=before, after=after, numbers=numbers, sequence=sequence)
+    tensor |= {name: Whole() for name in _parts_kept_whole(module, prefix, blocks, tensor)}
+    return ParallelPlan(blocks=blocks, tensor=tensor, before=before, after=after, numbers=numbers, sequence="blocks")
 
 
-def _ends(module: Any) -> dict[str, Any]:
-    """Embedding and head, by name."""
-    ends: list[Any] = [module.get_output_embeddings()]
-    with contextlib.suppress(NotImplementedError):  # how transformers says that a model has no such embedding
-        ends.append(module.get_input_embeddings())
-    return {name: child for name, child in module.named_modules() if any(child is end for end in ends)}
+def _parts_kept_whole(module: Any, prefix: str, blocks: str | None, tensor: Mapping[str, Kind]) -> list[str]:
+    """Patterns of the parts of blocks in which something is not spread, other than norms.
+
+    What these compute may need the whole sequence (an attention; a mixture of experts, whose routers' losses look at all tokens).
+    """
+    found: dict[str, None] = {}
+    container = (
+        module.get_submodule(blocks.removeprefix(f"{prefix}.") if prefix else blocks) if blocks is not None else nn.Module()
+    )
+    for index, block in container.named_children():
+        for key, part in block.named_children():
+            name = joined(blocks or "", index, key)
+            is_norm = not list(part.children()) and all(parameter.dim() < 2 for parameter in part.parameters())
+            if not is_norm and not all(_is_covered(joined(name, inner), child, tensor) for inner, child in part.named_modules()):
+                found[joined(blocks or "", "*", key)] = None
+    return list(found)
+
+
+def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
+    """Whether the module's own parameters are spread, and heads only within a region, which shows the whole sequence to them."""
+    if not _is_spread(name, module, tensor):
+        return False
+    by_heads = any(
+        isinstance(kind, Column) and kind.heads is not None and matches(name, pattern) for pattern, kind in tensor.items()
+    )
+    parent = name.rpartition(".")[0]
+    return not by_heads or any(isinstance(kind, Region) and matches(parent, pattern) for pattern, kind in tensor.items())
 
 
 def _kind(module: Any, pattern: str, style: str) -> Kind | None:
@@ -95,17 +127,12 @@ def _kind(module: Any, pattern: str, style: str) -> Kind | None:
     return None
 
 
-def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> bool:
-    """Make regions of attentions, and of what else has several column layers, where every matrix in them is split.
-
-    Returns:
-        Whether all attentions are regions, so that they see the whole sequence where it is split around them.
-    """
+def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> None:
+    """Make regions of attentions, and of what else has several column layers, where every matrix in them is split."""
     parents: dict[str, list[Column]] = {}
     for pattern, kind in tensor.items():
         if isinstance(kind, Column):
             parents.setdefault(pattern.rpartition(".")[0], []).append(kind)
-    complete = True
     for parent, columns in parents.items():
         is_attention = any(column.heads is not None for column in columns)
         found = [(name, child) for name, child in module.named_modules() if matches(joined(prefix, name), parent)]
@@ -115,9 +142,6 @@ def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> bool:
         known = parent.rpartition(".")[2] in ("self_attn", "attention", "attn", "mlp")
         if known and spread and (is_attention or len(columns) > 1):
             tensor[parent] = Region()
-        elif is_attention:
-            complete = False
-    return complete
 
 
 def _is_spread(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
@@ -126,14 +150,15 @@ def _is_spread(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool
 
 
 def _order(module: Any, prefix: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
-    """(container, what runs before, what runs after) as the model declares it; nothing if it does not."""
+    """(container, what runs before, what runs after) as the model declares it; else the container that its split modules are in."""
     declared: Mapping[str, Any] = getattr(module, "pp_plan", None) or {}
     children = dict(module.named_modules())
     # The head is declared first, since its class is looked at first; all else is in the order of the calls.
     names = sorted((name for name in declared if name in children), key=lambda name: "." not in name)
     lists = [name for name in names if isinstance(children[name], nn.ModuleList)]
     if len(lists) != 1:
-        return None, (), ()
+        containers = {pattern.partition(".*")[0] for pattern in module.tp_plan if ".*" in pattern} & children.keys()
+        return (joined(prefix, containers.pop()) if len(containers) == 1 else None), (), ()
     cut = names.index(lists[0])
     first, last = (
         tuple(joined(prefix, name) for name in part if any(True for _ in children[name].parameters()))

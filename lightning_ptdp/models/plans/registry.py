@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
 
-from lightning_ptdp.models.plans.bert import bert_plan
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
-from lightning_ptdp.models.plans.gpt2 import gpt2_plan
+from lightning_ptdp.models.plans.families import FAMILIES, family_plan
 from lightning_ptdp.models.plans.transformer_encoder import transformer_encoder_plan
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
 __all__ = ["find_plan", "plan_for"]
-
-# Where a class is defined -> (classes, plan). The classes are those that the plan was written for and tested with.
-_PLANS = MappingProxyType(
-    {
-        "transformers.models.gpt2.modeling_gpt2": (("GPT2LMHeadModel", "GPT2Model"), gpt2_plan),
-        "transformers.models.bert.modeling_bert": (
-            ("BertForMaskedLM", "BertForNextSentencePrediction", "BertForPreTraining", "BertLMHeadModel", "BertModel"),
-            bert_plan,
-        ),
-        "torch.nn.modules.transformer": (("TransformerEncoder",), transformer_encoder_plan),
-    }
-)
 
 
 def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
@@ -36,9 +21,13 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
         None if nothing is known of the class. A subclass is known if it has the forward of the class that it extends.
     """
     for kind in type(module).__mro__:
-        names, make = _PLANS.get(kind.__module__, ((), None))
-        if kind.__name__ in names and type(module).forward is vars(kind).get("forward"):
-            return _make(make, module, prefix)
+        if type(module).forward is not vars(kind).get("forward"):
+            continue
+        if kind.__name__ == "TransformerEncoder" and kind.__module__ == "torch.nn.modules.transformer":
+            return transformer_encoder_plan(module, prefix)
+        family = FAMILIES.get(kind.__module__.split(".")[2]) if kind.__module__.startswith("transformers.models.") else None
+        if family is not None and kind.__name__ in family.classes:
+            return family_plan(family, module, prefix)
     return declared_plan(module, prefix) if _is_hugging_face(module) and declares_plan(module) else None
 
 
@@ -66,8 +55,3 @@ def _is_hugging_face(module: nn.Module) -> bool:
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in type(module).__mro__
     )
-
-
-def _make(make: Callable[..., ParallelPlan] | None, module: Any, prefix: str) -> ParallelPlan:
-    assert make is not None
-    return make(module, prefix)

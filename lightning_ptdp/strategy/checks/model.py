@@ -87,6 +87,7 @@ def check_model(
     check_context_parallel(whole, config)
     blocks, ranges = plan.blocks, tuple[tuple[int, int], ...]()
     if layout.pipeline_parallel_size > 1:
+        plan.check_pipeline()
         parts = find_parts(whole, blocks=plan.blocks, before=plan.before, after=plan.after)
         blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
     check_recomputation(

@@ -1,0 +1,162 @@
+"""Architectures of Hugging Face, layouts and options drawn at random, each trained beside one process: the same losses and weights, or a
+refusal before launch, in one sentence.
+
+::
+
+    python ci/unseen_models.py --seed 7 --runs 300
+    python ci/unseen_models.py --only falcon --runs 20
+    python ci/unseen_models.py --table docs/models.md
+
+A difference, or an error that comes after the checks before launch, is printed with what repeats it. Exit code 1 if there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.huggingface.architectures import ARCHITECTURES
+from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
+from tests.pool import Pool, WorkerFailure
+
+SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved_1f1b", "zb_v", "dualpipe_v")}
+COUNTED = ("causal", "masked", "token class")
+WHOLE_STATES = ("causal", "masked", "class", "token class", "image")
+Draw = random.Random
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        kind: "equal", "refused", "different" or "late" (an error behind the checks).
+        text: Why, unless it is equal.
+    """
+
+    kind: str
+    text: str = ""
+
+
+def draw_run(draw: Draw, name: str) -> Run:
+    """A run of this architecture on two or four processes."""
+    found = ARCHITECTURES[name]
+    while True:
+        t, p, c, d = (draw.choice((1, 1, 2, 2, 4)) for _ in range(4))
+        if 1 < t * p * c * d <= 4:
+            break
+    if found.task not in COUNTED or draw.random() < 0.5:
+        d, c = d * c, 1
+    m = draw.choice((1, 2, 2, 4)) if p > 1 else draw.choice((1, 1, 2))
+    v = draw.choice((1, 1, 2)) if p == 2 else 1
+    layout: dict[str, Any] = {
+        "tensor_parallel_size": t,
+        "pipeline_parallel_size": p,
+        "virtual_pipeline_size": v,
+        "context_parallel_size": c,
+        "num_microbatches": m,
+        "sequence_parallel": t > 1 and draw.random() < 0.4,
+        "shard_optimizer": d > 1 and draw.random() < 0.5,
+        "recompute": draw.choice(("none", "none", "full")),
+    }
+    if p > 1:
+        layout["schedule"] = draw.choice(SCHEDULES[v])
+    if c > 1:
+        layout["context_parallel_attention"] = draw.choice(("ring", "all_to_all"))
+    padded = found.task in COUNTED and draw.random() < 0.4
+    return Run(
+        architecture=name,
+        options={"tie_word_embeddings": draw.random() < 0.5}
+        if found.task in ("causal", "masked") and draw.random() < 0.5
+        else {},
+        world_size=t * p * c * d,
+        layout=layout,
+        batch=d * m * draw.choice((1, 2)),
+        accumulate=draw.choice((1, 1, 2)) if not padded else 1,
+        clip=draw.choice((None, 0.5)),
+        padded=padded,
+        hidden=found.task in WHOLE_STATES and not padded and draw.random() < 0.2,
+        eager=draw.random() < 0.3,
+    )
+
+
+def compare(pool: Pool, run: Run) -> Outcome:
+    """Check, and train twice if nothing is refused."""
+    try:
+        refused = pool.run(refusal, world_size=1, args=(run,))[0]
+    except WorkerFailure as failure:
+        return Outcome("late", f"in the checks: {_last_line(failure)}")
+    if refused is not None:
+        return Outcome("refused", refused)
+    expected = pool.run(fit, world_size=1, args=(one_process(run),))[0]
+    try:
+        found = pool.run(fit, world_size=run.world_size, args=(run,))
+    except WorkerFailure as failure:
+        return Outcome("late", _last_line(failure))
+    unlike = [text for rank in found for text in differences(rank, expected)]
+    return Outcome("different", "; ".join(unlike[:3])) if unlike else Outcome("equal")
+
+
+def _last_line(failure: WorkerFailure) -> str:
+    """The error of the rank that says most, not of those that waited for it."""
+    lines = [
+        line
+        for line in str(failure).splitlines()
+        if line and line[0].isalpha() and ": " in line and "Error" in line.split(": ")[0]
+    ]
+    return max(lines, key=lambda line: ("Connection" not in line, -lines.index(line)), default=str(failure)[-500:])
+
+
+def draw_runs(seed: int, names: list[str]) -> Iterator[tuple[str, Run]]:
+    """(what repeats it, run) without end: every architecture in turn, in a drawn order."""
+    index = 0
+    while True:
+        order = random.Random(f"{seed} {index // len(names)}").sample(names, len(names))
+        yield f"--seed {seed} --skip {index}", draw_run(Draw(f"{seed} {index}"), order[index % len(names)])
+        index += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=float("inf"))
+    parser.add_argument("--runs", type=int, default=None)
+    parser.add_argument("--skip", type=int, default=0, help="runs that are drawn but not made")
+    parser.add_argument("--only", action="append", choices=sorted(ARCHITECTURES), help="this architecture (may be repeated)")
+    parser.add_argument("--all-layouts", action="store_true", help="the layouts of the table instead of drawn ones")
+    parser.add_argument("--table", type=Path, help="write the page of what works to this file")
+    options = parser.parse_args()
+    names, deadline = options.only or list(ARCHITECTURES), time.monotonic() + options.limit_s
+    counts: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    drawn = draw_runs(options.seed, names)
+    with contextlib.closing(Pool()) as pool:
+        for index, (again, run) in enumerate(drawn):
+            if time.monotonic() > deadline or index - options.skip == options.runs:
+                break
+            if index < options.skip:
+                continue
+            outcome = compare(pool, run)
+            counts[outcome.kind] += 1
+            if outcome.kind == "refused":
+                refused[outcome.text] += 1
+            elif outcome.kind != "equal":
+                print(f"{outcome.kind}: {again}: {run}\n  {outcome.text}", flush=True)
+    for text, count in refused.most_common():
+        print(f"refused {count} times: {text}")
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return 1 if counts["different"] or counts["late"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

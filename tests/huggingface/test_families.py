@@ -1,0 +1,55 @@
+"""Every family that has a row, and every kind of part that sequence parallelism leaves whole: all weights as one process has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_ptdp.models.plans import FAMILIES, find_plan
+from lightning_ptdp.tensor_parallel import ParallelPlan
+from tests.huggingface.architectures import ARCHITECTURES, build
+from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
+from tests.pool import Pool
+
+pytest.importorskip("transformers")
+
+T, P, M, SP = "tensor_parallel_size", "pipeline_parallel_size", "num_microbatches", "sequence_parallel"
+WHOLE_PARTS = ("phi3", "olmo2", "nemotron", "mixtral", "qwen2_moe", "deepseek_v3")
+UNCUT = ("deberta",)
+UNBUILT = ("wav2vec2", "hubert")
+
+
+def family_of(name: str) -> str:
+    return type(build(name)).__module__.split(".")[2]
+
+
+def plan_of(name: str) -> ParallelPlan:
+    plan = find_plan(build(name))
+    assert plan is not None
+    return plan
+
+
+OF_ROWS = [
+    name for name in ARCHITECTURES if not name.endswith("classes") and name != "bert question" and family_of(name) in FAMILIES
+]
+
+
+def test_every_row_is_tested() -> None:
+    assert {family_of(name) for name in OF_ROWS} == set(FAMILIES)
+
+
+def check(pool: Pool, run: Run) -> None:
+    assert pool.run(refusal, world_size=1, args=(run,)) == [None]
+    expected = pool.run(fit, world_size=1, args=(one_process(run),))[0]
+    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
+        assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize("name", [*(name for name in OF_ROWS if name not in UNBUILT), *WHOLE_PARTS])
+def test_same_weights_as_one_process(name: str, pool: Pool) -> None:
+    why_not = plan_of(name).why_not
+    layout: dict[str, Any] = {T: 2, SP: "sequence" not in why_not}
+    if "pipeline" not in why_not and name not in UNCUT:
+        layout |= {P: 2, M: 2}
+    check(pool, Run(architecture=name, layout=layout, world_size=4 if P in layout else 2, steps=2))
