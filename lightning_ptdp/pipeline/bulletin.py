@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 
 __all__ = ["Bulletin"]
+
+_POLL_S = 0.02
 
 
 class Bulletin:
@@ -39,7 +42,7 @@ class Bulletin:
         interval_s: float,
         each_time: Callable[[], None] | None = None,
     ) -> None:
-        self._store, self._pid = store, os.getpid()
+        self._store, self._rank, self._pid = store, rank, os.getpid()
         self._requests: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
         arguments = (store, _key(rank), progress, interval_s, self._requests, each_time)
         self._thread = threading.Thread(target=_write, args=arguments, name="ptdp watchdog", daemon=True)
@@ -66,6 +69,18 @@ class Bulletin:
         reader.start()
         reader.join(limit_s)
         return dict(found), answered.is_set()
+
+    def all_come(self, topic: str, world_size: int, limit_s: float) -> bool:
+        """Whether all ranks ask this under the same ``topic``, which is used once, within ``limit_s``; all that ask get one answer."""
+        if not self._mine:
+            return False
+        answer: list[bool] = []
+        asker = threading.Thread(
+            target=_meet, args=(self._store, topic, self._rank, world_size, limit_s, answer), name="ptdp meeting", daemon=True
+        )
+        asker.start()
+        asker.join(2 * limit_s)
+        return answer == [True]
 
     def close(self, limit_s: float = 1.0) -> None:
         """End the thread; waits for it, but no longer than ``limit_s``: it may hang in a store that is frozen."""
@@ -113,6 +128,17 @@ def _read(store: Any, ranks: Sequence[int], found: dict[int, RankStatus], answer
             if store.check([_key(rank)]):
                 found[rank] = RankStatus.decode(store.get(_key(rank)))
         answered.set()
+
+
+def _meet(store: Any, topic: str, rank: int, world_size: int, limit_s: float, answer: list[bool]) -> None:
+    with contextlib.suppress(Exception):
+        topic = f"lightning_ptdp/meeting/{topic}"
+        everyone, deadline = [f"{topic}/{other}" for other in range(world_size)], time.monotonic() + limit_s
+        store.set(f"{topic}/{rank}", "")
+        while not (came := store.check(everyone)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        # Whoever comes to an end first decides for all: one that gave up just before the last came must not be waited for.
+        answer.append(store.compare_set(f"{topic}/answer", "", str(came)) == str(came).encode() and came)
 
 
 def _end(requests: queue.SimpleQueue[threading.Event | None], pid: int) -> None:

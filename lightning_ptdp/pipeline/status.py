@@ -21,11 +21,12 @@ class LiveStatus:
         during: What the rank is busy with, such as "step 12"; "" between steps.
         latest: The last thing that it was busy with.
         failure: The error that ended it; "" while it lives.
+        raised_at: Where in the user's code.
         note: (phase, action, global rank that is waited for, ``time.monotonic`` of the beginning).
     """
 
     def __init__(self) -> None:
-        self.during = self.latest = self.failure = ""
+        self.during = self.latest = self.failure = self.raised_at = ""
         self.note: tuple[Phase, Action | str, int | None, float] = ("", "", None, time.monotonic())
 
     def set(self, phase: Phase, action: Action | str = "", peer: int | None = None) -> None:
@@ -42,6 +43,7 @@ class LiveStatus:
             action=str(action),
             peer=peer,
             failure=self.failure,
+            raised_at=self.raised_at,
             age_s=time.monotonic() - since,
             written=time.time(),
         )
@@ -52,7 +54,7 @@ class RankStatus:
     """What one rank was doing when it wrote this.
 
     Attributes:
-        during, latest, failure: As in ``LiveStatus``.
+        during, latest, failure, raised_at: As in ``LiveStatus``.
         phase, action, peer: What it was doing, to which action, waiting for which global rank.
         age_s: How long it had been doing so.
         written: When, as ``time.time()``. Ages on other machines are as good as the clocks of the machines agree.
@@ -64,6 +66,7 @@ class RankStatus:
     action: str
     peer: int | None
     failure: str
+    raised_at: str
     age_s: float
     written: float
 

@@ -8,9 +8,11 @@ GPU, and in the end torch kills the process; so there the watchdog writes its re
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +36,9 @@ _RANKS_PER_SECOND = 1000  # publications that the store's host should have to ta
 _SILENT_INTERVALS = 4
 _ALL_WATCHED = 64  # ranks up to which a rank asks for all of them, and not for those of its own groups only
 _REPORT_AT = 0.9  # of the limit: at the whole of it torch ends the process
+
+_LOST = "lost another rank"
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 _GLOO_ERROR = re.compile(r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]")
 
@@ -120,7 +125,7 @@ class Watchdog:
         """
         progress = self._progress
         outer, action = progress.during, self._action
-        progress.during, progress.latest, progress.failure = what, what, ""
+        progress.during, progress.latest, progress.failure, progress.raised_at = what, what, "", ""
         progress.set("")
         self._action = None
         try:
@@ -128,8 +133,7 @@ class Watchdog:
         except BaseException as error:
             if not progress.failure:
                 # Before it is explained, which takes a moment: the others may be about to ask.
-                progress.failure = _summary(error)
-                self.publish()
+                self._note_failure(error)
             if not is_communication_error(error):
                 raise
             place = progress.status().place()
@@ -190,16 +194,33 @@ class Watchdog:
             )
         elif len(shown) < self._world_size:
             text.append(f"  … and {self._world_size - len(shown)} other ranks")
+        causes = {rank: found[rank] for rank in sorted(found) if found[rank].failure not in ("", _LOST)}
+        text += [f"The cause is on rank {rank}: {causes[rank].failure} ({causes[rank].raised_at})" for rank in list(causes)[:1]]
         return "\n".join(text)
 
     def annotate(self, error: BaseException) -> None:
-        """Add what each rank did last to an error of torch's communication that did not pass through ``during``."""
+        """Tell the others of an error that did not pass through ``during``; add what each rank did last to one of torch's
+        communication."""
+        if not self._progress.failure:
+            self._note_failure(error)
         if is_communication_error(error):
             error.add_note(self.explain())
 
     def publish(self) -> bool:
         """Tell the others now what this rank is doing; whether the store took it within a second."""
         return self._bulletin is not None and self._bulletin.publish(_PUBLISH_LIMIT_S)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last thing that this rank was busy with ended with an error."""
+        return bool(self._progress.failure)
+
+    def all_come(self, topic: str, *, limit_s: float) -> bool:
+        """Whether all ranks ask this under the same ``topic``, which is used once, within ``limit_s``; all that ask get one answer, and
+        those that cannot tell are told no."""
+        if self._world_size == 1:
+            return True
+        return self._bulletin is not None and self._bulletin.all_come(topic, self._world_size, limit_s)
 
     def close(self) -> None:
         """End the thread; call it before the process group is destroyed. Does nothing the second time.
@@ -210,6 +231,10 @@ class Watchdog:
         if self._bulletin is not None:
             self._bulletin.close()
             self._bulletin = None
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._progress.failure, self._progress.raised_at = _summary(error), _place(error)
+        self.publish()
 
     @property
     def _name(self) -> str:
@@ -238,9 +263,16 @@ def _suspects(ranks: Iterable[int], found: Mapping[int, RankStatus]) -> list[int
 def _summary(error: BaseException) -> str:
     """What to tell others of an error; of a lost rank nothing more, since the place says which one."""
     if isinstance(error, PeerError) or is_communication_error(error):
-        return "lost another rank"
+        return _LOST
     first_line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first_line[:200]}"
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised: the innermost line that is not of an installed package or of this one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_PACKAGE)]
+    return "".join(f"{os.path.basename(frame.filename)}, line {frame.lineno}" for frame in (own or frames)[-1:])
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._lightning import LightningNames, StrategyBase
+from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.strategy.interruption import Interruption
 
 __all__ = ["WorldCollectives"]
 
@@ -19,7 +22,36 @@ class WorldCollectives(StrategyBase):
     """Mixin of the strategy: collectives over the world, in which the ranks of one replica hold equal values."""
 
     _names: LightningNames
+    mesh: ProcessMesh | None
     _watchdog: Watchdog | None
+    _interruption: Interruption | None
+    _running_step: str | None = None
+
+    @contextlib.contextmanager
+    def one_step(self, hook: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+        """Around one call of the user's ``hook``, inside ``context()``: under a pipeline it may not ask for collectives, since it runs
+        to its end on the last stage only and the other ranks would never come."""
+        self._running_step = hook if self.layout.pipeline_parallel_size > 1 else None
+        try:
+            with context():
+                yield
+        finally:
+            self._running_step = None
+
+    def _alone(self, name: str) -> bool:
+        """Whether the others will not come to a collective, because this rank handles an exception that they do not have.
+
+        Raises:
+            MisconfigurationException: The user's step asks for the collective under a pipeline.
+        """
+        if self._running_step is not None:
+            raise self._names.MisconfigurationException(
+                f"{name} in {self._running_step}: with pipeline_parallel_size={self.layout.pipeline_parallel_size} a step runs to its "
+                "end on the last stage only, and waits for ranks that do not come. Log what is to be reduced with "
+                "self.log(..., sync_dist=True), or communicate in a hook that all ranks enter with what the step returned, such as "
+                "on_train_batch_end, on_validation_batch_end or on_validation_epoch_end"
+            )
+        return self._interruption is not None and self._interruption.is_of_this_rank_alone
 
     def waiting_in(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what waits for other ranks outside the steps: a lost one gives an error that names ``what`` and what each rank did.
@@ -32,7 +64,7 @@ class WorldCollectives(StrategyBase):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas. Ranks of one replica hold equal values, so that the world's mean is the replicas' mean; a sum
         counts every replica once."""
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or self._alone("reduce"):
             return tensor
         with self.waiting_in("reduction of a value"):
             result = self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
@@ -42,23 +74,46 @@ class WorldCollectives(StrategyBase):
             result = torch.div(result, copies, rounding_mode=None if result.is_floating_point() else "floor")
         return result
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the replicas, or over ``group``; ranks of one replica hold equal values, which are not repeated.
+
+        Args:
+            tensor: Of the same shape on all ranks.
+            group: Another process group than the world's.
+            sync_grads: Whether gradients flow back.
+
+        Returns:
+            The values, stacked along a new first dimension of the size of the group; ``tensor`` itself in a world of one.
+        """
+        if not dist.is_initialized() or self._alone("all_gather"):
+            return tensor
+        assert self.mesh is not None
+        if group in (None, dist.group.WORLD):
+            replicas = self.mesh.group("data")
+            if replicas.size == 1:
+                return tensor.unsqueeze(0)
+            group = replicas.handle
+        with self.waiting_in("all_gather"):
+            gathered: Tensor = super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        return gathered
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree over the whole world."""
         flag = torch.tensor(int(decision), device=self.root_device)
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._alone("reduce_boolean_decision"):
             with self.waiting_in("agreement"):
                 dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for the world."""
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._alone("barrier"):
             with self.waiting_in(f"barrier {name!r}" if name else "barrier"):
                 dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from rank ``src`` to the world."""
-        if not dist.is_initialized():
+        if not dist.is_initialized() or self._alone("broadcast"):
             return obj
         box = [obj]
         with self.waiting_in(f"broadcast from rank {src}"):

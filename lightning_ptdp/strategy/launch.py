@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from lightning_ptdp._lightning import lightning_names
+from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.pipeline.watchdog import is_communication_error
 from lightning_ptdp.strategy.stopping import ending_children_on_sigterm
 
 __all__ = ["InProcessLauncher", "make_launcher"]
+
+_LAST_WORD_S = 5.0
 
 
 def make_launcher(strategy: Any, namespace: str, start_method: str) -> Any:
@@ -74,7 +79,12 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
 
         def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self._strategy.check_before_launch(trainer, args)
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            self._strategy.ranks_failed = False
+            try:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            except BaseException:
+                self._strategy.ranks_failed = True
+                raise
 
         def _wrapping_function(self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *queues: Any) -> None:
             try:
@@ -82,6 +92,11 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
             except SystemExit as end:
                 if process_idx == 0 and not end.code:
                     queues[0].put(_Ended())
+                raise
+            except Exception as error:
+                if isinstance(error, PeerError) or is_communication_error(error):
+                    # The main process shows the error of who ends first, and ends the others: let that be the rank that was lost.
+                    time.sleep(_LAST_WORD_S)
                 raise
 
         def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:

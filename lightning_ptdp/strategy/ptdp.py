@@ -8,6 +8,7 @@ Order of a run: ``setup_environment`` (groups) -> ``setup`` (convert, cut, give 
 from __future__ import annotations
 
 import contextlib
+import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -41,6 +42,7 @@ from lightning_ptdp.strategy.checks import (
 )
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.context import make_context_parallel, make_keyed_dropout
+from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.joining import joining
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.options import StrategyOptions
@@ -75,6 +77,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self._keyed_dropout: KeyedDropout | None = None
         self._watchdog: Watchdog | None = None
         self._stop_request: StopRequest | None = None
+        self._interruption: Interruption | None = None
         self._seed = 0
 
     # ---- the world ----------------------------------------------------------------------------------------------------
@@ -156,7 +159,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             )
         if self._watchdog is None or self._watchdog.closed:
             self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
-        self._seed = self.broadcast(self.config.seed if self.config.seed is not None else torch.initial_seed())
+        seed = self.config.seed if self.config.seed is not None else torch.initial_seed()
+        self._seed, run = self.broadcast((seed, uuid.uuid4().hex))
+        on_device = self.root_device.type == "cuda"
+        self._interruption = Interruption(self.lightning_module.trainer, self._watchdog, run=run, on_device=on_device)
 
     def _join(self, layout: ParallelLayout) -> None:
         backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
@@ -340,6 +346,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             "_engine",
             "_watchdog",
             "_stop_request",
+            "_interruption",
             "_context_parallel",
             "_keyed_dropout",
             "_saver",

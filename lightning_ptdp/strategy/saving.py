@@ -40,9 +40,13 @@ class ModelSpaceSaving(ModelSpace):
     """Mixin of the strategy: saves shards under global names, so that any layout reads what any other wrote.
 
     Before ``setup`` there is nothing but an ordinary module, and Lightning's single file is written.
+
+    Attributes:
+        ranks_failed: Whether the ranks that this process forked or spawned last ended with an exception.
     """
 
     _saver: BackgroundSaver | None = None
+    ranks_failed = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, for the hooks of ``on_save_checkpoint``; the rest is on the other ranks."""
@@ -52,6 +56,8 @@ class ModelSpaceSaving(ModelSpace):
         """Hyperparameters of the groups with the names of all ranks' parameters; the tensors are saved as shards."""
         if self.parallel is None:
             return super().optimizer_state(optimizer)
+        if self._alone("saving"):
+            return {}
         inner = getattr(optimizer, "_optimizer", optimizer)
         with self.waiting_in("saving the optimizer's parameter groups"):
             with same_outcome("reading the optimizer's parameter groups"):
@@ -59,12 +65,15 @@ class ModelSpaceSaving(ModelSpace):
             return {"groups": merge_groups(gather(groups))}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint folder; entered by all ranks.
+        """Write a checkpoint folder; entered by all ranks. After an exception there is a warning instead where that cannot be.
 
         Raises:
             CheckpointError: It could not be written; what was there before is whole.
             TypeError: ``storage_options`` is given, which DCP does not take.
         """
+        if why := self._why_impossible():
+            warnings.warn(f"the checkpoint {filepath} is not saved: {why}", stacklevel=2)
+            return
         if self.parallel is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -73,6 +82,13 @@ class ModelSpaceSaving(ModelSpace):
         doing = f"saving the checkpoint {filepath}"
         with self.waiting_in(doing):
             self._save(checkpoint, filepath, doing)
+
+    def _why_impossible(self) -> str:
+        if self._alone("saving"):
+            return "the exception did not end all ranks at the same step, and each of them holds a part of it"
+        if self.ranks_failed:
+            return "the ranks ended with an exception, and what they had trained is not in this process"
+        return ""
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, doing: str) -> None:
         assert self.parallel is not None

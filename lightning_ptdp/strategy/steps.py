@@ -11,20 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp._lightning import LightningNames, StrategyBase
+from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.progress import Observers
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.precision import loss_scale
 from lightning_ptdp.strategy.stopping import StopRequest
 
 __all__ = ["ScheduledSteps"]
 
 
-class ScheduledSteps(StrategyBase):
+class ScheduledSteps(WorldCollectives):
     """Mixin of the strategy: training and evaluation steps, gradients and their norm."""
 
     _names: LightningNames
@@ -42,7 +43,8 @@ class ScheduledSteps(StrategyBase):
         with self._during("step"):
             if self._stop_request is not None:
                 self._stop_request.heed(dist.group.WORLD, self.root_device)
-            context, scale = self.precision_plugin.train_step_context, loss_scale(self.precision_plugin)
+            context = partial(self.one_step, "training_step", self.precision_plugin.train_step_context)
+            scale = loss_scale(self.precision_plugin)
             values = (*args, *kwargs.values())
             return self._engine.training_step(context, values, clears=self._clears_gradients(), loss_scale=scale)
 
@@ -105,7 +107,7 @@ class ScheduledSteps(StrategyBase):
                 # Replicas may have different numbers of batches: only the ranks of one agree.
                 assert self.mesh is not None
                 self._stop_request.heed(self.mesh.group("model").handle, self.root_device)
-            return self._engine.evaluation_step(hook, context, args)
+            return self._engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
 
     def _during(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Says what this rank is busy with to the ranks that wait for it."""

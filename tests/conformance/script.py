@@ -58,10 +58,12 @@ class LitScript(L.LightningModule):
         return ParallelPlan(tensor={"net.*.0": "column", "net.*.2": "row"} if SETTINGS.get("deep") else {})
 
     def training_step(self, batch, batch_idx):
-        if self.global_step == 2 and self.global_rank == SETTINGS.get("fail_on_rank"):
+        if self.global_step == 2 and self.global_rank in SETTINGS.get("fail_on_ranks", []):
             raise ZeroDivisionError("the user's own mistake")
         if self.global_step == 2 and self.global_rank in SETTINGS.get("terminate_ranks", []):
             os.kill(os.getpid(), signal.SIGTERM)
+        if SETTINGS.get("collective"):
+            eval(SETTINGS["collective"], {"self": self})
         loss = self.net(batch[0]).sub(batch[0].sum(-1, keepdim=True)).square().mean()
         self.log("train_loss", loss)
         return loss
@@ -99,8 +101,9 @@ def main() -> None:
         devices=2,
         num_nodes=SETTINGS.get("num_nodes", 1),
         max_steps=SETTINGS.get("max_steps", 6),
+        callbacks=[getattr(L.callbacks, name)(**options) for name, options in SETTINGS.get("callbacks", {}).items()],
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing="callbacks" in SETTINGS,
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -135,7 +135,7 @@ def wait_until_running(folder: Path, script: Session) -> None:
 
 
 def test_exception_in_the_first_process_ends_all_and_is_shown(tmp_path: Path) -> None:
-    with started(tmp_path, {"layout": P2, "fail_on_rank": 0, "max_steps": -1}) as script:
+    with started(tmp_path, {"layout": P2, "fail_on_ranks": [0], "max_steps": -1}) as script:
         assert script.finish() != 0
     assert "ZeroDivisionError: the user's own mistake" in script.output
     assert "in training_step" in script.output

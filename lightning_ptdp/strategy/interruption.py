@@ -1,0 +1,37 @@
+"""What is still possible on a rank whose run ended with an exception: callbacks then save checkpoints, which takes all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_ptdp.pipeline.watchdog import Watchdog
+
+__all__ = ["Interruption"]
+
+_PATIENCE_S = 5.0
+
+
+class Interruption:
+    """Of one call of ``fit``, ``validate``, ``test`` or ``predict``.
+
+    Args:
+        trainer: Whose state says whether there was an exception.
+        watchdog: Knows the other ranks.
+        run: Name of this call, the same on all ranks and used once.
+        on_device: Whether messages may be under way that keep a device busy for ever.
+    """
+
+    def __init__(self, trainer: Any, watchdog: Watchdog, *, run: str, on_device: bool) -> None:
+        self._trainer, self._watchdog, self._run, self._on_device = trainer, watchdog, run, on_device
+        self._alone: bool | None = None
+
+    @property
+    def is_of_this_rank_alone(self) -> bool:
+        """Whether there was an exception that did not end all ranks at the same step; the others are waited for, for some seconds."""
+        if self._trainer.state.status != "interrupted" or self._watchdog.closed:
+            return False
+        if self._alone is None:
+            torn = self._on_device and self._watchdog.failed
+            topic = f"{self._run}/{self._trainer.global_step}"
+            self._alone = torn or not self._watchdog.all_come(topic, limit_s=_PATIENCE_S)
+        return self._alone

@@ -1,0 +1,209 @@
+"""Behaviour 23: an exception of the user's is the error that is shown, callbacks that save on it do not hang, and collectives that only
+one stage would enter are refused where they are."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor
+
+from lightning_ptdp.strategy import interruption
+from tests.conformance.toys import P2, LitNet, Place, assert_weights, both, loader, make_trainer, weights
+from tests.pool import Pool
+
+D2, P2D2 = Place(world_size=2), Place(world_size=4, layout=P2)
+PLACES = {"p2": Place(world_size=2, layout=P2), "d2": D2, "p2d2": P2D2}
+
+
+class Mistake(L.Callback):
+    """Raises in the third batch on some ranks, before or inside the step."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank in self._ranks:
+            raise ZeroDivisionError("the user's own mistake")
+
+
+def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> Any:
+    """The error of this rank and its warnings."""
+    interruption._PATIENCE_S = 1.0
+    savers = [OnExceptionCheckpoint(path), ModelCheckpoint(path, filename="model", save_on_exception=True, every_n_epochs=9)]
+    trainer = make_trainer(place, callbacks=[Mistake(ranks), *savers], enable_checkpointing=True)
+    L.seed_everything(1, verbose=False)
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        pytest.raises((ZeroDivisionError, RuntimeError)) as info,
+    ):
+        trainer.fit(LitNet(), loader())
+    if rank in ranks and len(ranks) < place.world_size:
+        dist.destroy_process_group()  # as when the process ends
+    said = [str(warning.message) for warning in caught if "is not saved" in str(warning.message)]
+    return f"{info.typename}: {info.value}", said
+
+
+@pytest.mark.parametrize(("name", "rank"), [("p2", 0), ("p2", 1), ("d2", 1)])
+def test_what_is_saved_on_an_exception_of_one_rank_is_skipped_with_a_sentence(
+    name: str, rank: int, pool: Pool, tmp_path: Path
+) -> None:
+    outcomes = pool.run(interrupted, world_size=2, args=(PLACES[name], (rank,), str(tmp_path)))
+    error, said = outcomes[rank]
+    assert error == "ZeroDivisionError: the user's own mistake"
+    assert "on_exception.ckpt is not saved: the exception did not end all ranks at the same step" in said[0]
+    error, _ = outcomes[1 - rank]
+    assert error.startswith("PeerError")
+    assert f"\nThe cause is on rank {rank}: ZeroDivisionError: the user's own mistake (test_exceptions.py, line " in error
+    assert not list(tmp_path.iterdir())
+
+
+def interrupted_and_resumed(rank: int, place: Place, folder: str, path: str) -> Any:
+    here = str(Path(path, folder))
+    outcome = interrupted(rank, place, tuple(range(place.world_size)), here)
+    L.seed_everything(2, verbose=False)
+    trainer = make_trainer(place)
+    trainer.fit(LitNet(), loader(), ckpt_path=f"{here}/on_exception.ckpt")
+    return outcome, sorted(os.listdir(here)), weights(trainer)
+
+
+@pytest.mark.parametrize("name", ["p2", "d2"])
+def test_an_exception_of_all_ranks_is_saved_and_resumed(name: str, pool: Pool, tmp_path: Path) -> None:
+    for (outcome, files, found), (_, expected_files, expected) in both(pool, interrupted_and_resumed, name, str(tmp_path)):
+        assert outcome == ("ZeroDivisionError: the user's own mistake", [])
+        assert set(expected_files) == {"on_exception.ckpt", "model.ckpt"}
+        assert set(files) == {*expected_files, "latest"}
+        assert_weights(found, expected)
+
+
+class FailsOnOne(LitNet):
+    """On the last stage, inside the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise ZeroDivisionError("the user's own mistake")
+        return loss
+
+
+def forked(rank: int, path: str) -> str:
+    place = Place(world_size=2, layout={**P2, "start_method": "fork"})
+    trainer = make_trainer(place, callbacks=[OnExceptionCheckpoint(path)], enable_checkpointing=True)
+    with pytest.raises(Exception, match="the user's own mistake") as info, pytest.warns(UserWarning, match="not in this process"):
+        trainer.fit(FailsOnOne(), loader())
+    return str(info.value)
+
+
+@pytest.fixture
+def fresh() -> Iterator[Pool]:
+    """A worker that has not run a backward yet: after one, torch cannot be forked."""
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+def test_the_process_that_forked_the_ranks_shows_the_exception_and_saves_nothing(fresh: Pool, tmp_path: Path) -> None:
+    (error,) = fresh.run(forked, world_size=1, args=(str(tmp_path),), limit=60.0)
+    assert error.rstrip().endswith("ZeroDivisionError: the user's own mistake"), error
+    assert "in training_step" in error
+    assert not list(tmp_path.iterdir())
+
+
+class Communicates(LitNet):
+    """Asks for a collective in a step."""
+
+    def __init__(self, hook: str, name: str) -> None:
+        super().__init__()
+        self.hook, self.name = hook, name
+
+    def communicate(self, hook: str, value: Tensor) -> None:
+        if hook != self.hook:
+            return
+        match self.name:
+            case "all_gather":
+                self.all_gather(value)
+            case "barrier":
+                self.trainer.strategy.barrier()
+            case "broadcast":
+                self.trainer.strategy.broadcast(value)
+            case "reduce":
+                self.trainer.strategy.reduce(value)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.communicate("training_step", loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+        self.communicate("validation_step", batch[0].mean())
+
+
+def communicates(rank: int, place: Place, hook: str, name: str) -> str:
+    trainer = make_trainer(place, num_sanity_val_steps=0)
+    try:
+        trainer.fit(Communicates(hook, name), loader(), loader())
+    except Exception as error:
+        if dist.is_initialized() and rank == place.world_size - 1:
+            dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("hook", "name"),
+    [
+        ("training_step", "all_gather"),
+        ("training_step", "barrier"),
+        ("validation_step", "broadcast"),
+        ("validation_step", "reduce"),
+    ],
+)
+def test_a_collective_in_a_step_of_a_pipeline_is_named_at_once(hook: str, name: str, pool: Pool) -> None:
+    first, last = pool.run(communicates, world_size=2, args=(PLACES["p2"], hook, name))
+    assert last.startswith(
+        f"MisconfigurationException: {name} in {hook}: with pipeline_parallel_size=2 a step runs to its end on"
+    )
+    assert "self.log(..., sync_dist=True)" in last
+    assert f"The cause is on rank 1: MisconfigurationException: {name} in {hook}" in first
+
+
+def test_collectives_in_a_step_of_replicas_are_entered_by_all(pool: Pool) -> None:
+    place = Place(world_size=2, layout={"num_microbatches": 2})
+    for name in ("all_gather", "barrier"):
+        assert pool.run(communicates, world_size=2, args=(place, "training_step", name)) == ["", ""]
+
+
+class Gathers(LitNet):
+    """Gathers in a hook what the steps returned."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.gathered = self.all_gather({"loss": outputs["loss"].detach(), "pair": torch.arange(2.0) + self.trainer.global_rank})
+
+
+def gathers(rank: int, place: Place) -> Any:
+    L.seed_everything(1, verbose=False)
+    module = Gathers()
+    make_trainer(place, max_steps=1).fit(module, loader())
+    return module.gathered
+
+
+@pytest.mark.parametrize("name", ["p2", "d2", "p2d2"])
+def test_all_gather_in_hooks_has_every_replica_once(name: str, pool: Pool) -> None:
+    place = PLACES[name]
+    expected = pool.run(gathers, world_size=2, args=(Place(world_size=2, reference="ddp"),))[0]
+    for rank, found in enumerate(pool.run(gathers, world_size=place.world_size, args=(place,))):
+        replicas = 1 if name == "p2" else 2
+        assert found["loss"].shape == (replicas,)
+        assert found["pair"].shape == (replicas, 2)
+        if name != "p2":
+            torch.testing.assert_close(found["loss"], expected["loss"])
+        assert rank in found["pair"][:, 0]
