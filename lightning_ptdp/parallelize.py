@@ -122,7 +122,7 @@ def parallelize(
     """
     layout = mesh.layout
     kinds = plan.resolve(module) if layout.tensor_parallel_size > 1 else {}
-    plan.check(module, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
+    plan.check(module, layout.tensor_parallel_size, layout.sequence_parallel, converted=True)
     if layout.model_parallel_size > 1:
         set_numbers(module, plan.numbers, tensor_parallel_size=layout.tensor_parallel_size)
     notes = _agree(module, device)

@@ -107,12 +107,26 @@ class Engine:
         self._unscope = scope_metrics(module, mesh) if mesh.layout.model_parallel_size > 1 else lambda: None
 
     def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:
-        """Make what keeps and sums gradients, and give the optimizer what it steps on."""
+        """Make what keeps and sums gradients, and give the optimizer what it steps on.
+
+        Raises:
+            ValueError: The module has trainable parameters that were not there when it was cut; names them.
+        """
+        self._check_recorded()
         for child in self._module.modules():
             if "weight_gradients" in vars(child):
                 child.weight_gradients = self._weight_gradients
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
         self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps)
+
+    def _check_recorded(self) -> None:
+        records = self._parallel.records
+        unknown = [name for name, p in self._module.named_parameters() if p.requires_grad and p not in records]
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced after the model was laid out over the "
+                "ranks, so nothing would sum or save it. Make parameters in __init__ or configure_model, before the optimizer"
+            )
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss of a straight step with this replica's weight in the mean over replicas."""

@@ -102,6 +102,12 @@ class ParallelPlan:
         Raises:
             ValueError: A pattern matches nothing, two disagree, or a module's type cannot be spread in the way that is asked for.
         """
+        kinds = self._matched(model)
+        for name, kind in kinds.items():
+            _check_type(name, model.get_submodule(name), kind)
+        return kinds
+
+    def _matched(self, model: nn.Module) -> dict[str, Kind]:
         modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         found: dict[str, Kind] = {}
         origin: dict[str, str] = {}
@@ -118,20 +124,22 @@ class ParallelPlan:
                         f"{pattern!r}); keep one of them"
                     )
                 origin.setdefault(name, pattern)
-                _check_type(name, modules[name], kind)
         return {name: found[name] for name in modules if name in found}
 
-    def check(self, model: nn.Module, tensor_parallel_size: int, sequence_parallel: bool = False) -> None:
+    def check(
+        self, model: nn.Module, tensor_parallel_size: int, sequence_parallel: bool = False, *, converted: bool = False
+    ) -> None:
         """Check everything that can be known without running the model.
 
-        Numbers of heads are only known where the plan tells them (``Column(heads=...)``): only features are visible here.
+        Numbers of heads are only known where the plan tells them (``Column(heads=...)``): only features are visible here. A precision
+        plugin may have ``converted`` modules to types that cannot be spread, which matters to tensor parallelism alone.
 
         Raises:
             ValueError: Of ``resolve``; ``blocks``, ``before``, ``after`` or ``selective`` name no module; a size does not divide; a
                 weight is shared by modules that would be spread differently; sequence parallelism without a vocabulary-parallel
                 embedding and head.
         """
-        kinds = self.resolve(model)
+        kinds = self._matched(model) if converted and tensor_parallel_size == 1 else self.resolve(model)
         self._check_paths(model)
         if tensor_parallel_size == 1:
             return

@@ -28,6 +28,7 @@ class Run:
     steps: int = 4
     global_batch: int = 4
     eager: bool = False
+    precision: str = "32-true"
     clip: float | None = 0.5
     whole_output: bool = False
     save: str | None = None
@@ -174,6 +175,7 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
         devices=run.world_size,
         max_steps=run.steps,
         gradient_clip_val=run.clip,
+        precision=run.precision,
         callbacks=[recorder],
         logger=False,
         enable_checkpointing=False,

@@ -40,7 +40,7 @@ def reference(pool: Pool) -> Any:
     return one_process
 
 
-def check(pool: Pool, reference: Any, run: Run, layout: str) -> None:
+def check(pool: Pool, reference: Any, run: Run, layout: str, *, tolerance: float = 1e-5) -> None:
     world_size, degrees = LAYOUTS[layout]
     expected = reference(run)
     found = pool.run(fit, world_size=world_size, args=(replace(run, layout=degrees, world_size=world_size),))
@@ -50,17 +50,23 @@ def check(pool: Pool, reference: Any, run: Run, layout: str) -> None:
     assert len({tuple(rank["losses"]) for rank in found}) == 1, "ranks disagree about the loss"
     for key in ("losses", "norms", "validation"):
         torch.testing.assert_close(
-            torch.tensor(found[0][key]), torch.tensor(expected[key]), rtol=1e-5, atol=0, msg=lambda m, k=key: f"{k}: {m}"
+            torch.tensor(found[0][key]), torch.tensor(expected[key]), rtol=tolerance, atol=0, msg=lambda m, k=key: f"{k}: {m}"
         )
     for name, value in expected["final"].items():
         difference = (found[0]["final"][name] - value).norm() / value.norm().clamp(min=1e-3)
-        assert difference < 1e-5, f"{name} ends {difference:.1e} away"
+        assert difference < tolerance, f"{name} ends {difference:.1e} away"
 
 
 @pytest.mark.parametrize("layout", ["t2", "p2", "p2v2", "t2p2v2", "t2p2v2sp"])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "bert"])
 def test_same_answer_as_one_process(model: str, layout: str, pool: Pool, reference: Any) -> None:
     check(pool, reference, Run(model=model, steps=10), layout)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_in_bfloat16(model: str, eager: bool, pool: Pool, reference: Any) -> None:
+    check(pool, reference, Run(model=model, eager=eager, precision="bf16-true"), "p2", tolerance=5e-2)
 
 
 @pytest.mark.parametrize(

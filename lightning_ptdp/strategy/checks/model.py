@@ -80,7 +80,7 @@ def check_model(
     check = getattr(whole, "check_parallel", None)
     if check is not None:
         check(layout)
-    plan.check(whole, tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel=layout.sequence_parallel)
+    plan.check(whole, layout.tensor_parallel_size, layout.sequence_parallel, converted=convert is not None)
     if layout.tensor_parallel_size > 1:
         _check_hooks(whole, plan.resolve(whole))
         check_captured(whole, sequence_parallel=layout.sequence_parallel)

@@ -1,0 +1,108 @@
+"""A precision plugin may put other modules and parameters into the model, as those for float8 and quantized layers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+
+from lightning_ptdp import ParallelPlan
+from tests.conformance.toys import ONE, PLACES, LitNet, Losses, Place, assert_weights, loader, make_trainer, weights
+from tests.pool import Pool
+
+
+class Scaled(nn.Linear):
+    """Computes what ``nn.Linear`` does, with a parameter more."""
+
+    def __init__(self, old: nn.Linear) -> None:
+        super().__init__(old.in_features, old.out_features, device=old.weight.device)
+        self.weight, self.bias = nn.Parameter(old.weight.detach().clone()), nn.Parameter(old.bias.detach().clone())
+        self.scale = nn.Parameter(torch.full_like(self.bias, 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.scale + 0.5)
+
+
+class Fresh(nn.Linear):
+    """Only its parameters are new."""
+
+
+class Converts(Precision):
+    """Replaces every ``nn.Linear``."""
+
+    def __init__(self, kind: type[nn.Linear]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        for name, child in list(module.named_modules()):
+            if type(child) is nn.Linear:
+                module.set_submodule(name, Scaled(child) if self.kind is Scaled else fresh(child))
+        return module
+
+
+def fresh(old: nn.Linear) -> nn.Linear:
+    new = Fresh(old.in_features, old.out_features, device=old.weight.device)
+    new.weight, new.bias = nn.Parameter(old.weight.detach().clone()), nn.Parameter(old.bias.detach().clone())
+    return new
+
+
+class LitSplit(LitNet):
+    def configure_parallel(self) -> ParallelPlan:
+        return ParallelPlan(tensor={"net.2": "column", "net.4": "row"})
+
+
+T2 = Place(world_size=2, layout={"tensor_parallel_size": 2})
+
+
+def run(rank: int, place: Place, kind: type[nn.Linear]) -> Any:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = make_trainer(place, plugins=[Converts(kind)], callbacks=[losses])
+    module = LitSplit()
+    trainer.fit(module, loader())
+    assert not any(type(child) is nn.Linear for child in module.modules())
+    return weights(trainer)
+
+
+@pytest.mark.parametrize("name", ["d2", "d2 sharded", "p2", "one m2", "t2"])
+@pytest.mark.parametrize("kind", [Scaled, Fresh])
+def test_replaced_parameters_train_as_on_one_device(kind: type[nn.Linear], name: str, pool: Pool) -> None:
+    ours, reference = (T2, ONE) if name == "t2" else PLACES[name]
+    if kind is Scaled and name == "t2":
+        return
+    expected = pool.run(run, world_size=reference.world_size, args=(reference, kind))[0]
+    for found in pool.run(run, world_size=ours.world_size, args=(ours, kind)):
+        assert any(key.endswith("scale") for key in found) is (kind is Scaled)
+        assert_weights(found, expected)
+
+
+def test_what_cannot_be_split_after_the_conversion_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.multiprocessing.start_processes", None)
+    place = Place(world_size=2, layout={**T2.layout, "start_method": "fork"})
+    with pytest.raises(ValueError, match=r"'net.2' is a Scaled.* its forward is not that of nn.Linear"):
+        make_trainer(place, plugins=[Converts(Scaled)]).fit(LitSplit(), loader())
+
+
+class LitGrows(LitNet):
+    """Makes a parameter after the model was cut."""
+
+    def configure_optimizers(self) -> Any:
+        self.late = nn.Linear(2, 2)
+        return super().configure_optimizers()
+
+
+def grow(rank: int, place: Place) -> str:
+    with pytest.raises(ValueError, match=r"late\.weight, late\.bias") as error:
+        make_trainer(place).fit(LitGrows(), loader())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["d2", "p2", "one m2"])
+def test_a_parameter_that_was_made_too_late_is_named(name: str, pool: Pool) -> None:
+    place, _ = PLACES[name]
+    assert all("__init__ or configure_model" in text for text in pool.run(grow, world_size=place.world_size, args=(place,)))
