@@ -16,6 +16,7 @@ from lightning_ptdp.data_parallel.copied import Copied
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.materialize import Materializer, agree_on_values
 from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
@@ -137,12 +138,14 @@ def parallelize(
     ranges: tuple[tuple[int, int], ...] = ()
     cut: PipelineCut | None = None
     if layout.pipeline_parallel_size > 1:
-        parts = find_parts(module, blocks=plan.blocks, before=plan.before, after=plan.after)
+        parts = find_parts(module, blocks=plan.blocks, before=plan.before, between=plan.between, after=plan.after)
         ranges = layer_ranges(module, parts=parts, layout=layout, partition=partition)
         stages = layout.stages_of(mesh.group("pipeline").rank)
         cut = PipelineCut(module, parts=parts, ranges=ranges, stages=stages, collects=plan.collects)
     module_stages = (
-        cut.module_stages if cut is not None else {name: 0 for name, _ in module.named_modules(remove_duplicate=False)}
+        cut.module_stages
+        if cut is not None
+        else dict.fromkeys((name for name, _ in module.named_modules(remove_duplicate=False)), frozenset([0]))
     )
 
     shardings = _build_local(module, plan, kinds, materialize, names, users, mesh)
@@ -162,7 +165,7 @@ def parallelize(
         records=records,
         aliases=aliases,
         notes=notes,
-        split_blocks=(plan.blocks or "") if layout.sequence_parallel and plan.sequence == "blocks" else None,
+        split_blocks=plan.split_blocks if layout.sequence_parallel and plan.sequence == "blocks" else None,
     )
 
 
@@ -202,19 +205,19 @@ def layer_ranges(
     Raises:
         ValueError: There are fewer layers than stages, or ``partition`` does not fit.
     """
-    # Not named_children(), which leaves out a layer that is there twice.
-    layers = module.get_submodule(parts.blocks)._modules
+    layers = layers_of(module, parts.blocks)
     if partition is not None:
-        names = [f"{parts.blocks}.{key}" if parts.blocks else key for key in layers]
-        return explicit_partition(partition, layers=names, num_stages=layout.num_stages)
+        return explicit_partition(partition, layers=[layer.name for layer in layers], num_stages=layout.num_stages)
     check_num_layers(
         len(layers),
         pipeline_parallel_size=layout.pipeline_parallel_size,
         virtual_pipeline_size=layout.virtual_pipeline_size,
     )
-    before = sum(_cost(module.get_submodule(name)) for name in parts.before)
-    after = sum(_cost(module.get_submodule(name)) for name in parts.after)
-    costs = [_cost(layer) or 1.0 for layer in layers.values() if layer is not None]
+    before, between, after = (
+        sum(_cost(module.get_submodule(name)) for name in names) for names in (parts.before, parts.between, parts.after)
+    )
+    costs = [_cost(module.get_submodule(layer.name)) or 1.0 for layer in layers]
+    costs = [cost + between * (layer.is_first and layer.container > 0) for cost, layer in zip(costs, layers, strict=True)]
     return partition_layers(costs, num_stages=layout.num_stages, first_cost=before, last_cost=after)
 
 
@@ -320,7 +323,7 @@ def _records(
     names: Mapping[int, str],
     order: Mapping[str, int],
     users: Mapping[str, list[str]],
-    module_stages: Mapping[str, int | None],
+    module_stages: Mapping[str, frozenset[int] | None],
     mesh: ProcessMesh,
     copy_groups: Mapping[int, Group],
 ) -> dict[nn.Parameter, ParameterRecord]:
@@ -329,8 +332,8 @@ def _records(
     layout = mesh.layout
     stages_of: dict[str, set[int]] = {}
     for name, holders in users.items():
-        found = [module_stages[holder] for holder in holders]
-        stages_of[name] = set(range(layout.num_stages)) if None in found else {stage for stage in found if stage is not None}
+        found = [module_stages[holder] or range(layout.num_stages) for holder in holders]
+        stages_of[name] = {stage for stages in found for stage in stages}
     ranks_of = {name: tuple(sorted({layout.rank_of_stage(stage) for stage in stages})) for name, stages in stages_of.items()}
     groups = {ranks: mesh.pipeline_subgroup(ranks) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1}
     records = {}

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp._torch import untraced
 from lightning_ptdp.mesh import Group
+from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.stage import Placeholder
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather
@@ -109,7 +110,7 @@ def check_recomputation(
     module: nn.Module,
     *,
     policy: str,
-    blocks: str | None,
+    blocks: Blocks | None,
     ranges: Ranges = (),
     layers: Layers = None,
     selective: Sequence[str] = (),
@@ -124,21 +125,25 @@ def check_recomputation(
     if policy == "none":
         return
     blocks = find_blocks(module) if blocks is None else blocks
-    container = module.get_submodule(blocks)
-    _layers_a_stage(layers, ranges or ((0, len(container._modules)),))
+    names = as_names(blocks)
+    _layers_a_stage(layers, ranges or ((0, len(layers_of(module, names))),))
     if policy != "selective":
         return
     if not selective:
         raise ValueError(
             "recompute='selective', but the plan does not say which modules to recompute: give "
-            f"ParallelPlan(selective=(\"{blocks}.*.attention.core\",)) with patterns of your own names, or use recompute='full'"
+            f"ParallelPlan(selective=(\"{names[0]}.*.attention.core\",)) with patterns of your own names, or use recompute='full'"
         )
-    inside = dict(container.named_modules(prefix=blocks, remove_duplicate=False))
-    inside.pop(blocks)
+    inside = {
+        name: child
+        for layer in layers_of(module, names)
+        for name, child in module.get_submodule(layer.name).named_modules(prefix=layer.name, remove_duplicate=False)
+    }
     for pattern in selective:
         if not any(matches(name, pattern) for name in inside):
+            shown = " and ".join(f"'{name}'" for name in names)
             raise ValueError(
-                f"the plan's selective pattern {pattern!r} matches no module inside '{blocks}'; {nearest_names(pattern, inside)}"
+                f"the plan's selective pattern {pattern!r} matches no module inside {shown}; {nearest_names(pattern, inside)}"
             )
 
 
@@ -146,7 +151,7 @@ def apply_recomputation(
     module: nn.Module,
     *,
     policy: str,
-    blocks: str | None,
+    blocks: Blocks | None,
     ranges: Ranges = (),
     layers: Layers = None,
     selective: Sequence[str] = (),
@@ -158,7 +163,7 @@ def apply_recomputation(
     Args:
         module: The module after ``parallelize``. Blocks of other stages are skipped.
         policy: "none", "full" or "selective".
-        blocks: Dotted name of the repeated container; found if None.
+        blocks: Dotted names of the repeated containers; found if None.
         ranges: Half-open layer ranges, one a stage; empty: one stage of all layers.
         layers: How many layers of each stage, the first ones, are recomputed: one number for all stages (a stage with fewer layers
             recomputes all of its) or one a stage. None: all layers.
@@ -179,9 +184,7 @@ def apply_recomputation(
     if policy == "none":
         return ()
     blocks = find_blocks(module) if blocks is None else blocks
-    container = module.get_submodule(blocks)
-    prefix = f"{blocks}." if blocks else ""
-    chosen = [(f"{prefix}{key}", block) for key, block in _first_layers(container, ranges, layers)]
+    chosen = list(_first_layers(module, blocks, ranges, layers))
     if policy == "selective":
         chosen = [found for name, block in chosen for found in _outermost(name, block, selective)]
     group = shard_input if policy == "full" and shard_input is not None and shard_input.size > 1 else None
@@ -273,14 +276,15 @@ def _is_divisible(value: Any, group: Group) -> bool:
     return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
 
 
-def _first_layers(container: nn.Module, ranges: Ranges, layers: Layers) -> Iterator[tuple[str, nn.Module]]:
+def _first_layers(module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers) -> Iterator[tuple[str, nn.Module]]:
     """The layers to recompute that are here."""
-    members = list(container._modules.items())
+    members = layers_of(module, blocks)
     ranges = ranges or ((0, len(members)),)
     for (start, _), count in zip(ranges, _layers_a_stage(layers, ranges), strict=True):
-        for key, block in members[start : start + count]:
-            if block is not None and not isinstance(block, Placeholder):
-                yield key, block
+        for layer in members[start : start + count]:
+            block = module.get_submodule(layer.name)
+            if not isinstance(block, Placeholder):
+                yield layer.name, block
 
 
 def _outermost(name: str, block: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -23,7 +23,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["Crossing", "Form", "Path", "StageError", "TensorForm", "backward", "describe", "rebuild", "substitute", "tensors_in"]
+__all__ = [
+    "Crossing",
+    "Form",
+    "Path",
+    "StageError",
+    "StageExit",
+    "TensorForm",
+    "backward",
+    "describe",
+    "rebuild",
+    "substitute",
+    "tensors_in",
+]
 
 Path = tuple[int | str, ...]
 """Where a tensor stands in a call: an argument's position or keyword, then indices and keys into it."""
@@ -35,6 +47,14 @@ Structure = tuple[Any, ...]
 
 class StageError(RuntimeError):
     """The model's forward did something that a pipeline stage cannot honour; the message says what and how to mend it."""
+
+
+class StageExit(BaseException):
+    """Leaves the user's step at the end of a stage; a BaseException, so that ``except Exception`` lets it through."""
+
+    def __init__(self, crossing: Crossing) -> None:
+        super().__init__("left the step at the end of a pipeline stage")
+        self.crossing = crossing
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +89,35 @@ class Form:
         output: Structure of what the last block of the stage returned.
         extras: Places of further arguments, and which tensor belongs there.
         collected: Structure of what was collected over the blocks: ("value", None) for nothing.
+        past: Of each container whose blocks have all run, the structure and the tensors of what the last one returned.
     """
 
     tensors: tuple[TensorForm, ...] = ()
     output: Structure = ("value", None)
     extras: tuple[tuple[Path, int], ...] = ()
     collected: Structure = ("value", None)
+    past: tuple[Form, ...] = ()
 
     def encode(self) -> bytes:
         """As JSON."""
+        return json.dumps(self._as_json()).encode()
+
+    def _as_json(self) -> dict[str, Any]:
         tensors = [(form.shape, str(form.dtype).removeprefix("torch."), form.differentiable) for form in self.tensors]
         rest = {"output": self.output, "extras": self.extras, "collected": self.collected}
-        return json.dumps({"tensors": tensors, **rest}).encode()
+        return {"tensors": tensors, "past": [form._as_json() for form in self.past], **rest}
 
     @classmethod
     def decode(cls, data: bytes) -> Form:
         """What ``encode`` wrote."""
-        found = json.loads(data)
+        return cls._from_json(json.loads(data))
+
+    @classmethod
+    def _from_json(cls, found: dict[str, Any]) -> Form:
         tensors = tuple(TensorForm(tuple(shape), getattr(torch, dtype), flag) for shape, dtype, flag in found["tensors"])
+        past = tuple(cls._from_json(form) for form in found["past"])
         rest = {key: _as_tuples(found[key]) for key in ("output", "extras", "collected")}
-        return cls(tensors=tensors, **rest)
+        return cls(tensors=tensors, past=past, **rest)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors)) or "no tensors"

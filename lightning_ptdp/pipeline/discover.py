@@ -1,4 +1,4 @@
-"""Finding the repeated container of a model and what stands before and after it.
+"""Finding the repeated containers of a model and what stands before, between and after them.
 
 What a plan does not say is seen by running the forward without data, where there is an example of its input (``call_order.py``). Else the
 order of registration is taken for the order of the calls, but never trusted silently: a module that turns out to be called on the
@@ -9,121 +9,170 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from torch import nn
 
 from lightning_ptdp.pipeline.call_order import call_order
+from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
 
-__all__ = ["find_blocks", "find_parts", "num_blocks"]
+__all__ = ["find_blocks", "find_parts"]
 
 
-def num_blocks(model: nn.Module, blocks: str) -> int:
-    """Number of layers in the container."""
-    return len(_container(model, blocks)._modules)
-
-
-def find_blocks(model: nn.Module) -> str:
-    """Dotted name of the repeated container: the list or sequence of modules that holds the most parameters.
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Dotted names of the repeated containers: the list or sequence of modules that holds the most parameters, and lists beside it of
+    members of one class that hold a share worth cutting, as the encoder's beside the decoder's.
 
     Raises:
         ValueError: There is none with at least two members that have parameters; says how to name it.
     """
-    best, most = None, 0
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            counts = [sum(p.numel() for p in child.parameters()) for child in module.children()]
-            if sum(c > 0 for c in counts) > 1 and sum(counts) > most:
-                best, most = name, sum(counts)
-    if best is None:
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)}
+    counts = {name: [sum(p.numel() for p in child.parameters()) for child in module.children()] for name, module in found.items()}
+    sizes = {name: sum(count) for name, count in counts.items() if sum(c > 0 for c in count) > 1}
+    if not sizes:
         raise ValueError(
             f"no repeated container found in {type(model).__name__}: looked for an nn.ModuleList or nn.Sequential with at least two "
             "members that have parameters. Name it with PTDPStrategy(plan=ParallelPlan(blocks='model.layers'))"
         )
-    return best
+    best = max(sizes, key=lambda name: sizes[name])
+    beside = [name for name in sizes if name != best and sizes[name] >= _SHARE * sizes[best] and not _is_around(name, best)]
+    beside = [name for name in beside if len({type(child) for child in found[name].children()}) == 1]
+    return _in_order([name for name in sizes if name == best or name in beside], best, call_order(model) if beside else None)
+
+
+_SHARE = 1 / 8
+"""Of the largest container's parameters: less is not worth a stage of its own, and may be a head."""
+
+
+def _is_around(name: str, other: str) -> bool:
+    return f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.")
 
 
 def find_parts(
-    model: nn.Module, *, blocks: str | None = None, before: Iterable[str] = (), after: Iterable[str] = ()
+    model: nn.Module,
+    *,
+    blocks: Blocks | None = None,
+    before: Iterable[str] = (),
+    between: Iterable[str] = (),
+    after: Iterable[str] = (),
 ) -> ModelParts:
-    """Where the modules with parameters stand relative to the container.
+    """Where the modules with parameters stand relative to the containers.
+
+    With several containers, what runs before the first is taken to be needed before the others too (a target's embedding may be looked
+    up before the encoder runs) unless it is named in ``before``.
 
     Args:
         model: The whole, uncut module.
-        blocks: Name of the container; found if None.
-        before: Modules known to run before it, in spite of where they are registered.
-        after: Modules known to run after it.
+        blocks: Names of the containers; found if None.
+        before: Modules known to run before them, in spite of where they are registered.
+        between: Modules known to run before a further container.
+        after: Modules known to run after them.
 
     Raises:
         ValueError: A named module does not exist (with the nearest names); the forward does not call the layers one after the other,
             or calls a module on both sides of them.
     """
-    blocks = find_blocks(model) if blocks is None else blocks
-    _container(model, blocks)
-    for field, names in (("before", tuple(before)), ("after", tuple(after))):
-        for name in names:
+    names = find_blocks(model) if blocks is None else as_names(blocks)
+    for name in names:
+        _check_container(model, name)
+    known = {"before": list(before), "between": list(between), "after": list(after)}
+    for field, given in known.items():
+        for name in given:
             _named(model, name, field)
-    first, last = list(before), list(after)
-    guessed = _by_registration(model, blocks, known={*before, *after})
+    guessed = _by_registration(model, names, known={name for given in known.values() for name in given})
     order = call_order(model) if guessed else None
-    for name, passed in guessed.items():
-        if order is not None:
-            passed = _is_called_after(name, order, model=model, blocks=blocks, otherwise=passed)
-        (last if passed else first).append(name)
-    return ModelParts(blocks=blocks, before=tuple(first), after=tuple(last))
+    for name, place in guessed.items():
+        places = {place} if order is None else _called_at(name, order, model=model, blocks=names, otherwise=place)
+        if 0 in places:
+            known["before"].append(name)
+        if len(names) > 1 and min(places) < len(names):
+            known["between"].append(name)
+        if len(names) in places:
+            known["after"].append(name)
+    return ModelParts(blocks=names, **{field: tuple(found) for field, found in known.items()})
 
 
-def _by_registration(model: nn.Module, blocks: str, *, known: set[str]) -> dict[str, bool]:
-    """The modules with parameters beside the container, and whether each is registered behind it."""
-    found: dict[str, bool] = {}
-    path = blocks.split(".") if blocks else []
-    for depth, step in enumerate(path):
-        prefix = ".".join(path[:depth])
-        passed = False
-        for key, child in model.get_submodule(prefix).named_children():
-            name = f"{prefix}.{key}" if prefix else key
-            if key == step:
-                passed = True
+def _by_registration(model: nn.Module, blocks: Sequence[str], *, known: set[str]) -> dict[str, int]:
+    """The modules with parameters beside the containers, and behind how many of them each is registered."""
+    found: dict[str, int] = {}
+    passed = 0
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        nonlocal passed
+        for key, child in module.named_children():
+            name = f"{prefix}{key}"
+            if name in blocks:
+                passed += 1
+            elif any(block.startswith(f"{name}.") for block in blocks):
+                walk(child, f"{name}.")
             elif name not in known and any(True for _ in child.parameters()):
                 found[name] = passed
+
+    if "" not in blocks:
+        walk(model, "")
     return found
 
 
-def _is_called_after(name: str, order: Sequence[str], *, model: nn.Module, blocks: str, otherwise: bool) -> bool:
-    """Whether the forward calls ``name``, or what is in it, behind the layers; ``otherwise`` if it does not call it at all.
+def _called_at(name: str, order: Sequence[str], *, model: nn.Module, blocks: Sequence[str], otherwise: int) -> set[int]:
+    """Behind how many containers the forward calls ``name``, or what is in it; ``otherwise`` if it does not call it at all.
 
     Raises:
         ValueError: The layers are not called one after the other, or ``name`` is called before and behind them.
     """
-    keys = list(_container(model, blocks)._modules)
-    layers = [f"{blocks}.{key}" if blocks else key for key in keys]
-    called = [call for call in order if call in set(layers)]
-    if not called:  # the example is that of another part of the model
-        return otherwise
-    if called != layers:
+    spans = []
+    for container in blocks:
+        layers = [layer.name for layer in layers_of(model, container)]
+        called = [call for call in order if call in set(layers)]
+        if not called:  # the example is that of another part of the model
+            return {otherwise}
+        if called != layers:
+            raise ValueError(
+                f"'{container}' looks like the repeated container of {type(model).__name__}, but its forward does not call its "
+                f"{len(layers)} members once each and in order; name the container with "
+                "PTDPStrategy(plan=ParallelPlan(blocks='model.layers'))"
+            )
+        spans.append((order.index(layers[0]), order.index(layers[-1])))
+    for (first, (_, stop)), (second, (start, _)) in pairwise(zip(blocks, spans, strict=True)):
+        if stop > start:
+            raise ValueError(
+                f"blocks={tuple(blocks)!r}, but the forward of {type(model).__name__} does not call all of '{first}' before '{second}'; "
+                "name containers in the order of their calls, or one only"
+            )
+    calls = [place for place, call in enumerate(order) if call == name or call.startswith(f"{name}.")]
+    sides = {sum(start < place for start, _ in spans) for place in calls}
+    is_inside = any(start <= place <= stop for place in calls for start, stop in spans)
+    if is_inside or (len(blocks) in sides and len(sides) > 1):
+        containers = " and ".join(f"'{container}'" for container in blocks)
         raise ValueError(
-            f"'{blocks}' looks like the repeated container of {type(model).__name__}, but its forward does not call its {len(keys)} "
-            "members once each and in order; name the container with PTDPStrategy(plan=ParallelPlan(blocks='model.layers'))"
-        )
-    start, stop = order.index(layers[0]), order.index(layers[-1])
-    places = [place for place, call in enumerate(order) if call == name or call.startswith(f"{name}.")]
-    sides = {place > stop for place in places if not start <= place <= stop}
-    if len(sides) > 1 or any(start <= place <= stop for place in places):
-        raise ValueError(
-            f"'{name}' is called more than once, before, between or behind the layers of '{blocks}'; a pipeline keeps it at one end. "
+            f"'{name}' is called more than once, before, between or behind the layers of {containers}; a pipeline keeps it at one end. "
             "Use two modules with a tied weight, or pipeline_parallel_size=1"
         )
-    return sides.pop() if sides else otherwise
+    return sides or {otherwise}
 
 
-def _container(model: nn.Module, blocks: str) -> nn.Module:
+def _in_order(names: Sequence[str], best: str, order: Sequence[str] | None) -> tuple[str, ...]:
+    """The containers in the order of their calls; only the largest where the calls of the others are mixed with its own."""
+    if order is None:
+        return tuple(names)
+    spans = {}
+    for name in names:
+        calls = [place for place, call in enumerate(order) if call.startswith(f"{name}.")]
+        if calls:
+            spans[name] = (calls[0], calls[-1])
+    ordered = sorted(spans, key=lambda name: spans[name])
+    if best not in ordered or any(spans[first][1] > spans[second][0] for first, second in pairwise(ordered)):
+        return (best,)
+    return tuple(ordered)
+
+
+def _check_container(model: nn.Module, blocks: str) -> None:
     container = _named(model, blocks, "blocks")
     if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         raise ValueError(
             f"blocks='{blocks}' is a {type(container).__name__}; the repeated container must be an nn.ModuleList, nn.Sequential or "
             "nn.ModuleDict"
         )
-    return container
 
 
 def _named(model: nn.Module, name: str, field: str) -> nn.Module:

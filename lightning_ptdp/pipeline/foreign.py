@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_ptdp.pipeline.crossing import StageError
+from lightning_ptdp.pipeline.crossing import StageError, substitute
 
-__all__ = ["Foreign", "Origin", "check_known", "plain", "put_instead", "replacement"]
+__all__ = ["Foreign", "Origin", "known", "plain", "put_instead", "replacement"]
 
 _INSTEAD = "_ptdp_instead"
 _LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"})
@@ -69,10 +70,16 @@ class Foreign(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        source = next(tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, Foreign))
+        sources = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, Foreign)]
+        source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
         origin = source.origin
         if origin.why is not None and name in _READS and (origin.behind or origin.over):
             raise StageError(origin.why)
+        if origin.behind and not origin.over and any(replacement(tensor) is not None for tensor in sources):
+            # What blocks were given has crossed, and may be used behind them as well.
+            args, kwargs = (substitute(value, lambda _path, tensor: _instead(tensor)) for value in (args, kwargs))
+            if not any(isinstance(tensor, Foreign) for tensor in _tensors((args, kwargs))):
+                return function(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)
         if name in _LIKE or name in _NEW or (name in _SHAPE_OF_SECOND and not isinstance(args[0], Foreign)):
             return plain(result)
@@ -95,15 +102,27 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Tensor) if isinstance(tensor, Foreign) else tensor
 
 
-def check_known(output: Any) -> None:
-    """Check what the step returned on the last stage.
+def known(output: Any) -> Any:
+    """What the step returned on the last stage, as ordinary tensors.
 
     Raises:
         StageError: It holds a tensor whose values this stage does not have.
     """
-    for tensor in _tensors(output):
-        if isinstance(tensor, Foreign) and tensor.origin.why is not None:
-            raise StageError(tensor.origin.why)
+    if not any(isinstance(tensor, Foreign) for tensor in _tensors(output)):
+        return output
+    return apply_to_collection(output, Foreign, _known)
+
+
+def _known(tensor: Foreign) -> Tensor:
+    instead = _instead(tensor)
+    if isinstance(instead, Foreign) and instead.origin.why is not None:
+        raise StageError(instead.origin.why)
+    return plain(instead)
+
+
+def _instead(tensor: Tensor) -> Tensor:
+    found = replacement(tensor) if isinstance(tensor, Foreign) else None
+    return tensor if found is None else found
 
 
 def put_instead(tensor: Tensor, by: Tensor | None) -> None:

@@ -12,20 +12,13 @@ from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.collected import user_hooks
-from lightning_ptdp.pipeline.crossing import Crossing, StageError
+from lightning_ptdp.pipeline.containers import Layer
+from lightning_ptdp.pipeline.crossing import StageError, StageExit
 from lightning_ptdp.pipeline.shell import check_kept, plain_attributes
 
-__all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "StageExit", "Stub", "stub_shape"]
+__all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "Stub", "stub_shape"]
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-
-
-class StageExit(BaseException):
-    """Leaves the user's step at the end of a stage; a BaseException, so that ``except Exception`` lets it through."""
-
-    def __init__(self, crossing: Crossing) -> None:
-        super().__init__("left the step at the end of a pipeline stage")
-        self.crossing = crossing
 
 
 class Placeholder(nn.Module):
@@ -68,23 +61,24 @@ class Placeholder(nn.Module):
 class EarlierBlock(Placeholder):
     """A block of an earlier stage: returns what was received, and calls the hooks that others have put on it."""
 
-    def __init__(self, name: str, original: nn.Module, boundary: Boundary, *, first: bool) -> None:
-        super().__init__(name, original, boundary)
-        self.__dict__["_ptdp_first"] = first
+    def __init__(self, layer: Layer, original: nn.Module, boundary: Boundary) -> None:
+        super().__init__(layer.name, original, boundary)
+        self.__dict__["_ptdp_layer"] = layer
         self._keep_hooks(original)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the last block of the stage before returned."""
+        """What the last block of its container on the stages before returned."""
         boundary: Boundary = self.__dict__["_ptdp_boundary"]
+        layer: Layer = self.__dict__["_ptdp_layer"]
         _check_running(self)
-        if self.__dict__["_ptdp_first"]:
-            boundary.passes += 1
-            if boundary.passes > 1:
+        if layer.is_first:
+            boundary.passes[layer.container] += 1
+            if boundary.passes[layer.container] > 1:
                 raise StageError(
                     "one step calls the repeated blocks more than once; a pipeline stage sends one hidden state a microbatch. "
                     "Concatenate the inputs along the batch dimension and call the model once, or use pipeline_parallel_size=1"
                 )
-        returned = boundary.earlier_output(self.__dict__["_ptdp_name"])
+        returned = boundary.earlier_output(layer)
         self._replay_hooks(args)
         return returned
 
@@ -92,11 +86,15 @@ class EarlierBlock(Placeholder):
 class LaterBlock(Placeholder):
     """A block of a later stage: leaves the step."""
 
+    def __init__(self, layer: Layer, original: nn.Module, boundary: Boundary) -> None:
+        super().__init__(layer.name, original, boundary)
+        self.__dict__["_ptdp_layer"] = layer
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Leave with what the block would have been given."""
         _check_running(self)
         boundary: Boundary = self.__dict__["_ptdp_boundary"]
-        raise StageExit(boundary.leave(self.__dict__["_ptdp_name"], args, kwargs))
+        raise StageExit(boundary.leave(self.__dict__["_ptdp_layer"], args, kwargs))
 
 
 class Absent(Placeholder):
@@ -121,14 +119,15 @@ class Stub(Placeholder):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Zeros in the shape of the original's output."""
         boundary: Boundary = self.__dict__["_ptdp_boundary"]
-        if boundary.passes:
+        if boundary.is_behind:
             raise StageError(
                 f"'{self.__dict__['_ptdp_name']}' belongs to the first pipeline stage but was called after the repeated blocks. If it "
-                "stands behind them, list it in the plan: ParallelPlan(after=(...,)); if the step calls the model more than once, "
-                "concatenate the inputs along the batch dimension and call it once"
+                "stands behind them, list it in the plan: ParallelPlan(after=(...,)), or between=(...,) if it stands in front of "
+                "further ones; if the step calls the model more than once, concatenate the inputs along the batch dimension and call "
+                "it once"
             )
         self._replay_hooks((x, *args))
-        return boundary.mark(self.__dict__["_ptdp_shape"](x))
+        return boundary.mark(self.__dict__["_ptdp_shape"](x), true=False)
 
 
 def _check_running(placeholder: Placeholder) -> None:
@@ -147,9 +146,14 @@ def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     if isinstance(module, nn.Linear):
         out = module.out_features
         return partial(_zeros_after_linear, width=out)
-    if isinstance(module, _NORMS):
+    if isinstance(module, _NORMS) or (type(module).__name__.endswith("Norm") and _is_elementwise(module)):
         return _unchanged
     return None
+
+
+def _is_elementwise(module: nn.Module) -> bool:
+    """Whether a norm of somebody's own can only keep the shape: it has nothing but a vector or two."""
+    return not list(module.children()) and all(parameter.dim() == 1 for parameter in module.parameters())
 
 
 # Functions of the module, not closures: a cut model, and the Trainer that holds it, can be pickled.

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from lightning_ptdp._transformers import install_capture
 from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.collected import eager, user_hooks
-from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError
-from lightning_ptdp.pipeline.foreign import check_known
+from lightning_ptdp.pipeline.containers import Layer, layers_of, places_of
+from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, StageExit
+from lightning_ptdp.pipeline.foreign import known
 from lightning_ptdp.pipeline.left_behind import Kept, check_left, kept_tensors, newly_kept
-from lightning_ptdp.pipeline.placeholders import Absent, EarlierBlock, LaterBlock, Placeholder, StageExit, Stub, stub_shape
+from lightning_ptdp.pipeline.placeholders import Absent, EarlierBlock, LaterBlock, Placeholder, Stub, stub_shape
 from lightning_ptdp.pipeline.shell import forget
 
 __all__ = ["ModelParts", "PipelineCut", "Placeholder", "StageError", "WholeModel"]
@@ -37,31 +38,38 @@ __all__ = ["ModelParts", "PipelineCut", "Placeholder", "StageError", "WholeModel
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """Where the modules with parameters stand relative to the repeated container.
+    """Where the modules with parameters stand relative to the repeated containers. A module may be in two lists.
 
     Attributes:
-        blocks: Dotted name of the container; "" is the module itself.
-        before: Names of the modules that run before it; they belong to the first stage.
-        after: Names of the modules that run after it; they belong to the last stage.
+        blocks: Dotted names of the containers, in the order in which they are called; "" is the module itself.
+        before: Names of the modules that run before the first container; they belong to the first stage.
+        between: Names of the modules that run before a further container; they belong to the stages where one begins.
+        after: Names of the modules that run after the last container; they belong to the last stage.
     """
 
-    blocks: str
+    blocks: tuple[str, ...]
     before: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """The containers, for a message."""
+        return " and ".join(f"'{name}'" for name in self.blocks)
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """One place in the module tree, with its stand-ins and the stage that owns what belongs there."""
+    """One place in the module tree, with its stand-ins and the stages that own what belongs there."""
 
     parent: nn.Module
     key: str
     name: str
-    stage: int
+    stages: frozenset[int]
     stand_in: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def placeholder(self, running: int) -> nn.Module:
-        return self.stand_in["earlier" if self.stage < running else "later"]
+        return self.stand_in["earlier" if min(self.stages) < running else "later"]
 
 
 class PipelineCut:
@@ -75,7 +83,8 @@ class PipelineCut:
         collects: Whether all that blocks return crosses to all later stages, because the model uses it behind them.
 
     Attributes:
-        module_stages: Stage of every module of the uncut model, by name; None for what every stage keeps.
+        starts: The stages on which a container but the first begins.
+        module_stages: Stages of every module of the uncut model, by name; None for what every stage keeps.
     """
 
     def __init__(
@@ -88,19 +97,20 @@ class PipelineCut:
         collects: bool = False,
     ) -> None:
         self.stages, self.num_stages, self.parts = tuple(stages), len(ranges), parts
-        self._boundary = Boundary(collects=collects)
-        self._before = list(self._before_slots(model))
-        names = [f"{parts.blocks}.{key}" if parts.blocks else key for key in model.get_submodule(parts.blocks)._modules]
-        self._entrances = {stage: names[ranges[stage][0] - 1] if stage else "" for stage in stages}
-        self._local_names = [name for stage in stages for name in names[slice(*ranges[stage])]]
-        self._hooks = {name: tuple(user_hooks(name, model.get_submodule(name))) for name in self._local_names}
-        self._slots = [*self._block_slots(model, ranges), *self._before, *self._after_slots(model)]
+        self._layers, self._ranges = layers_of(model, parts.blocks), tuple(ranges)
+        self._boundary = Boundary(places_of(self._layers, ranges), collects=collects)
+        self.starts = frozenset(self._stage_of(i) for i, layer in enumerate(self._layers) if layer.is_first and layer.container)
+        self._early = list(self._early_slots(model))
+        local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
+        self._hooks = {layer.name: tuple(user_hooks(layer.name, model.get_submodule(layer.name))) for layer in local}
+        self._slots = [*self._block_slots(model), *self._early, *self._after_slots(model)]
         self.module_stages = self._module_stages(model)
         self._tables = {
-            stage: [(s.parent._modules, s.key, s.placeholder(stage)) for s in self._slots if s.stage != stage] for stage in stages
+            stage: [(s.parent._modules, s.key, s.placeholder(stage)) for s in self._slots if stage not in s.stages]
+            for stage in stages
         }
         for slot in self._slots:
-            if slot.stage not in self.stages:
+            if slot.stages.isdisjoint(self.stages):
                 slot.parent._modules[slot.key] = slot.placeholder(self.stages[0])
         self._static = len(self.stages) == 1
         self._model = model
@@ -117,10 +127,11 @@ class PipelineCut:
         boundary = self._boundary
         if not self._watched:
             self._watch()
-        boundary.begin(stage, received, training=training, entrance=self._entrances[stage])
+        boundary.begin(stage, received, training=training)
         try:
             with self._active(stage):
                 output = step()
+            behind = boundary.is_behind
         except StageExit as leave:
             return self._with_gradients(stage, leave.crossing) if training else leave.crossing, False
         finally:
@@ -128,14 +139,11 @@ class PipelineCut:
         if stage != self.num_stages - 1:
             raise StageError(
                 f"the step returned on pipeline stage {stage} of {self.num_stages} without calling the next block of "
-                f"'{self.parts.blocks}'; every step must run the whole model once"
+                f"{self.parts.shown}; every step must run the whole model once"
             )
-        if received is not None and not boundary.passes:
-            raise StageError(
-                f"the step did not call the blocks of '{self.parts.blocks}'; every step must run the whole model once"
-            )
-        check_known(output)
-        return output, True
+        if received is not None and not behind:
+            raise StageError(f"the step did not call the blocks of {self.parts.shown}; every step must run the whole model once")
+        return known(output), True
 
     def _with_gradients(self, stage: int, crossing: Crossing) -> Crossing:
         """Settle for which tensors a gradient comes back, the first time that tensors of this kind cross.
@@ -174,68 +182,73 @@ class PipelineCut:
             for modules, key, module in saved:
                 modules[key] = module
 
-    def _module_stages(self, model: nn.Module) -> dict[str, int | None]:
-        owner = {(id(slot.parent), slot.key): slot.stage for slot in self._slots}
-        found: dict[str, int | None] = {"": None}
+    def _module_stages(self, model: nn.Module) -> dict[str, frozenset[int] | None]:
+        owners = {(id(slot.parent), slot.key): slot.stages for slot in self._slots}
+        found: dict[str, frozenset[int] | None] = {"": None}
 
-        def walk(module: nn.Module, prefix: str, stage: int | None) -> None:
+        def walk(module: nn.Module, prefix: str, stages: frozenset[int] | None) -> None:
             for key, child in module._modules.items():
                 if child is not None:
                     name = f"{prefix}.{key}" if prefix else key
-                    found[name] = owner.get((id(module), key), stage)
+                    found[name] = owners.get((id(module), key), stages)
                     walk(child, name, found[name])
 
         walk(model, "", None)
         return found
 
-    def _block_slots(self, model: nn.Module, ranges: Sequence[tuple[int, int]]) -> Iterator[_Slot]:
-        container = model.get_submodule(self.parts.blocks)
-        keys = list(container._modules)
-        for stage, (start, stop) in enumerate(ranges):
-            for key in keys[start:stop]:
-                original = container._modules[key]
-                assert original is not None
-                name = f"{self.parts.blocks}.{key}" if self.parts.blocks else key
-                earlier = EarlierBlock(name, original, self._boundary, first=key == keys[0])
-                later = LaterBlock(name, original, self._boundary)
-                yield _Slot(container, key, name, stage, {"earlier": earlier, "later": later})
+    def _block_slots(self, model: nn.Module) -> Iterator[_Slot]:
+        for stage, (start, stop) in enumerate(self._ranges):
+            for layer in self._layers[start:stop]:
+                original = model.get_submodule(layer.name)
+                earlier, later = EarlierBlock(layer, original, self._boundary), LaterBlock(layer, original, self._boundary)
+                yield _slot(model, layer.name, frozenset([stage]), earlier, later)
 
-    def _before_slots(self, model: nn.Module) -> Iterator[_Slot]:
-        for top in self.parts.before:
+    def _early_slots(self, model: nn.Module) -> Iterator[_Slot]:
+        for top in dict.fromkeys((*self.parts.before, *self.parts.between)):
+            stages = frozenset([0] if top in self.parts.before else []) | (
+                self.starts if top in self.parts.between else frozenset()
+            )
             for suffix, module in list(model.get_submodule(top).named_modules()):
                 name = f"{top}.{suffix}" if suffix else top
                 shape = stub_shape(module)
-                if shape is None:
-                    continue
-                parent = model.get_submodule(name.rpartition(".")[0])
-                stub = Stub(name, module, self._boundary, shape)
-                yield _Slot(parent, name.rpartition(".")[2], name, 0, {"earlier": stub, "later": stub})
+                if shape is not None:
+                    stub = Stub(name, module, self._boundary, shape)
+                    yield _slot(model, name, stages, stub, stub)
 
     def _after_slots(self, model: nn.Module) -> Iterator[_Slot]:
         for name in self.parts.after:
-            parent = model.get_submodule(name.rpartition(".")[0])
             absent = Absent(name, model.get_submodule(name), self._boundary)
-            yield _Slot(parent, name.rpartition(".")[2], name, self.num_stages - 1, {"earlier": absent, "later": absent})
+            yield _slot(model, name, frozenset([self.num_stages - 1]), absent, absent)
+
+    def _stage_of(self, layer: int) -> int:
+        return next(stage for stage, (start, stop) in enumerate(self._ranges) if start <= layer < stop)
 
     def _watch(self) -> None:
         """Hook the local modules (on the first run, when sharding has put the final ones in place)."""
         self._watched = True
-        if 0 in self.stages:
-            for slot in self._before:
+        for slot in self._early:
+            if not slot.stages.isdisjoint(self.stages):
                 module = slot.parent._modules[slot.key]
                 assert module is not None
                 for hooks in user_hooks(slot.name, module, inside=False):
                     hooks.watch(self._boundary.see)
-                module.register_forward_hook(eager(module, partial(_mark, self._boundary)))
-        if not self._static:  # else they would be missing on the blocks of the chunks that are out of the tree at that time
+                module.register_forward_hook(eager(module, partial(_mark, self._boundary, slot.stages)))
+        if not self._static or len(self.parts.blocks) > 1:
+            # Later they would be missing on the blocks of the chunks that are out of the tree at that time, and come behind the hook
+            # that leaves the step at the end of a container.
             install_capture(self._model)
-        for name, found in self._hooks.items():
-            block = self._model.get_submodule(name)
-            for hooks in found:
+        for index, layer in enumerate(self._layers):
+            if layer.name not in self._hooks:
+                continue
+            block, follower = self._model.get_submodule(layer.name), index + 1
+            for hooks in self._hooks[layer.name]:
                 hooks.watch(self._boundary.see)
-            block.register_forward_pre_hook(eager(block, partial(_arguments, self._boundary, name)), with_kwargs=True)
-            block.register_forward_hook(eager(block, partial(_returned, self._boundary, name)))
-            self._watch_attributes(name, block)
+            followed = layer.is_last and follower < len(self._layers)
+            leaves = followed and self._stage_of(follower) != self._stage_of(index)
+            returned = partial(_returned, self._boundary, layer, followed=followed, leaves=leaves)
+            self._watch_attributes(layer.name, block)  # in front of the hook that may leave the step
+            block.register_forward_pre_hook(eager(block, partial(_arguments, self._boundary, layer)), with_kwargs=True)
+            block.register_forward_hook(eager(block, returned))
 
     def _watch_attributes(self, name: str, block: nn.Module) -> None:
         """Until its first forward with gradients, see which tensors the block keeps: placeholders of other blocks cannot have them."""
@@ -258,16 +271,23 @@ class PipelineCut:
         handles = block.register_forward_pre_hook(eager(block, enters)), block.register_forward_hook(eager(block, leaves))
 
 
-def _mark(boundary: Boundary, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    return boundary.mark(output) if boundary.stage == 0 else output
+def _slot(model: nn.Module, name: str, stages: frozenset[int], earlier: nn.Module, later: nn.Module) -> _Slot:
+    parent, _, key = name.rpartition(".")
+    return _Slot(model.get_submodule(parent), key, name, stages, {"earlier": earlier, "later": later})
 
 
-def _arguments(boundary: Boundary, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return boundary.arguments(name, args, kwargs)
+def _mark(boundary: Boundary, stages: frozenset[int], _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return boundary.mark(output, true=True) if boundary.stage in stages else output
 
 
-def _returned(boundary: Boundary, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-    boundary.returned(name, output)
+def _arguments(boundary: Boundary, layer: Layer, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return boundary.arguments(layer, args, kwargs)
+
+
+def _returned(
+    boundary: Boundary, layer: Layer, _module: nn.Module, _args: Any, output: Any, *, followed: bool, leaves: bool
+) -> Any:
+    return boundary.returned(layer, output, followed=followed, leaves=leaves)
 
 
 class WholeModel:

@@ -42,10 +42,12 @@ def _bubble(schedule: Schedule) -> float:
 
 
 def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSummary, ...]:
-    if parallel.parts is None:
+    if parallel.parts is None or parallel.cut is None:
         return ()
     last = len(parallel.ranges) - 1
-    extras = {0: ", ".join(parallel.parts.before), last: ", ".join(parallel.parts.after)}
+    parts = parallel.parts
+    held = [(0, parts.before), *((stage, parts.between) for stage in parallel.cut.starts), (last, parts.after)]
+    extras = {stage: ", ".join(name for at, names in held if at == stage for name in names) for stage, _ in held}
     return tuple(
         StageSummary(
             stage=stage,

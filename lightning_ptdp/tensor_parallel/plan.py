@@ -37,11 +37,13 @@ class ParallelPlan:
     """How a model may be cut; holds for every degree of parallelism.
 
     Args:
-        blocks: Dotted path of the repeated container (``"model.h"``), which the pipeline cuts into stages.
+        blocks: Dotted path of the repeated container (``"model.h"``), which the pipeline cuts into stages; of several in the order of
+            their calls (``("encoder.block", "decoder.block")``), whose layers are cut as one sequence.
         tensor: Glob patterns of module names (``"model.h.*.attn.qkv"``; ``*`` stands for one component or a part of it) and what
             becomes of these modules: ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"``, ``"attention"``,
             ``"alias"``, ``"region"``, ``"whole"`` or a ``Kind``.
         before: Modules that run before the blocks.
+        between: Modules that run before the blocks of a further container, or whose results these blocks are given.
         after: Modules that run after the blocks.
         selective: Glob patterns of the modules inside the blocks that ``recompute="selective"`` recomputes: those that keep much for
             the backward and cost little, as the core of the attention (arXiv 2205.05198, section 5).
@@ -58,9 +60,10 @@ class ParallelPlan:
         ValueError: A kind or ``sequence`` is unknown.
     """
 
-    blocks: str | None = None
+    blocks: str | tuple[str, ...] | None = None
     tensor: Mapping[str, str | Kind] = field(default_factory=dict)
     before: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     selective: tuple[str, ...] = ()
     numbers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
@@ -71,21 +74,30 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         kinds = {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}
         object.__setattr__(self, "tensor", kinds)
-        for name in ("before", "after", "selective"):
+        for name in ("before", "between", "after", "selective"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"{name}={value!r} must be a list of module names: {name}=({value!r},)")
             object.__setattr__(self, name, tuple(value))
+        if self.blocks is not None and not isinstance(self.blocks, str):
+            object.__setattr__(self, "blocks", tuple(self.blocks))
         if self.sequence not in ("ends", "blocks", None):
             raise ValueError(f"sequence={self.sequence!r} must be 'ends', 'blocks' or None")
+
+    @property
+    def split_blocks(self) -> str:
+        """The container within which ``sequence="blocks"`` splits the sequence."""
+        blocks = self.blocks or ""
+        assert isinstance(blocks, str), "sequence parallelism is refused for several"
+        return blocks
 
     def splits_sequence(self, name: str, sequence_parallel: bool) -> bool:
         """Whether the module or parameter ``name`` sees a slice of the sequence."""
         if sequence_parallel and self._is_in_whole(name):
             return False
         if self.sequence == "blocks":
-            return sequence_parallel and bool(
-                self.blocks is not None and name.startswith(f"{self.blocks}." if self.blocks else "")
+            return (
+                sequence_parallel and isinstance(self.blocks, str) and name.startswith(f"{self.blocks}." if self.blocks else "")
             )
         return sequence_parallel and self.sequence is not None
 
@@ -135,9 +147,9 @@ class ParallelPlan:
         plugin may have ``converted`` modules to types that cannot be spread, which matters to tensor parallelism alone.
 
         Raises:
-            ValueError: Of ``resolve``; ``blocks``, ``before``, ``after`` or ``selective`` name no module; a size does not divide; a
-                weight is shared by modules that would be spread differently; sequence parallelism without a vocabulary-parallel
-                embedding and head.
+            ValueError: Of ``resolve``; ``blocks``, ``before``, ``between``, ``after`` or ``selective`` name no module; a size does
+                not divide; a weight is shared by modules that would be spread differently; sequence parallelism without a
+                vocabulary-parallel embedding and head, or of several containers.
         """
         kinds = self._matched(model) if converted and tensor_parallel_size == 1 else self.resolve(model)
         self._check_paths(model)
@@ -174,6 +186,11 @@ class ParallelPlan:
     def _check_sequence(self, model: nn.Module, kinds: Mapping[str, Kind]) -> None:
         if self.sequence == "ends":
             _check_ends(model, kinds)
+        if self.blocks is not None and not isinstance(self.blocks, str):
+            raise ValueError(
+                f"sequence_parallel=True cannot split the sequences of {' and '.join(self.blocks)}, which are not one; use "
+                "sequence_parallel=False"
+            )
         if self.sequence is None or (self.sequence == "blocks" and self.blocks is None):
             otherwise = "its plan names no blocks" if self.sequence else "its plan says sequence=None"
             raise ValueError(
@@ -191,9 +208,10 @@ class ParallelPlan:
 
     def _check_paths(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        paths = [("blocks", self.blocks), *(("before", path) for path in self.before), *(("after", path) for path in self.after)]
-        for label, path in paths:
-            if path is not None and path not in modules:
+        blocks = () if self.blocks is None else (self.blocks,) if isinstance(self.blocks, str) else self.blocks
+        named = {"blocks": blocks, "before": self.before, "between": self.between, "after": self.after}
+        for label, path in ((label, path) for label, paths in named.items() for path in paths):
+            if path not in modules:
                 raise ValueError(
                     f"the plan's {label}={path!r} is no module of {type(model).__name__}; {nearest_names(path, modules)}"
                 )

@@ -126,7 +126,7 @@ def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> Non
     found = (module for name, module in model.named_modules() if any(matches(name, pattern) for pattern in whole))
     join_sequence_in_whole(found, group=group)
     if plan.sequence == "blocks":
-        blocks = list(model.get_submodule(plan.blocks or "").children())
+        blocks = list(model.get_submodule(plan.split_blocks).children())
         # A block that lives on another pipeline stage has no parts, and nothing is split there.
         first, last = (block if list(block.children()) else None for block in (blocks[0], blocks[-1]))
         split_sequence_in_blocks(first, last, group=group)

@@ -64,6 +64,16 @@ def make_model(name: str, **options: Any) -> nn.Module:
             config = transformers.OPTConfig(**small | {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32} | options)
         case "bert":
             return transformers.BertForPreTraining(transformers.BertConfig(**bert | {"hidden_dropout_prob": 0.0} | options))
+        case "t5":
+            sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 4, "num_heads": 4}
+            more = {"vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0, **sizes, **options}
+            return transformers.T5ForConditionalGeneration(transformers.T5Config(**more))
+        case "bart":
+            sizes = {"d_model": 32, "encoder_layers": 3, "decoder_layers": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40}
+            heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32, "dropout": 0.0}
+            return transformers.BartForConditionalGeneration(
+                transformers.BartConfig(vocab_size=VOCABULARY, **sizes | heads | options)
+            )
         case "encoder":
             return Encoder(**options)
         case _:
@@ -106,6 +116,13 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = self.tokens[index]
+        if self.model in ("t5", "bart"):
+            labels = tokens.flip(0)[: LENGTH - 3]
+            return {
+                "input_ids": tokens,
+                "attention_mask": (torch.arange(LENGTH) <= self.lengths[index]).long(),
+                "labels": labels.masked_fill(torch.arange(len(labels)) == index % 5, -100),
+            }
         if self.model not in ("bert", "encoder"):
             return {"input_ids": tokens, "labels": tokens}
         masked = self.masked[index]

@@ -27,7 +27,7 @@ def test_every_matrix_is_in_the_plan_once_and_nothing_else(config: GPTConfig, pr
     assert set(kinds) == {name for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     plan.check(model, 1)
     parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
-    assert parts.blocks == f"{prefix}.blocks".removeprefix(".")
+    assert parts.blocks == (f"{prefix}.blocks".removeprefix("."),)
 
 
 def test_the_plan_of_the_lightning_module() -> None:

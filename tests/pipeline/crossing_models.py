@@ -226,23 +226,25 @@ def ids(samples: int = 2, length: int = 5) -> Tensor:
 class Emulated:
     """The stages of a model in one process; what crosses is handed on by hand."""
 
-    def __init__(self, whole: nn.Module, ranges: tuple[tuple[int, int], ...] = RANGES, *, collects: bool = False) -> None:
+    def __init__(
+        self, whole: nn.Module, ranges: tuple[tuple[int, int], ...] = RANGES, *, collects: bool = False, **known: Any
+    ) -> None:
         self.parts = [copy.deepcopy(whole) for _ in ranges]
         self.cuts = [
-            PipelineCut(part, parts=find_parts(part), ranges=ranges, stages=(stage,), collects=collects)
+            PipelineCut(part, parts=find_parts(part, **known), ranges=ranges, stages=(stage,), collects=collects)
             for stage, part in enumerate(self.parts)
         ]
         self.crossings: list[Crossing] = []
         self.entered: list[Crossing | None] = []
         self.roots: list[Any] = []
 
-    def forward(self, ids: Tensor, *, training: bool) -> Tensor:
+    def forward(self, *batch: Any, training: bool) -> Any:
         """The model's output."""
         self.crossings, self.entered, self.roots = [], [], []
         entered = None
         for stage, (part, cut) in enumerate(zip(self.parts, self.cuts, strict=True)):
             self.entered.append(entered)
-            result, last = cut.run(stage, entered, lambda part=part: part(ids), training=training)
+            result, last = cut.run(stage, entered, lambda part=part: part(*batch), training=training)
             if last:
                 return result
             self.crossings.append(result)

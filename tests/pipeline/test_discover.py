@@ -85,7 +85,7 @@ def test_an_example_of_another_part_of_the_model_says_nothing() -> None:
             self.first, self.layers, self.last = Model(), nn.ModuleList(nn.Linear(40, 40) for _ in range(2)), nn.Linear(4, 4)
 
     parts = find_parts(Around())
-    assert (parts.blocks, parts.before, parts.after) == ("layers", ("first",), ("last",))
+    assert (parts.blocks, parts.before, parts.after) == (("layers",), ("first",), ("last",))
 
 
 def test_hugging_face_models_bring_their_own_example() -> None:
@@ -94,4 +94,4 @@ def test_hugging_face_models_bring_their_own_example() -> None:
 
     parts = find_parts(nn.ModuleDict({"model": make_model("opt")}))
     assert parts.before == ("model.model.decoder.embed_tokens", "model.model.decoder.embed_positions")
-    assert parts.after == ("model.lm_head", "model.model.decoder.final_layer_norm")
+    assert parts.after == ("model.model.decoder.final_layer_norm", "model.lm_head")

@@ -147,7 +147,7 @@ class Model(nn.Module):
 )
 def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(vocabulary: int, expected: list[int]) -> None:
     layout = ParallelLayout(world_size=4, pipeline_parallel_size=4)
-    parts = ModelParts(blocks="blocks", before=("wte",), after=("head",))
+    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
     with torch.device("meta"):
         model = Model(vocabulary=vocabulary)
     assert counts(layer_ranges(model, parts=parts, layout=layout)) == expected
@@ -157,7 +157,7 @@ def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(vocabular
 def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
     shared = nn.Linear(8, 64)
     layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
-    parts = ModelParts(blocks="blocks", before=("wte",), after=("head",))
+    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
     assert layer_ranges(Model(layers=[shared] * 4), parts=parts, layout=layout) == ((0, 2), (2, 4))
 
 

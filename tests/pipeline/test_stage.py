@@ -183,10 +183,10 @@ def test_reading_the_weight_of_a_module_that_lives_elsewhere_is_named() -> None:
 
 
 def test_the_container_is_found_or_asked_for() -> None:
-    assert find_blocks(Net()) == "layers"
-    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ""
+    assert find_blocks(Net()) == ("layers",)
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ("",)
     with pytest.raises(ValueError, match="blocks="):
         find_blocks(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nearest: layers"):
         find_parts(Net(), blocks="layer")
-    assert find_parts(Net(), before=("norm",)) == ModelParts(blocks="layers", before=("norm", "embedding"), after=("head",))
+    assert find_parts(Net(), before=("norm",)) == ModelParts(blocks=("layers",), before=("norm", "embedding"), after=("head",))

@@ -23,7 +23,7 @@ from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.weight_gradients import WeightGradients
 from tests.pipeline.grid import TIED, Block, Gradients, Microbatch, make_net, uneven_ranges
 
-PARTS = ModelParts(blocks="blocks", before=("embedding",), after=("norm", "head"))
+PARTS = ModelParts(blocks=("blocks",), before=("embedding",), after=("norm", "head"))
 Unit = tuple[int, int]
 """(stage, microbatch)."""
 

@@ -5,8 +5,18 @@ are defined.
 """
 
 from lightning_ptdp.models.plans.declared import declared_plan
+from lightning_ptdp.models.plans.encoder_decoder import encoder_decoder_plan
 from lightning_ptdp.models.plans.families import FAMILIES, Family, family_plan
 from lightning_ptdp.models.plans.registry import find_plan, plan_for
 from lightning_ptdp.models.plans.transformer_encoder import transformer_encoder_plan
 
-__all__ = ["FAMILIES", "Family", "declared_plan", "family_plan", "find_plan", "plan_for", "transformer_encoder_plan"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "declared_plan",
+    "encoder_decoder_plan",
+    "family_plan",
+    "find_plan",
+    "plan_for",
+    "transformer_encoder_plan",
+]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
+from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS, encoder_decoder_plan
 from lightning_ptdp.models.plans.families import FAMILIES, family_plan
 from lightning_ptdp.models.plans.transformer_encoder import transformer_encoder_plan
 from lightning_ptdp.tensor_parallel import ParallelPlan
@@ -25,9 +26,13 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
             continue
         if kind.__name__ == "TransformerEncoder" and kind.__module__ == "torch.nn.modules.transformer":
             return transformer_encoder_plan(module, prefix)
-        family = FAMILIES.get(kind.__module__.split(".")[2]) if kind.__module__.startswith("transformers.models.") else None
+        folder = kind.__module__.split(".")[2] if kind.__module__.startswith("transformers.models.") else ""
+        family = FAMILIES.get(folder)
         if family is not None and kind.__name__ in family.classes:
             return family_plan(family, module, prefix)
+        pair = ENCODER_DECODERS.get(folder)
+        if pair is not None and kind.__name__ in pair.classes:
+            return encoder_decoder_plan(pair, module, prefix)
     return declared_plan(module, prefix) if _is_hugging_face(module) and declares_plan(module) else None
 
 

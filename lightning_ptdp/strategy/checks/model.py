@@ -17,6 +17,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parallelize import layer_ranges
+from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.strategy.context import check_context_parallel
@@ -85,10 +86,11 @@ def check_model(
         _check_hooks(whole, plan.resolve(whole))
         check_captured(whole, sequence_parallel=layout.sequence_parallel)
     check_context_parallel(whole, config)
-    blocks, ranges = plan.blocks, tuple[tuple[int, int], ...]()
+    blocks: Blocks | None = plan.blocks
+    ranges: tuple[tuple[int, int], ...] = ()
     if layout.pipeline_parallel_size > 1:
         plan.check_pipeline()
-        parts = find_parts(whole, blocks=plan.blocks, before=plan.before, after=plan.after)
+        parts = find_parts(whole, blocks=plan.blocks, before=plan.before, between=plan.between, after=plan.after)
         blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
     check_recomputation(
         whole,

@@ -1,0 +1,84 @@
+"""The repeated containers of a model. Their layers, those of one container after those of the other, are what a pipeline cuts::
+
+containers   encoder.block          decoder.block
+layers       0    1    2    3       4    5    6    7
+stages       0 .......  1 ................  2 .....
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+__all__ = ["Blocks", "Layer", "Place", "as_names", "layers_of", "places_of"]
+
+Blocks: TypeAlias = str | Sequence[str]
+"""Dotted name of the repeated container, or of several in the order in which they are called; "" is the module itself."""
+
+
+def as_names(blocks: Blocks) -> tuple[str, ...]:
+    """The names of the containers."""
+    return (blocks,) if isinstance(blocks, str) else tuple(blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A member of a container.
+
+    Attributes:
+        name: Dotted name in the model.
+        container: Which of the containers it is in.
+        is_first: Whether its container begins with it.
+        is_last: Whether its container ends with it.
+    """
+
+    name: str
+    container: int
+    is_first: bool
+    is_last: bool
+
+
+def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
+    """The layers of all containers, in order. A module that is there twice counts twice."""
+    found = []
+    for index, name in enumerate(as_names(blocks)):
+        keys = [key for key, child in model.get_submodule(name)._modules.items() if child is not None]
+        for key in keys:
+            own = f"{name}.{key}" if name else key
+            found.append(Layer(name=own, container=index, is_first=key == keys[0], is_last=key == keys[-1]))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a stage stands among the containers.
+
+    Attributes:
+        container: The container of its first layer.
+        inside: Whether that container began on an earlier stage.
+        entrance: Name of the last layer on the stage before, whose output is received; "" on the first stage.
+    """
+
+    container: int
+    inside: bool
+    entrance: str = ""
+
+    @property
+    def received(self) -> int:
+        """The container whose block's output the stage receives; -1 on the first stage."""
+        return self.container if self.inside else self.container - 1
+
+
+def places_of(layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> tuple[Place, ...]:
+    """The place of each stage."""
+    return tuple(
+        Place(
+            container=layers[start].container,
+            inside=not layers[start].is_first,
+            entrance=layers[start - 1].name if start else "",
+        )
+        for start, _ in ranges
+    )

@@ -1,0 +1,185 @@
+"""An encoder and a decoder in one cut: every way of cutting their layers equals the uncut model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.pipeline.crossing_models import WIDTH, Block, Emulated
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+CUTS = ((1,), (2,), (3,), (4,), (5,), (6,), (2, 3), (1, 3, 5), (3, 4), (1, 2, 3, 4, 5, 6))
+"""Stages begin with these of the three layers of the encoder and the four of the decoder."""
+
+
+class EncoderDecoder(nn.Module):
+    """What a tutorial has: two lists, an embedding each, a norm behind the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(11, WIDTH), nn.Embedding(11, WIDTH)
+        self.encoder = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.decoder = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def encode(self, x: Tensor) -> Tensor:
+        for layer in self.encoder:
+            x = layer(x)
+        return self.norm(x)
+
+    def decode(self, y: Tensor, memory: Tensor) -> Tensor:
+        for layer in self.decoder:
+            y = layer(y, memory)
+        return self.head(y)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory = self.encode(self.source(source))
+        return self.decode(self.target(target), memory)
+
+
+class EmbeddedFirst(EncoderDecoder):
+    """Both embeddings are looked up before the encoder runs."""
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x, y = self.source(source), torch.tanh(self.target(target))
+        return self.decode(y, self.encode(x))
+
+
+class SharedEmbedding(EncoderDecoder):
+    """One embedding, for both; the encoder's blocks see the mean of it, the decoder's see the last block's output itself."""
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x = self.source(source)
+        mean = x.mean(1, keepdim=True).expand_as(x)
+        for layer in self.encoder:
+            x = layer(x, other=mean)
+        return self.decode(self.source(target), x)
+
+
+class OneAfterTheOther(EncoderDecoder):
+    """The second container goes on with what the first returned, as a language model behind a vision tower."""
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x = self.encode(self.source(source)) + self.target(target)
+        for layer in self.decoder:
+            x = layer(x)
+        return self.head(x)
+
+
+class Biased(Block):
+    """Makes a bias where it is given none, and hands it on."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        if index == 0:
+            self.bias = nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, memory: Tensor | None = None) -> tuple[Tensor, Tensor, None]:
+        if bias is None:
+            bias = self.bias(torch.arange(x.shape[1])).unsqueeze(0)
+        return self.mix(x + bias, x if memory is None else memory), bias, None
+
+
+class Biases(EncoderDecoder):
+    """Blocks return a tuple, as T5's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Biased(i) for i in range(3))
+        self.decoder = nn.ModuleList(Biased(i) for i in range(4))
+
+    def run(self, layers: nn.ModuleList, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        bias = None
+        for layer in layers:
+            x, bias, _ = layer(x, bias, memory=memory)
+        return x
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory = self.norm(self.run(self.encoder, self.source(source)))
+        return self.head(self.run(self.decoder, self.target(target), memory))
+
+
+class Torch(nn.Module):
+    """``nn.Transformer``, masks included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(11, 8), nn.Embedding(11, 8)
+        self.transformer = nn.Transformer(8, 2, 3, 4, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=torch.float64)
+        padding = torch.zeros(source.shape, dtype=torch.float64).masked_fill(source == 0, -torch.inf)
+        x, y = self.source(source), self.target(target)
+        found = self.transformer(x, y, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+        return self.head(found)
+
+
+class Examined(EncoderDecoder):
+    """With an example, so that the order of the calls is seen; registered the wrong way round."""
+
+    example_input_array = (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64))
+
+    def __init__(self) -> None:
+        super().__init__()
+        modules = dict(self._modules)
+        self._modules.clear()
+        self._modules.update(reversed(modules.items()))
+
+
+MODELS = (EncoderDecoder, EmbeddedFirst, SharedEmbedding, OneAfterTheOther, Biases, Torch, Examined)
+
+
+def build(model: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return model().double()
+
+
+def batch(model: type[nn.Module], samples: int = 2, length: int = 5) -> tuple[Tensor, Tensor]:
+    """Source and target; blocks that mix by position need sequences of one length."""
+    generator = torch.Generator().manual_seed(samples)
+    shapes = (samples, length), (samples, length - 1 if model is Torch else length)
+    source, target = (torch.randint(0, 11, shape, generator=generator) for shape in shapes)
+    source[:, 0] = 1
+    return source, target
+
+
+def ranges(cut: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(pairwise((0, *cut, 7)))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_loss_and_gradients_equal_the_whole_models(model: type[nn.Module]) -> None:
+    for cut in CUTS:
+        whole = build(model)
+        stages = Emulated(whole, ranges(cut))
+        for size in ((2, 5), (3, 4)):
+            ids = batch(model, *size)
+            expected, found = whole(*ids), stages.forward(*ids, training=True)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            F.cross_entropy(expected.flatten(0, 1), ids[1].flatten()).backward()
+            stages.backward(F.cross_entropy(found.flatten(0, 1), ids[1].flatten()))
+        gradients = stages.gradients()
+        for name, parameter in whole.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(
+                    gradients[name], parameter.grad, **EXACT, msg=lambda text, name=name, cut=cut: f"{cut} {name}: {text}"
+                )
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_without_training_before(model: type[nn.Module], context: Any) -> None:
+    whole = build(model).eval()
+    for cut in CUTS:
+        with context():
+            ids = batch(model)
+            found = Emulated(whole, ranges(cut)).forward(*ids, training=False)
+            torch.testing.assert_close(found, whole(*ids), **EXACT)
