@@ -22,6 +22,7 @@ from lightning_ptdp._lightning import LOADERS
 __all__ = ["install", "read_folders", "register"]
 
 _REGISTRIES = {"lightning.pytorch.strategies": "lightning.pytorch", "pytorch_lightning.strategies": "pytorch_lightning"}
+_FABRICS = ("lightning.fabric.strategies", "lightning_fabric.strategies")
 _START_METHODS = {"ptdp": "popen", "ptdp_spawn": "spawn", "ptdp_fork": "fork"}
 
 
@@ -38,16 +39,24 @@ def install() -> None:
 
 
 def register(strategies: ModuleType) -> None:
-    """Add "ptdp", "ptdp_spawn" and "ptdp_fork" to the registry of a Lightning namespace, as factories that import nothing yet."""
-    registry = getattr(strategies, "StrategyRegistry", None)
+    """Add "ptdp", "ptdp_spawn" and "ptdp_fork" to the registry of a Lightning namespace, as factories that import nothing yet; to
+    Fabric's, as one that says what to use."""
+    fabric = strategies.__name__ in _FABRICS
+    registry = getattr(strategies, "STRATEGY_REGISTRY" if fabric else "StrategyRegistry", None)
     if registry is None:
         return  # still being imported; the finder calls again
+    factory = _refuse_fabric if fabric else _factory(_REGISTRIES[strategies.__name__])
     for name, start_method in _START_METHODS.items():
         if name not in registry:
             description = "Pipeline, tensor, sequence and data parallelism (PTD-P)"
-            registry.register(
-                name, _factory(_REGISTRIES[strategies.__name__]), description=description, start_method=start_method
-            )
+            registry.register(name, factory, description=description, start_method=start_method)
+
+
+def _refuse_fabric(**_: Any) -> Any:
+    raise ValueError(
+        "strategy='ptdp' does not work with Fabric: the schedule runs a LightningModule's training_step once a microbatch on every stage, "
+        "and in Fabric the loop around the model is yours. Use lightning.pytorch.Trainer(strategy='ptdp')"
+    )
 
 
 def _factory(namespace: str) -> Any:
@@ -80,7 +89,7 @@ def read_folders(reader: ModuleType) -> None:
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    **dict.fromkeys(_REGISTRIES, register),
+    **dict.fromkeys((*_REGISTRIES, *_FABRICS), register),
     **dict.fromkeys(LOADERS, read_folders),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +20,20 @@ _LAST_WORD_S = 5.0
 
 
 def make_launcher(strategy: Any, namespace: str, start_method: str) -> Any:
-    """The launcher that starts this node's processes with ``start_method``; one process alone is this one, whatever the method."""
+    """The launcher that starts this node's processes with ``start_method``; one process alone is this one, whatever the method.
+
+    Raises:
+        MisconfigurationException: The processes cannot be started from a notebook or a prompt in this way.
+    """
     if strategy.num_nodes * strategy.num_processes == 1:
         return InProcessLauncher(strategy)
+    if start_method != "fork" and (hasattr(sys, "ps1") or sys.flags.interactive):
+        # Lightning would recommend a strategy of its own.
+        raise lightning_names(namespace).MisconfigurationException(
+            f"start_method={start_method!r} cannot start processes from a notebook or an interactive prompt, where there is no script to "
+            'run again: use Trainer(strategy="ptdp_fork") or start_method="fork" and leave CUDA alone before fit, or run '
+            "a script"
+        )
     subprocesses, workers = _launcher_classes(namespace)
     if start_method == "popen":
         return subprocesses(strategy)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import pickle
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,6 +105,47 @@ class LitFails(LitNet):
         if batch_idx == 2 and self.global_rank == 1:
             raise ZeroDivisionError("the user's own mistake")
         return super().training_step(batch, batch_idx)
+
+
+def in_a_notebook(rank: int, strategy: Any, devices: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "ps1", ">>> ", raising=False)
+        patch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+        try:
+            trainer = L.Trainer(
+                strategy=PTDPStrategy(**strategy) if isinstance(strategy, dict) else strategy, devices=devices, **QUIET
+            )
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        trainer.fit(LitNet(), loader())
+        return f"{trainer.max_epochs} epoch"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "answer"),
+    [
+        (
+            "ptdp",
+            2,
+            "MisconfigurationException: start_method='popen' cannot start processes from a notebook or an interactive prompt",
+        ),
+        ({**P2, "start_method": "spawn"}, 2, "MisconfigurationException: start_method='spawn' cannot"),
+        ("ptdp", 1, "1 epoch"),
+        ("ptdp_fork", 2, "1 epoch"),
+    ],
+)
+def test_a_notebook_is_told_of_fork(strategy: Any, devices: int, answer: str, fresh: Pool) -> None:
+    (found,) = fresh.run(in_a_notebook, world_size=1, args=(strategy, devices))
+    assert found.startswith(answer)
+    if "cannot" in answer:
+        assert 'Trainer(strategy="ptdp_fork")' in found
+
+
+@pytest.mark.parametrize("namespace", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_is_told_of_the_trainer(namespace: str) -> None:
+    fabric = importlib.import_module(namespace)
+    with pytest.raises(ValueError, match=r"'ptdp' does not work with Fabric.*Use lightning.pytorch.Trainer"):
+        fabric.Fabric(strategy="ptdp", accelerator="cpu", devices=1)
 
 
 def forked(rank: int, place: Place, module: Any) -> Any:
