@@ -37,6 +37,13 @@ LOADERS = {
 }
 """Modules that read checkpoints, and their name for the function that does."""
 
+UPLOADERS = {
+    f"{namespace}.loggers.{module}": (logger, "_scan_and_log_checkpoints")
+    for namespace in NAMESPACES
+    for module, logger in (("mlflow", "MLFlowLogger"), ("wandb", "WandbLogger"))
+}
+"""Modules of loggers that copy checkpoints, which they find by ``_scan_checkpoints``; the logger and its method that does."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LightningNames:

@@ -1,8 +1,8 @@
 """Makes ``Trainer(strategy="ptdp")`` and ``load_from_checkpoint`` of its checkpoints work without an import in the user's script.
 
 torch calls ``install`` at ``import torch`` (the entry point group ``torch.backends``; TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off).
-It imports nothing heavy: it only leaves a finder that, once Lightning is imported, registers the strategy's name and has Lightning read
-our folders where it reads a file.
+It imports nothing heavy: it only leaves a finder that, once Lightning is imported, registers the strategy's name and has Lightning take our
+folders where it takes a checkpoint file.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from lightning_ptdp._lightning import LOADERS
+from lightning_ptdp._lightning import LOADERS, UPLOADERS
+from lightning_ptdp.folders import read_folders, upload_folders
 
-__all__ = ["install", "read_folders", "register"]
+__all__ = ["install", "register"]
 
 _REGISTRIES = {"lightning.pytorch.strategies": "lightning.pytorch", "pytorch_lightning.strategies": "pytorch_lightning"}
 _FABRICS = ("lightning.fabric.strategies", "lightning_fabric.strategies")
@@ -68,29 +67,10 @@ def _factory(namespace: str) -> Any:
     return make_strategy
 
 
-def read_folders(reader: ModuleType) -> None:
-    """Have a module of Lightning that reads checkpoint files read folders of this package as well."""
-    load = getattr(reader, LOADERS[reader.__name__], None)
-    if load is None or hasattr(load, "reads_folders"):
-        return
-
-    @wraps(load)
-    def load_file_or_folder(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        path = os.fspath(path_or_url).removeprefix("file://") if isinstance(path_or_url, str | os.PathLike) else None
-        if isinstance(path, str) and os.path.isdir(path):
-            from lightning_ptdp.checkpoint import is_checkpoint, read_whole
-
-            if is_checkpoint(path):
-                return read_whole(path, map_location)
-        return load(path_or_url, map_location=map_location, weights_only=weights_only)
-
-    load_file_or_folder.reads_folders = True  # type: ignore[attr-defined]
-    setattr(reader, LOADERS[reader.__name__], load_file_or_folder)
-
-
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     **dict.fromkeys((*_REGISTRIES, *_FABRICS), register),
     **dict.fromkeys(LOADERS, read_folders),
+    **dict.fromkeys(UPLOADERS, upload_folders),
 }
 
 

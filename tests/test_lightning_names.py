@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import pytest
 
-from lightning_ptdp._lightning import NAMESPACES, lightning_names
+from lightning_ptdp._lightning import LOADERS, NAMESPACES, UPLOADERS, lightning_names
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -33,3 +34,19 @@ def test_the_namespaces_are_two_class_hierarchies() -> None:
 def test_an_unknown_namespace_is_named() -> None:
     with pytest.raises(ValueError, match="pytorch_lightning"):
         lightning_names("lightning")
+
+
+@pytest.mark.parametrize("module", LOADERS)
+def test_readers_take_our_folders(module: str) -> None:
+    load = getattr(importlib.import_module(module), LOADERS[module])
+    assert list(inspect.signature(load).parameters) == ["path_or_url", "map_location", "weights_only"]
+    assert hasattr(load, "_takes_folders"), "it was imported without being changed"
+
+
+@pytest.mark.parametrize("module", UPLOADERS)
+def test_uploading_loggers_take_our_folders(module: str) -> None:
+    logger, method = UPLOADERS[module]
+    found = importlib.import_module(module)
+    assert hasattr(found._scan_checkpoints, "_takes_folders")
+    assert list(inspect.signature(found._scan_checkpoints).parameters) == ["checkpoint_callback", "logged_model_time"]
+    assert list(inspect.signature(getattr(getattr(found, logger), method)).parameters) == ["self", "checkpoint_callback"]

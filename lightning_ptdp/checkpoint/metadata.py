@@ -22,6 +22,7 @@ from lightning_ptdp.version import __version__
 __all__ = [
     "DCP_FILE",
     "METADATA_FILE",
+    "README_FILE",
     "STATE_FILE",
     "CheckpointMetadata",
     "FileEntry",
@@ -39,7 +40,7 @@ Json = Any  # what json.dumps takes: a recursive type that type checkers follow 
 
 FORMAT = "lightning-ptdp checkpoint"
 FORMAT_VERSION = 1
-METADATA_FILE, STATE_FILE, DCP_FILE = "metadata.json", "state.pt", ".metadata"
+METADATA_FILE, STATE_FILE, DCP_FILE, README_FILE = "metadata.json", "state.pt", ".metadata", "README.txt"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.latest import latest_follows
 from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
+    README_FILE,
     STATE_FILE,
     Json,
     check_json,
@@ -25,6 +26,15 @@ from lightning_ptdp.checkpoint.metadata import (
 from lightning_ptdp.checkpoint.state import dump_state
 
 __all__ = ["checked_content", "save_boxes", "save_checkpoint", "write_checkpoint"]
+
+README = """\
+This folder is one checkpoint, written by lightning-ptdp: the whole model, whatever number of ranks wrote it. torch.load() reads files only.
+
+    LitModel.load_from_checkpoint(FOLDER)          with lightning-ptdp installed; needs no process group and no particular strategy
+    trainer.fit(model, ckpt_path=FOLDER)           with Trainer(strategy="ptdp"), in any layout
+    ptdp ckpt inspect FOLDER                       what is in it
+    ptdp convert FOLDER one.ckpt --to lightning    Lightning's single file, for torch.load() and where lightning-ptdp is not installed
+"""
 
 
 def save_checkpoint(
@@ -109,8 +119,9 @@ def save_boxes(
             entries = _dcp.write_boxes(part, cut_strips(boxes), group, num_files)
         with same_outcome(doing, group):
             if is_rank_zero():
-                with files.open_synced(part / STATE_FILE) as stream:
-                    stream.write(content)
+                for name, small in ((STATE_FILE, content), (README_FILE, README.encode())):
+                    with files.open_synced(part / name) as stream:
+                        stream.write(small)
                 write_metadata(part, describe_folder(part, run=metadata, tensors=entries))
                 files.sync_folder(part)
                 files.replace(part, target, follow=latest_follows(target))

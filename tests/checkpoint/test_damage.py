@@ -30,7 +30,7 @@ from lightning_ptdp.tensor_parallel.sharding import Piece, Sharding
 from tests.checkpoint.layouts import Layout, blank, held
 from tests.pool import Pool
 
-FILES = ["metadata.json", "state.pt", ".metadata", "__0_0.distcp", "__0_0.crc"]
+FILES = ["metadata.json", "state.pt", "README.txt", ".metadata", "__0_0.distcp", "__0_0.crc"]
 
 
 @pytest.fixture(scope="module")

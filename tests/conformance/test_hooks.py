@@ -87,6 +87,37 @@ def test_hooks_fire_in_lightnings_order(name: str, pool: Pool, tmp_path: Path) -
             assert _once(found[stage]) == events, stage
 
 
+def record_resumed(rank: int, place: Place, folder: str, path: str) -> dict[str, list[str]]:
+    """The hooks of a fit and an evaluation that begin from a checkpoint."""
+    L.seed_everything(1, verbose=False)
+    events: list[str] = []
+    file = Path(path, folder, "first.ckpt")
+    first = make_trainer(place, max_epochs=1)
+    first.fit(LitNet(), loader())
+    first.save_checkpoint(file)
+    seen = {}
+    for name in ("fit", "validate"):
+        module = _recording(LitNet, MODULE_HOOKS, "module")()
+        callback = _recording(L.Callback, [*CALLBACK_HOOKS, "state_dict", "load_state_dict"], "callback")()
+        module.__dict__["events"] = callback.events = events
+        trainer = make_trainer(place, callbacks=[callback])
+        if name == "fit":
+            trainer.fit(module, loader(), loader(), ckpt_path=file)
+        else:
+            trainer.validate(module, loader(), ckpt_path=file, verbose=False)
+        seen[name] = list(events)
+        events.clear()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["one", "d2"])
+def test_hooks_of_a_resumed_run_fire_in_lightnings_order(name: str, pool: Pool, tmp_path: Path) -> None:
+    for found, expected in both(pool, record_resumed, name, str(tmp_path)):
+        for stage, events in expected.items():
+            assert "callback.on_load_checkpoint" in events, "the reference recorded nothing"
+            assert _once(found[stage]) == events, stage
+
+
 def _once(events: list[str]) -> list[str]:
     """Repeated calls of one step in a row count as one."""
     return [e for name, run in groupby(events) for e in ([name] if name.split(".")[1] in STEPS else list(run))]

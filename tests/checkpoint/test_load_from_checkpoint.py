@@ -1,0 +1,144 @@
+"""``LitX.load_from_checkpoint`` and Lightning's own strategies read our folders, without the strategy and without processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor
+
+from lightning_ptdp.checkpoint import CheckpointError, read_whole
+from tests.checkpoint.lit_saved import make
+from tests.conformance.toys import P2, Place, assert_weights, make_trainer, weights
+from tests.pool import Pool
+
+LitSaved, SavedData = make(L)
+OTHER = {"width": 6, "rates": (0.05, 0.3), "names": ["a"]}
+
+
+def train(rank: int, place: Place, path: str) -> dict[str, Tensor]:
+    saver = ModelCheckpoint(dirpath=path, filename="best", monitor="train_loss", save_last=True)
+    trainer = make_trainer(place, callbacks=[saver], enable_checkpointing=True, max_epochs=1)
+    trainer.fit(LitSaved(**OTHER), datamodule=SavedData(batch_size=8))
+    return weights(trainer)
+
+
+@pytest.fixture(scope="module")
+def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("written")
+    trained = pool.run(train, world_size=2, args=(Place(world_size=2, layout=P2), str(folder)))[0]
+    return folder / "last.ckpt", trained
+
+
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_weights_and_hyperparameters(written: tuple[Path, dict[str, Tensor]], weights_only: bool | None) -> None:
+    path, trained = written
+    module = LitSaved.load_from_checkpoint(path, weights_only=weights_only)
+    assert_weights(module.state_dict(), trained, tolerance=0)
+    assert dict(module.hparams) == OTHER
+    assert sorted(module.seen) == sorted(trained), "on_load_checkpoint sees the whole model"
+    assert SavedData.load_from_checkpoint(path).hparams == {"batch_size": 8}
+    assert_weights(LitSaved.load_from_checkpoint(path.as_uri()).state_dict(), trained, tolerance=0)
+    assert_weights(LitSaved.load_from_checkpoint(path.parent / "latest").state_dict(), trained, tolerance=0)
+
+
+def test_what_is_given_wins_over_what_is_stored(written: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    path, trained = written
+    assert LitSaved.load_from_checkpoint(path, names=["b"]).hparams["names"] == ["b"]
+    (tmp_path / "hparams.yaml").write_text("width: 6\nrates: [1.0, 2.0]\n")
+    assert LitSaved.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.yaml").hparams["rates"] == [1.0, 2.0]
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        LitSaved.load_from_checkpoint(path, width=5)
+
+    class LitMore(LitSaved):  # type: ignore[valid-type, misc]
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.head = torch.nn.Linear(1, 1)
+
+    with pytest.raises(RuntimeError, match="Missing key"):
+        LitMore.load_from_checkpoint(path)
+    assert_weights({**LitMore.load_from_checkpoint(path, strict=False).net.state_dict(prefix="net.")}, trained, tolerance=0)
+
+
+def test_map_location(written: tuple[Path, dict[str, Tensor]]) -> None:
+    path, _ = written
+    for place in (
+        "meta",
+        torch.device("meta"),
+        {"cpu": "meta"},
+        lambda storage, location: torch.UntypedStorage(0, device="meta"),
+    ):
+        assert all(value.is_meta for value in read_whole(path, place)["state_dict"].values()), place
+    for nowhere in (None, "cpu", {"cuda:0": "meta"}, lambda storage, location: None):
+        assert not any(value.is_meta for value in read_whole(path, nowhere)["state_dict"].values()), nowhere
+
+
+def test_lightnings_own_strategies_evaluate_it_and_say_who_goes_on(written: tuple[Path, dict[str, Tensor]]) -> None:
+    path, trained = written
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    expected = LitSaved(**OTHER)
+    expected.load_state_dict(trained)
+    loss = float(torch.stack([expected.net(batch).square().mean() for batch in SavedData(8).test_dataloader()]).mean())
+    for given in (path, path.as_uri(), "last"):
+        trainer = L.Trainer(**quiet, callbacks=[ModelCheckpoint(dirpath=path.parent)])
+        results = trainer.test(LitSaved(**OTHER), SavedData(8), ckpt_path=given, verbose=False)
+        assert results[0]["test_loss"] == pytest.approx(loss, rel=1e-6)
+    with pytest.raises(CheckpointError, match='strategy="ptdp"'):
+        L.Trainer(**quiet, max_epochs=2, enable_checkpointing=False).fit(LitSaved(**OTHER), SavedData(), ckpt_path=path)
+
+
+def test_a_torn_folder_is_named(written: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    (tmp_path / "torn.ckpt").mkdir()
+    (tmp_path / "torn.ckpt" / "state.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="not a whole one"):
+        LitSaved.load_from_checkpoint(tmp_path / "torn.ckpt")
+    with pytest.raises(FileNotFoundError):
+        LitSaved.load_from_checkpoint(tmp_path / "missing.ckpt")
+
+
+def save_with_cli(rank: int, path: str) -> None:
+    options = ["--trainer.strategy=ptdp", "--trainer.devices=1", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+    options += ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_checkpointing=false", "--model.width=3"]
+    cli = LightningCLI(LitSaved, SavedData, args=options, run=False, save_config_callback=None)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    cli.trainer.save_checkpoint(path)
+
+
+def test_what_lightningcli_trained(pool: Pool, tmp_path: Path) -> None:
+    pool.run(save_with_cli, world_size=1, args=(str(tmp_path / "cli.ckpt"),))
+    assert read_whole(tmp_path / "cli.ckpt")["hyper_parameters"]["_instantiator"]
+    assert LitSaved.load_from_checkpoint(tmp_path / "cli.ckpt").net[0].out_features == 3
+
+
+SCRIPT = """
+import sys
+{first}
+import lightning.pytorch, pytorch_lightning, torch
+{last}
+from tests.checkpoint.lit_saved import make
+assert {imported}
+for lightning in (lightning.pytorch, pytorch_lightning):
+    module = make(lightning)[0].load_from_checkpoint(sys.argv[1])
+    assert module.hparams["width"] == 6 and not torch.distributed.is_initialized()
+    lightning.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False).test(
+        module, make(lightning)[1](), ckpt_path=sys.argv[1]
+    )
+"""
+
+
+@pytest.mark.parametrize("autoload", [True, False])
+def test_without_an_import_and_with_a_late_one(autoload: bool, written: tuple[Path, dict[str, Tensor]]) -> None:
+    script = SCRIPT.format(
+        first="" if autoload else "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'",
+        last="" if autoload else "assert 'lightning_ptdp' not in sys.modules; import lightning_ptdp",
+        imported="'lightning_ptdp.strategy' not in sys.modules",
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(written[0])], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

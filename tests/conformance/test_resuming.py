@@ -1,0 +1,127 @@
+"""Callbacks whose state has to be there before the fit begins go on where they were."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, Timer
+from torch import nn
+
+from tests.conformance.toys import FEATURES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.pool import Pool
+
+
+class LitBackbone(LitNet):
+    """A backbone that is frozen at first, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, FEATURES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((self.backbone(batch[0]), batch[1]), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2, eps=1e-5)
+
+
+class Groups(L.Callback):
+    """The rates and sizes of the optimizer's groups, by step."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[tuple[float, int]]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        groups = trainer.optimizers[0].param_groups
+        self.seen.append([(group["lr"], sum(p.numel() for p in group["params"])) for group in groups])
+
+
+def unfreeze(rank: int, place: Place, folder: str, path: str, stop: int) -> Any:
+    file = Path(path, folder, f"{stop}.ckpt")
+    L.seed_everything(1, verbose=False)
+    first = make_trainer(place, max_epochs=stop, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=2)])
+    first.fit(LitBackbone(), loader())
+    first.save_checkpoint(file)
+    groups, losses = Groups(), Losses()
+    again = [BackboneFinetuning(unfreeze_backbone_at_epoch=2), groups, losses]
+    second = make_trainer(place, max_epochs=4, callbacks=again)
+    second.fit(LitBackbone(), loader(), ckpt_path=file)
+    return groups.seen, losses.values, weights(second)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_backbone_is_unfrozen_at_its_epoch_after_a_resume(stop: int, pool: Pool, tmp_path: Path) -> None:
+    for (groups, losses, found), (other_groups, other_losses, expected) in both(pool, unfreeze, "one", str(tmp_path), stop):
+        assert len(other_groups[-1]) == 2, "the reference unfroze nothing"
+        assert [[size for _, size in step] for step in groups] == [[size for _, size in step] for step in other_groups]
+        for step, other in zip(groups, other_groups, strict=True):
+            assert [rate for rate, _ in step] == pytest.approx([rate for rate, _ in other])
+        assert losses == pytest.approx(other_losses, rel=1e-5)
+        assert_weights(found, expected)
+
+
+class BatchTimer(Timer):
+    """For which a batch takes a minute."""
+
+    def __init__(self, minutes: int) -> None:
+        super().__init__(duration=timedelta(minutes=minutes))
+        self.batches = 0
+
+    def time_elapsed(self, stage: Any = "train") -> float:
+        return self._offset + 60.0 * self.batches
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.batches += 1
+        super().on_train_batch_end(*args, **kwargs)
+
+
+def out_of_time(rank: int, place: Place, folder: str, path: str, minutes: int) -> Any:
+    file = Path(path, folder, "timed.ckpt")
+    L.seed_everything(1, verbose=False)
+    first = make_trainer(place, max_epochs=9, callbacks=[BatchTimer(3)])
+    first.fit(LitNet(), loader())
+    first.save_checkpoint(file)
+    losses = Losses()
+    second = make_trainer(place, max_epochs=9, callbacks=[BatchTimer(minutes), losses])
+    second.fit(LitNet(), loader(), ckpt_path=file)
+    return first.global_step, second.global_step, len(losses.values)
+
+
+@pytest.mark.parametrize("minutes", [3, 5])
+@pytest.mark.parametrize("name", ["one", "d2"])
+def test_a_timer_stops_a_resumed_run_at_the_same_batch(name: str, minutes: int, pool: Pool, tmp_path: Path) -> None:
+    for found, expected in both(pool, out_of_time, name, str(tmp_path), minutes):
+        assert found == expected
+        assert found[0] >= 2
+
+
+def urls_and_nothing(rank: int, place: Place, folder: str, path: str) -> Any:
+    here = Path(path, folder)
+    L.seed_everything(1, verbose=False)
+    first = make_trainer(place, max_epochs=1)
+    first.fit(LitNet(), loader())
+    first.save_checkpoint(
+        (here / "named by a url.ckpt").as_posix() if folder == "reference" else f"file://{here}/named by a url.ckpt"
+    )
+    second = make_trainer(place, max_epochs=2)
+    second.fit(LitNet(), loader(), ckpt_path=f"file://{here}/named by a url.ckpt")
+    results = second.validate(LitNet(), loader(), ckpt_path=f"file://{here}/named by a url.ckpt", verbose=False)
+    with pytest.raises(FileNotFoundError, match=r"missing\.ckpt"):
+        second.fit(LitNet(), loader(), ckpt_path=here / "missing.ckpt")
+    if folder == "ours":
+        with pytest.raises(ValueError, match=r"s3://bucket/one\.ckpt is not on a file system"):
+            first.save_checkpoint("s3://bucket/one.ckpt")
+    return second.global_step, results[0]["val_loss"]
+
+
+@pytest.mark.parametrize("name", ["one", "p2"])
+def test_file_urls_and_missing_checkpoints(name: str, pool: Pool, tmp_path: Path) -> None:
+    for (step, val_loss), (expected_step, expected_loss) in both(pool, urls_and_nothing, name, str(tmp_path)):
+        assert step == expected_step
+        assert val_loss == pytest.approx(expected_loss, rel=1e-5)
+    assert (tmp_path / "ours" / "named by a url.ckpt" / "metadata.json").is_file()

@@ -1,0 +1,108 @@
+"""Loggers that copy checkpoints to a store (``log_model``) copy our folders whole."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import wandb as wandb_module
+
+from lightning_ptdp.checkpoint import verify_checkpoint
+from lightning_ptdp.loggers import MLFlowLogger
+from tests.conformance.toys import LitNet, Place, loader, make_trainer
+from tests.pool import Pool
+
+
+def train(rank: int, path: str, make_logger: Any, log_model: Any) -> Any:
+    L.seed_everything(1, verbose=False)
+    logger = make_logger(path, log_model)
+    saver = ModelCheckpoint(dirpath=Path(path, "checkpoints"), filename="{epoch}", save_top_k=-1, save_last=True)
+    trainer = make_trainer(Place(), logger=logger, callbacks=[saver], enable_checkpointing=True)
+    trainer.fit(LitNet(), loader())
+    return getattr(logger, "run_id", None) or logger.experiment.uploaded
+
+
+def lightnings(path: str, log_model: Any) -> Any:
+    uri, files = f"sqlite:///{path}/mlflow.db", Path(path, "artifacts").as_uri()
+    return LightningMLFlowLogger(tracking_uri=uri, artifact_location=files, log_model=log_model)
+
+
+def ours(path: str, log_model: Any) -> Any:
+    return MLFlowLogger(save_dir=path, log_model=log_model)
+
+
+@pytest.mark.parametrize("make_logger", [lightnings, ours])
+@pytest.mark.parametrize("log_model", [True, "all"])
+def test_mlflow_copies_folders(make_logger: Any, log_model: Any, pool: Pool, tmp_path: Path) -> None:
+    (run_id,) = pool.run(train, world_size=1, args=(str(tmp_path), make_logger, log_model))
+    found = sorted((tmp_path / "artifacts").rglob("metadata.json"))
+    assert [file.parent.name for file in found] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    for file in found:
+        assert run_id in file.parts
+        verify_checkpoint(file.parent)
+
+
+class Run:
+    """What a W&B run is asked for."""
+
+    id = "7"
+
+    def __init__(self) -> None:
+        self.uploaded: list[tuple[list[str], list[str], list[str]]] = []
+
+    def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
+        self.uploaded.append((artifact.files, artifact.folders, aliases))
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Artifact:
+    """W&B's takes a file or a folder, each in a method of its own."""
+
+    def __init__(self, **_: Any) -> None:
+        self.files: list[str] = []
+        self.folders: list[str] = []
+
+    def add_file(self, local_path: str, name: str | None = None, is_tmp: bool = False, policy: str | None = None) -> None:
+        if not Path(local_path).is_file():
+            raise ValueError(f"Path is not a file: {local_path!r}")
+        self.files.append(f"{name}: {Path(local_path).name}")
+
+    def add_dir(self, local_path: str, name: str | None = None, policy: str | None = None) -> None:
+        verify_checkpoint(local_path)
+        self.folders.append(f"{name}: {Path(local_path).name}")
+
+
+def wandbs(path: str, log_model: Any) -> Any:
+    contents: dict[str, dict[str, Any]] = {
+        "wandb": {"Artifact": Artifact, "run": None},
+        "wandb.sdk": {},
+        "wandb.sdk.lib": {"RunDisabled": Run},
+        "wandb.wandb_run": {"Run": Run},
+    }
+    for name, content in contents.items():
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(content)
+    wandb_module._WANDB_AVAILABLE = True
+    return WandbLogger(save_dir=path, log_model=log_model, experiment=Run())
+
+
+@pytest.mark.parametrize("log_model", [True, "all"])
+def test_wandb_copies_folders(log_model: Any, tmp_path: Path) -> None:
+    pool = Pool()  # a fake module stays where it was imported
+    try:
+        (uploaded,) = pool.run(train, world_size=1, args=(str(tmp_path), wandbs, log_model))
+    finally:
+        pool.close()
+    folders = [name for _, folders, _ in uploaded for name in folders]
+    assert sorted(set(folders)) == ["model.ckpt: epoch=0.ckpt", "model.ckpt: epoch=1.ckpt", "model.ckpt: last.ckpt"]
+    assert not any(files for files, _, _ in uploaded)
+    assert any("best" in aliases for _, _, aliases in uploaded)
