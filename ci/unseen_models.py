@@ -98,9 +98,12 @@ def compare(pool: Pool, run: Run) -> Outcome:
         return Outcome("late", f"in the checks: {_last_line(failure)}")
     if refused is not None:
         return Outcome("refused", refused)
-    expected = pool.run(fit, world_size=1, args=(one_process(run),))[0]
     try:
-        found = pool.run(fit, world_size=run.world_size, args=(run,))
+        expected = pool.run(fit, world_size=1, args=(one_process(run),))[0]
+    except WorkerFailure as failure:
+        return Outcome("late", f"in one process: {_last_line(failure)}")
+    try:
+        found = pool.run(fit, world_size=run.world_size, args=(run,), limit=45.0)
     except WorkerFailure as failure:
         return Outcome("late", _last_line(failure))
     unlike = [text for rank in found for text in differences(rank, expected)]

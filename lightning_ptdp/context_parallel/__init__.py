@@ -9,6 +9,7 @@ from lightning_ptdp.context_parallel.all_to_all import all_to_all_attention, che
 from lightning_ptdp.context_parallel.batch import count_targets, sequence_length, shard_batch
 from lightning_ptdp.context_parallel.context import ContextForward, ContextParallel
 from lightning_ptdp.context_parallel.errors import ContextParallelError
+from lightning_ptdp.context_parallel.models import why_not
 from lightning_ptdp.context_parallel.ring import ring_attention
 from lightning_ptdp.context_parallel.sharding import (
     check_sequence,
@@ -38,4 +39,5 @@ __all__ = [
     "shard_batch",
     "shard_sequence",
     "unshard_sequence",
+    "why_not",
 ]

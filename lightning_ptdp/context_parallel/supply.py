@@ -2,6 +2,8 @@
 
 - *Positions.* A module whose forward takes ``position_ids`` and is not given any counts them from 0: it is given their places in the whole
   sequence, (1, s/c) int64. Our GPT and Hugging Face's models take them.
+- *Positions that begin behind the padding index.* RoBERTa and its like number the tokens that are no padding from ``padding_idx + 1``; the
+  count goes over the whole sequence.
 - *A mask of ones.* Hugging Face's models, if not given any, take a jump in the positions, as between a rank's two chunks, for the border
   of two documents. A mask without padding keeps them from it.
 - *Shifted labels.* Hugging Face's causal language models compare each token with the label of the next one, which at the end of a chunk is
@@ -23,12 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.context_parallel.errors import ContextParallelError
+from lightning_ptdp.context_parallel.models import names_in_forward
 from lightning_ptdp.context_parallel.sharding import gather_sequence, shard_sequence
 from lightning_ptdp.mesh import Group
 
 __all__ = ["Supplier", "Taker", "find_takers"]
 
-_POSITIONS, _MASK = "position_ids", "attention_mask"
+_POSITIONS, _MASK, _TOKENS = "position_ids", "attention_mask", "input_ids"
 _IGNORED_LABEL = -100
 
 
@@ -41,12 +44,14 @@ class Taker:
         parameters: Names of its forward's parameters, in order.
         reads_documents: It looks for documents in its positions.
         shifts_labels: Its loss compares each token with the label of the next.
+        padding_index: The number of padding, if its positions count the tokens that are none and begin behind it.
     """
 
     module: nn.Module
     parameters: tuple[str, ...]
     reads_documents: bool
     shifts_labels: bool
+    padding_index: int | None = None
 
     @property
     def takes_positions(self) -> bool:
@@ -63,8 +68,25 @@ def find_takers(module: nn.Module) -> list[Taker]:
         if _POSITIONS in names or shifts:
             # How to know a Hugging Face model without importing the library.
             documents = hasattr(type(child), "main_input_name") and _POSITIONS in names and _MASK in names
-            takers.append(Taker(module=child, parameters=names, reads_documents=documents, shifts_labels=shifts))
+            takers.append(
+                Taker(
+                    module=child,
+                    parameters=names,
+                    reads_documents=documents,
+                    shifts_labels=shifts,
+                    padding_index=_padding_index(child),
+                )
+            )
     return takers
+
+
+def _padding_index(module: nn.Module) -> int | None:
+    """That of the embeddings inside that count positions from their tokens."""
+    for child in module.modules():
+        index = vars(child).get("padding_idx")
+        if isinstance(index, int) and "create_position_ids_from_input_ids" in names_in_forward(child):
+            return index
+    return None
 
 
 def _parameters(module: nn.Module) -> tuple[str, ...]:
@@ -76,8 +98,7 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 def _shifts_labels(module: nn.Module) -> bool:
     """Whether the module's forward calls the loss of Hugging Face's that shifts. Some have that loss as a default and never call it."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    calls = code is not None and "loss_function" in code.co_names
+    calls = "loss_function" in names_in_forward(module)
     return calls and getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
@@ -118,7 +139,8 @@ class Supplier:
         if taker.takes_positions:
             self._check(module)
             self.used += 1
-            args, kwargs = _set_default(taker, args, kwargs, _POSITIONS, self.positions)
+            if _argument(taker, args, kwargs, _POSITIONS) is None:
+                args, kwargs = _set_default(taker, args, kwargs, _POSITIONS, self._positions_of(taker, args, kwargs))
         if taker.reads_documents:
             ones = self.positions.new_ones(self._samples(args, kwargs), self.positions.size(1))
             args, kwargs = _set_default(taker, args, kwargs, _MASK, ones)
@@ -129,6 +151,17 @@ class Supplier:
             if labels is not None:
                 self.targets = (kwargs["shift_labels"] != _IGNORED_LABEL).sum()
         return args, kwargs
+
+    def _positions_of(self, taker: Taker, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """(1, s/c), or (b, s/c) where they depend on the tokens; collective there."""
+        if taker.padding_index is None:
+            return self.positions
+        tokens = _argument(taker, args, kwargs, _TOKENS) if _TOKENS in taker.parameters else None
+        if tokens is None:
+            return self.positions + taker.padding_index + 1
+        is_token = gather_sequence((tokens != taker.padding_index).long(), 1, group=self.group)
+        whole = is_token.cumsum(1) * is_token + taker.padding_index
+        return shard_sequence(whole, 1, rank=self.group.rank, size=self.group.size)
 
     def _samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return next(

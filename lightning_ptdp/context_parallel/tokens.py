@@ -32,11 +32,19 @@ def pick_token(x: Any, index: Any, *, length: int, group: Group) -> Tensor | Non
         (b, ...) with a gradient for the rank that holds the token; None if no token of a hidden state is picked.
 
     Raises:
-        ContextParallelError: A token in the middle is picked.
+        ContextParallelError: A token in the middle is picked, or one by number.
     """
     if not (isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point() and x.size(1) == length // group.size):
         return None
-    if not (isinstance(index, tuple) and len(index) > 1 and index[0] == slice(None) and type(index[1]) is int):
+    if not (isinstance(index, tuple) and len(index) > 1):
+        return None
+    if isinstance(index[0], Tensor) and isinstance(index[1], Tensor) and not index[1].is_floating_point():
+        raise ContextParallelError(
+            f"the model picks a token of each sample out of a hidden state by its number, of which each of {group.size} context ranks "
+            f"holds a slice of {x.size(1)} tokens; only the first (0) and the last (-1) of the sequence can be picked. Use "
+            "context_parallel_size=1"
+        )
+    if isinstance(index[0], Tensor) or index[0] != slice(None) or type(index[1]) is not int:
         return None
     if index[1] not in (0, -1):
         raise ContextParallelError(

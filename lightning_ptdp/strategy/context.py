@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.context_parallel import ContextParallel, check_heads
+from lightning_ptdp.context_parallel import ContextParallel, check_heads, why_not
 from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import ProcessMesh
 
@@ -47,14 +47,13 @@ def check_context_parallel(model: nn.Module, config: PTDPConfig) -> None:
     """
     if config.context_parallel_size == 1:
         return
+    reason = why_not(model)
+    if reason is not None:
+        raise ValueError(
+            f"context_parallel_size={config.context_parallel_size} cannot run this model: {reason}; or use context_parallel_size=1"
+        )
     for module in model.modules():
         described: Any = getattr(module, "config", None)
-        attention = getattr(described, "_attn_implementation", None)
-        if isinstance(attention, str) and attention != "sdpa":
-            raise ValueError(
-                f"context_parallel_size={config.context_parallel_size} replaces calls of scaled_dot_product_attention, but "
-                f"{type(module).__name__} was built with attn_implementation={attention!r}; build it with attn_implementation='sdpa'"
-            )
         heads = next((n for key in _HEADS if isinstance(n := getattr(described, key, None), int)), None)
         if heads is not None and config.context_parallel_attention == "all_to_all":
             check_heads(max(1, heads // config.tensor_parallel_size), config.context_parallel_size)

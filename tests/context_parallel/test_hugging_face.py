@@ -33,6 +33,9 @@ def make_model(name: str) -> nn.Module:
     if name == "bert":
         config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes)
         return transformers.BertForPreTraining(config)
+    if name == "roberta":
+        config = transformers.RobertaConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes)
+        return transformers.RobertaForMaskedLM(config)
     window = {"sliding_window": 8} if name == "mistral" else {}
     kind = transformers.MistralForCausalLM if name == "mistral" else transformers.LlamaForCausalLM
     return kind(kind.config_class(num_key_value_heads=2, use_cache=False, **sizes, **window))
@@ -85,7 +88,7 @@ def _logits(output: Any) -> Tensor:
     return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta"])
 def test_equals_one_process(pool: Pool, name: str) -> None:
     pool.run(_train_step, world_size=2, args=(name,))
 

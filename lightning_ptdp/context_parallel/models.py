@@ -1,0 +1,55 @@
+"""What can be seen of a model, before anything runs, that a slice of the sequence could not honour."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+__all__ = ["names_in_forward", "why_not"]
+
+
+def why_not(model: nn.Module) -> str | None:
+    """Why context parallelism would compute something else than the model; None if nothing of the kind is seen."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1):
+            return (
+                f"'{name}' ({type(module).__name__}) mixes tokens along time, as state-space layers do, beside attention; a rank has a "
+                "slice of the sequence only"
+            )
+    for module in model.modules():
+        reason = _why_not_hugging_face(module) if hasattr(type(module), "main_input_name") else None
+        if reason is not None:
+            return f"{type(module).__name__} {reason}"
+    return None
+
+
+def names_in_forward(module: nn.Module) -> Collection[str]:
+    """The names that the module's forward uses (functions, attributes), as far as Python can tell."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+def _why_not_hugging_face(module: Any) -> str | None:
+    config = getattr(module, "config", None)
+    if module.main_input_name != "input_ids":
+        return f"makes its sequence from {module.main_input_name} itself; only sequences of the batch are cut along time"
+    if getattr(config, "is_encoder_decoder", False):
+        return "has cross-attention between two sequences; only self-attention can be spread along time"
+    attention = getattr(config, "_attn_implementation", None)
+    if getattr(type(module), "_supports_sdpa", None) is False:
+        return "computes its attention without torch.nn.functional.scaled_dot_product_attention, whose calls are replaced"
+    if isinstance(attention, str) and attention != "sdpa":
+        return (
+            f"was built with attn_implementation={attention!r}, but calls of scaled_dot_product_attention are replaced: build it with "
+            "attn_implementation='sdpa'"
+        )
+    if getattr(config, "alibi", False):
+        return "adds biases of positions to its attention scores (alibi=True), which a slice knows only for its own tokens"
+    if "start_positions" in inspect.signature(type(module).forward).parameters:
+        return "compares all tokens of a sequence with each other in its loss (start_positions), of which a rank has a slice"
+    if "argmax" in names_in_forward(module):
+        return "picks each sample's last token that is no padding, wherever it is; a rank has a slice of the sequence only"
+    return None

@@ -1,0 +1,70 @@
+"""What a slice of the sequence cannot honour is seen before launch."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp.context_parallel import ContextParallelError, why_not
+from lightning_ptdp.context_parallel.tokens import pick_token
+
+REFUSED = {
+    "mamba": "backbone.layers.0.mixer.conv1d.*mixes tokens along time",
+    "jamba": "mixes tokens along time",
+    "gptj": "GPTJ.* computes its attention without .*scaled_dot_product_attention",
+    "bloom": "Bloom.* computes its attention without",
+    "gemma2": "Gemma2.* computes its attention without",
+    "falcon rw": "alibi=True",
+    "llama classes": "LlamaForSequenceClassification picks each sample's last token",
+    "gpt2 classes": "GPT2ForSequenceClassification picks each sample's last token",
+    "bert question": "BertForQuestionAnswering compares all tokens",
+    "vit": "ViT.* makes its sequence from pixel_values",
+    "t5": "T5.* cross-attention",
+}
+TAKEN = (
+    "llama",
+    "gpt2",
+    "bert",
+    "roberta",
+    "bert classes",
+    "falcon",
+    "opt",
+    "modernbert",
+    "distilbert",
+    "mixtral",
+    "gpt_bigcode",
+)
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *TAKEN])
+def test_models_of_hugging_face(name: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.huggingface.architectures import build
+
+    reason = why_not(nn.ModuleDict({"model": build(name)}))
+    if name in TAKEN:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert re.search(REFUSED[name], reason), reason
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(4, 4), nn.Conv1d(4, 4, 3)])
+def test_layers_that_mix_along_time(layer: nn.Module) -> None:
+    assert "'mixer'" in str(why_not(nn.ModuleDict({"mixer": layer})))
+    assert why_not(nn.ModuleDict({"mixer": nn.Conv1d(4, 4, 1)})) is None
+
+
+def test_a_token_picked_by_its_number() -> None:
+    group: Any = SimpleNamespace(size=2, rank=0)
+    hidden = torch.zeros(3, 8, 5)
+    rows, last = torch.arange(3), torch.tensor([1, 7, 4])
+    with pytest.raises(ContextParallelError, match="by its number"):
+        pick_token(hidden, (rows, last), length=16, group=group)
+    assert pick_token(hidden, (slice(None), last), length=16, group=group) is None
+    assert pick_token(hidden, hidden[..., 0] > 0, length=16, group=group) is None
