@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary
-from lightning_ptdp.tensor_parallel.linear_like import is_conv1d
+from lightning_ptdp.tensor_parallel.linear_like import stores_outputs_last
 
 __all__ = ["explain"]
 
@@ -26,7 +26,7 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
     seen: dict[int, str] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         kind = kinds.get(module_name) or _kind_above(module_name, kinds)
-        turned = is_conv1d(module)
+        turned = stores_outputs_last(module)
         for key, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{key}".lstrip(".")
             shape = tuple(parameter.shape)

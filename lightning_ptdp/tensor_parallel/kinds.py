@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """``nn.Linear`` (or ``Conv1D``) split by output features.
+    """``nn.Linear`` (or ``Conv1D``, or an ``nn.Embedding`` of something for each head) split by output features.
 
     Attributes:
         parts: Output sizes of the parts of a fused layer, e.g. (q, k, v), each split on its own; None: one part.
@@ -164,6 +164,8 @@ def fits(module: nn.Module, kind: Kind) -> bool:
 def misfit(module: nn.Module, kind: Kind) -> str | None:
     """Why the module cannot be spread in this way, by its type; None if it can."""
     match kind:
+        case Column() if isinstance(module, nn.Embedding):
+            fits, takes = True, ""
         case Column() | Row():
             fits, takes = is_linear(module), "nn.Linear (or the Conv1D of transformers)"
         case Vocabulary():

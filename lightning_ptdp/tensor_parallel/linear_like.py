@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["has_own_forward", "is_conv1d", "is_linear", "output_input_sizes"]
+__all__ = ["has_own_forward", "is_conv1d", "is_linear", "output_input_sizes", "stores_outputs_last"]
 
 # Subclasses of nn.Linear that compute the same in other words.
 _AS_LINEAR = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
@@ -20,11 +20,15 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
+def stores_outputs_last(module: nn.Module) -> bool:
+    """Whether its output features are the last dimension of its weight, as in a ``Conv1D`` and an ``nn.Embedding``."""
+    return is_conv1d(module) or isinstance(module, nn.Embedding)
+
+
 def output_input_sizes(module: nn.Module) -> tuple[int, int]:
     """(output features, input features)."""
-    assert is_linear(module), type(module)
     rows, columns = module.get_parameter("weight").shape
-    return (columns, rows) if is_conv1d(module) else (rows, columns)
+    return (columns, rows) if stores_outputs_last(module) else (rows, columns)
 
 
 def has_own_forward(module: nn.Module, base: type[nn.Module]) -> bool:

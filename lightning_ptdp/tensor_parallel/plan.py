@@ -25,7 +25,7 @@ from lightning_ptdp.tensor_parallel.kinds import (
     kind_from,
     misfit,
 )
-from lightning_ptdp.tensor_parallel.linear_like import is_linear, output_input_sizes
+from lightning_ptdp.tensor_parallel.linear_like import output_input_sizes
 from lightning_ptdp.tensor_parallel.numbers import Number, local_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
 
@@ -236,11 +236,11 @@ def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
 
 
 def _check_module(name: str, module: nn.Module, kind: Kind, size: int) -> None:
-    if is_linear(module):
+    if isinstance(kind, Column | Row):
         outputs, inputs = output_input_sizes(module)
         if isinstance(kind, Column):
             _check_column(name, outputs, kind, size)
-        elif isinstance(kind, Row):
+        else:
             _check_divides(name, "in_features", inputs, size)
     if isinstance(kind, Region) and kind.heads is not None:
         _check_divides(name, "number of heads", kind.heads, size)
@@ -249,7 +249,7 @@ def _check_module(name: str, module: nn.Module, kind: Kind, size: int) -> None:
         _check_divides(name, "num_heads", module.num_heads, size)
         if (reason := why_not(module)) is not None:
             raise ValueError(f"'{name}': {reason}, and its heads cannot be split; leave it out of the plan")
-    if isinstance(module, nn.Embedding) and isinstance(kind, Vocabulary | Position):
+    if isinstance(module, nn.Embedding) and isinstance(kind, Column | Vocabulary | Position):
         options = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
         for option, value in options.items():
             if value:

@@ -11,7 +11,7 @@ from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
 from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary, Whole
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.tensor_parallel.linear_like import is_conv1d
+from lightning_ptdp.tensor_parallel.linear_like import is_conv1d, stores_outputs_last
 from lightning_ptdp.tensor_parallel.numbers import set_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
@@ -84,6 +84,10 @@ def shard_module(
         return new.train(module.training), shardings
     weight, bias, transposed = local["weight"], local.get("bias"), is_conv1d(module)
     match kind:
+        case Column() if isinstance(module, nn.Embedding):
+            # Who looks up needs no other ranks: neither is there a gradient of ids to sum, nor does the output leave.
+            new = nn.Embedding(weight.size(0), weight.size(1), module.padding_idx, device="meta")
+            new.weight = weight
         case Column(parts=parts):
             new = ColumnParallelLinear(
                 weight,
@@ -190,7 +194,7 @@ def _shardings(module: nn.Module, kind: Kind, *, group: Group, partial: bool) ->
             found = {
                 name: shard_columns(
                     shape,
-                    parts=kind.part_sizes(shape[dim := len(shape) - 1 if is_conv1d(module) else 0]),
+                    parts=kind.part_sizes(shape[dim := len(shape) - 1 if stores_outputs_last(module) else 0]),
                     size=group.size,
                     index=group.rank,
                     copies=kind.copies(group.size),

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 SMALL = (("num_layers", 2), ("num_decoder_layers", 2))
 
 
-@pytest.mark.parametrize("layout", ["p2", "p2v2", "p4"])
+@pytest.mark.parametrize("layout", ["p2", "p2v2", "p4", "t2", "t2p2", "t4"])
 @pytest.mark.parametrize("model", ["t5", "bart"])
 def test_same_answer_as_one_process(model: str, layout: str, pool: Pool, reference: Any) -> None:  # noqa: F811
     check(pool, reference, Run(model=model), layout)

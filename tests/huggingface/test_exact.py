@@ -26,6 +26,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, eager attention": ("gpt2", {"attn_implementation": "eager"}),
     "bert": ("bert", {}),
     "encoder": ("encoder", {}),
+    "t5": ("t5", {}),
+    "t5, gated, a head of its own": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "bart": ("bart", {}),
 }
 
 
@@ -53,12 +56,14 @@ def outputs(model: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
 def check_model(rank: int, name: str) -> None:
     group = tensor_group(rank)
     kind, options = MODELS[name]
-    reference = randomized(make_model(kind, num_hidden_layers=2, **options) if kind != "encoder" else make_model(kind))
+    reference = randomized(
+        make_model(kind, **{"num_hidden_layers": 2} if kind not in ("encoder", "t5", "bart") else {}, **options)
+    )
     expected_logits, expected_loss, expected_own = outputs(reference, kind)
-    limit = 1e-7 if kind == "llama" else 1e-10  # its norms compute in float32
+    limit = 1e-7 if kind in ("llama", "t5") else 1e-10  # its norms compute in float32
     expected_loss.backward()
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    for sequence_parallel in (False, True):
+    for sequence_parallel in (False, True) if find_plan(reference).sequence else (False,):
         model = deepcopy(reference)
         model.zero_grad()
         plan = find_plan(model)

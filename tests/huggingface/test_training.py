@@ -24,6 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "p2": (2, {P: 2, M: 2}),
     "p2v2": (2, {P: 2, V: 2, M: 2}),
     "p4": (4, {P: 4, M: 4}),
+    "t2p2": (4, {T: 2, P: 2, M: 2}),
     "t2p2v2": (4, {T: 2, P: 2, V: 2, M: 2}),
     "t2p2v2sp": (4, {T: 2, P: 2, V: 2, M: 2, SP: True}),
     "t4sp": (4, {T: 4, SP: True}),
