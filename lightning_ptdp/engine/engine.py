@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.engine.agreement import check_same_batch
 from lightning_ptdp.engine.batch import batch_size, iterate_tensors, microbatch_sizes, split_batch
+from lightning_ptdp.engine.evaluations import check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_keeper import GradientKeeper
-from lightning_ptdp.engine.job import LightningJob, loss_and_weight
+from lightning_ptdp.engine.gradients import check_recorded
+from lightning_ptdp.engine.job import LightningJob, loss_and_weight, sum_over_replicas
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
@@ -110,26 +113,32 @@ class Engine:
         """Make what keeps and sums gradients, and give the optimizer what it steps on.
 
         Raises:
-            ValueError: The module has trainable parameters that were not there when it was cut; names them.
+            ValueError: The module has trainable parameters that were not there when it was cut; names them. Or the optimizer needs more
+                than a rank has.
         """
-        self._check_recorded()
+        check_recorded(self._module, self._parallel)
         for child in self._module.modules():
             if "weight_gradients" in vars(child):
                 child.weight_gradients = self._weight_gradients
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
         self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self._check_evaluates_again(optimizer)
 
-    def _check_recorded(self) -> None:
-        records = self._parallel.records
-        unknown = [name for name, p in self._module.named_parameters() if p.requires_grad and p not in records]
-        if unknown:
-            raise ValueError(
-                f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced after the model was laid out over the "
-                "ranks, so nothing would sum or save it. Make parameters in __init__ or configure_model, before the optimizer"
-            )
+    def evaluations(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a step, for ``optimizer`` to call."""
+        if not may_evaluate_again(optimizer):
+            return closure
+        return counted_evaluations(closure, agree=self._agreed, again=partial(self._check_evaluates_again, optimizer))
+
+    def _check_evaluates_again(self, optimizer: Any) -> None:
+        check_evaluates_again(optimizer, self._mesh.layout, steps_on_copies=self.gradients.stepped is not None)
+
+    def _agreed(self, loss: Tensor) -> Tensor:
+        return sum_over_replicas(self.scaled(loss).detach().clone(), self._mesh.group("replica_sum"))
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss of a straight step with this replica's weight in the mean over replicas."""
+        """The loss of a step with this replica's weight in the mean over replicas."""
         return loss * self._factor if self._mesh.group("replica_sum").size > 1 else loss
 
     def close(self) -> None:
@@ -199,6 +208,7 @@ class Engine:
         report = self._shared_report(job)
         self.gradients.losses = job.losses
         scale = 1 / (report.weight * windows) if report.counted and report.weight else None
+        self._factor = 1 / self._mesh.group("replica_sum").size
         self.gradients.settle(reduced=reduces, counted=report.counted, scale=scale)
         self._replay(report)
         return self._training_output(report)

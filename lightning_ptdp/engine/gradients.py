@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.config import PTDPConfig
@@ -24,12 +24,26 @@ from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.tensor_parallel import Sharding
 
-__all__ = ["counted_gradients", "make_gradients", "make_stepped", "needs_masters", "sharding_of"]
+__all__ = ["check_recorded", "counted_gradients", "make_gradients", "make_stepped", "needs_masters", "sharding_of"]
 
 
 def needs_masters(config: PTDPConfig, parallel: ParallelModel) -> bool:
     """Whether the optimizer shall step on float32 copies."""
     return config.master_weights and any(p.dtype in HALF for p in parallel.records if p.requires_grad)
+
+
+def check_recorded(module: nn.Module, parallel: ParallelModel) -> None:
+    """Check that every trainable parameter is one that was laid out over the ranks.
+
+    Raises:
+        ValueError: Some are not; names them.
+    """
+    unknown = [name for name, p in module.named_parameters() if p.requires_grad and p not in parallel.records]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced after the model was laid out over the "
+            "ranks, so nothing would sum or save it. Make parameters in __init__ or configure_model, before the optimizer"
+        )
 
 
 def make_gradients(

@@ -77,7 +77,7 @@ class ScheduledSteps(WorldCollectives):
         assert self._engine is not None
         # A sharded optimizer gathers the parameters behind its step.
         with self._during("optimizer step"):
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, self._engine.evaluations(optimizer, closure), model, **kwargs)
             self._engine.gradients.used()
         return output
 

@@ -1,0 +1,66 @@
+"""Optimizers that evaluate the loss several times in a step, and move between two points by what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.layout import ParallelLayout
+
+__all__ = ["check_evaluates_again", "counted_evaluations", "may_evaluate_again"]
+
+
+def may_evaluate_again(optimizer: Any) -> bool:
+    """Whether it may call its closure more than once: torch's own do not, but for LBFGS."""
+    return isinstance(optimizer, torch.optim.LBFGS) or type(optimizer).__module__.partition(".")[0] != "torch"
+
+
+def check_evaluates_again(optimizer: Any, layout: ParallelLayout, *, steps_on_copies: bool) -> None:
+    """Check that such an optimizer gets on every rank what it would get on one device.
+
+    Args:
+        optimizer: It evaluates more than once in a step.
+        layout: The degrees of parallelism.
+        steps_on_copies: The model sees what it stepped on after the step only.
+
+    Raises:
+        ValueError: It does not; names the optimizer, the reason and what works.
+    """
+    name = type(optimizer).__name__
+    if layout.world_size > layout.data_parallel_size:
+        raise ValueError(
+            f"{name} evaluates the loss several times in a step and decides by the gradient of all parameters, of which a rank has a part "
+            "under tensor, pipeline or context parallelism. Use it with data parallelism and microbatches alone, or an optimizer that "
+            "evaluates once (AdamW, SGD, ...)"
+        )
+    if steps_on_copies:
+        raise ValueError(
+            f"{name} evaluates the loss several times in a step, but with shard_optimizer=True or float32 copies of parameters in half "
+            "precision the model gets the new values after the step only. Use shard_optimizer=False and master_weights=False"
+        )
+
+
+def counted_evaluations(
+    closure: Callable[[], Any], *, agree: Callable[[Tensor], Tensor], again: Callable[[], None]
+) -> Callable[[], Any]:
+    """The closure as such an optimizer calls it: all ranks see the same loss, and so take the same path.
+
+    Args:
+        closure: Lightning's; returns the loss of this replica, or None.
+        agree: Makes it that of all replicas.
+        again: Is called before every evaluation but the first of a step.
+    """
+    evaluations = 0
+
+    def evaluate() -> Any:
+        nonlocal evaluations
+        evaluations += 1
+        if evaluations > 1:
+            again()
+        loss = closure()
+        return agree(loss) if isinstance(loss, Tensor) else loss
+
+    return evaluate

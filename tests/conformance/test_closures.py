@@ -1,0 +1,100 @@
+"""Optimizers that evaluate the loss several times in a step: LBFGS, and others whose step takes a closure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from tests.conformance.toys import ONE, P2, LitNet, Losses, Place, assert_weights, loader, make_trainer, weights
+from tests.pool import Pool
+
+M4, D2M4 = Place(layout={"num_microbatches": 4}), Place(world_size=2, layout={"num_microbatches": 4})
+D2, PIPELINE = Place(world_size=2), Place(world_size=2, layout=P2)
+
+
+class Ascends(torch.optim.Optimizer):
+    """Sharpness-aware minimization in a few lines: looks at the gradient a step uphill."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+        moves = [0.05 * p.grad / norm for p in parameters]
+        torch._foreach_add_(parameters, moves)
+        loss = closure()
+        torch._foreach_sub_(parameters, moves)
+        for parameter in parameters:
+            parameter.sub_(parameter.grad, alpha=0.1)
+        return loss
+
+
+class LitClosure(LitNet):
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        counted = y > 0.2 if self.optimizer == "weighted" else torch.ones_like(y)
+        loss = ((self.net(x) - y).square() * counted).sum() / counted.sum().clamp(min=1)
+        return {"loss": loss, "num_tokens": counted.sum()} if self.optimizer == "weighted" else loss
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "ascends":
+            return Ascends(self.parameters())
+        search = "strong_wolfe" if self.optimizer == "searching" else None
+        return torch.optim.LBFGS(self.parameters(), lr=0.3, max_iter=5, history_size=4, line_search_fn=search)
+
+
+def run(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> Any:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = make_trainer(place, callbacks=[losses], **({"precision": "64-true", "max_epochs": 4} | settings))
+    # All samples are one batch, so that it does not matter which of them a replica gets.
+    trainer.fit(LitClosure(optimizer), loader(batch_size=32 // place.world_size))
+    return weights(trainer), losses.values
+
+
+@pytest.mark.parametrize("place", [M4, D2, D2M4], ids=["m4", "d2", "d2m4"])
+@pytest.mark.parametrize("optimizer", ["plain", "searching", "weighted", "ascends"])
+def test_every_evaluation_is_that_of_one_device(optimizer: str, place: Place, pool: Pool) -> None:
+    ((expected, losses),) = pool.run(run, world_size=1, args=(ONE, optimizer, {}))
+    found = pool.run(run, world_size=place.world_size, args=(place, optimizer, {}))
+    for weights_of_rank, _ in found:
+        assert_weights(weights_of_rank, expected, tolerance=1e-7)
+    assert losses[-1] < losses[0]
+    if optimizer != "weighted":
+        assert torch.tensor([values for _, values in found]).mean(0).tolist() == pytest.approx(losses, rel=1e-5)
+
+
+def refuse(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as error:
+        run(rank, place, optimizer, settings)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "ascends"])
+@pytest.mark.parametrize(
+    ("place", "settings", "words"),
+    [
+        (PIPELINE, {}, ["pipeline", "data parallelism and microbatches alone"]),
+        (Place(world_size=2, layout={"shard_optimizer": True}), {}, ["shard_optimizer=True"]),
+        (Place(), {"precision": "bf16-true"}, ["master_weights=False"]),
+    ],
+    ids=["p2", "sharded", "bfloat16"],
+)
+def test_where_a_rank_has_not_all_it_is_refused(
+    optimizer: str, place: Place, settings: Any, words: list[str], pool: Pool
+) -> None:
+    for message in pool.run(refuse, world_size=place.world_size, args=(place, optimizer, settings)):
+        assert ("LBFGS" if optimizer == "plain" else "Ascends") in message
+        for word in words:
+            assert word in message
