@@ -7,7 +7,6 @@ real tensors is put into a copy of the model that has none: what an initializer 
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.shadow import without_tensors
+from lightning_ptdp.shadow import shallow_copy, without_tensors
 
 __all__ = ["Initializers"]
 
@@ -59,7 +58,7 @@ class Initializers:
                     for above in reversed(chain[chain.index(owner) :]):
                         initialize(above)
                 _check_set(module, name, others)
-                made = copy.copy(module)
+                made = shallow_copy(module)
                 made.__dict__["_parameters"], made.__dict__["_buffers"] = dict(module._parameters), dict(module._buffers)
             finally:
                 module.__dict__["_parameters"], module.__dict__["_buffers"] = tensors

@@ -36,7 +36,7 @@ from lightning_ptdp.tensor_parallel import (
     split_sequence,
 )
 
-__all__ = ["ParallelModel", "ParameterRecord", "layer_ranges", "parallelize"]
+__all__ = ["ParallelModel", "ParameterRecord", "layer_ranges", "parallelize", "parts_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def parallelize(
     ranges: tuple[tuple[int, int], ...] = ()
     cut: PipelineCut | None = None
     if layout.pipeline_parallel_size > 1:
-        parts = find_parts(module, blocks=plan.blocks, before=plan.before, between=plan.between, after=plan.after)
+        parts = parts_of(module, plan)
         ranges = layer_ranges(module, parts=parts, layout=layout, partition=partition)
         stages = layout.stages_of(mesh.group("pipeline").rank)
         cut = PipelineCut(module, parts=parts, ranges=ranges, stages=stages, collects=plan.collects)
@@ -156,7 +156,8 @@ def parallelize(
     records = _records(module, shardings, names, order, users, module_stages, mesh, copy_groups)
     heads = {name for name, kind in kinds.items() if isinstance(kind, Vocabulary)}
     split = [record for record in records.values() if heads.intersection(users[record.name])]
-    notes = (*notes, *_padding_notes(split, layout.tensor_parallel_size))
+    kept = parts.everywhere if parts is not None else ()
+    notes = (*notes, *_padding_notes(split, layout.tensor_parallel_size), *map(_kept_note, kept))
     return ParallelModel(
         module=module,
         parts=parts,
@@ -169,12 +170,27 @@ def parallelize(
     )
 
 
+def _kept_note(name: str) -> str:
+    return f"'{name}' is used without being called (its parameters alone are), so every pipeline stage keeps it"
+
+
 def _padding_notes(records: Iterable[ParameterRecord], size: int) -> tuple[str, ...]:
     return tuple(
         f"'{r.name}': vocabulary of {r.sharding.full_shape[0]} is not divisible by tensor_parallel_size={size} and is padded to "
         f"{r.sharding.local_shape[0] * size} rows"
         for r in records
         if r.sharding.local_shape[0] * size > r.sharding.full_shape[0]
+    )
+
+
+def parts_of(module: nn.Module, plan: ParallelPlan) -> ModelParts:
+    """Where the modules of the whole ``module`` stand, as the plan says and the model shows.
+
+    Raises:
+        ValueError: Of ``find_parts``.
+    """
+    return find_parts(
+        module, blocks=plan.blocks, before=plan.before, between=plan.between, after=plan.after, everywhere=plan.everywhere
     )
 
 

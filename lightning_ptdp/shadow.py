@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-
 from torch import Tensor, nn
 
-__all__ = ["without_tensors"]
+__all__ = ["shallow_copy", "without_tensors"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def without_tensors(model: nn.Module) -> nn.Module:
@@ -19,10 +25,17 @@ def without_tensors(model: nn.Module) -> nn.Module:
     return _copy(model, {}, {})
 
 
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A module with the same attributes. Not ``copy.copy()``, which modules may refuse, as parametrized ones do."""
+    copied = type(module).__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    return copied
+
+
 def _copy(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
     if id(module) in modules:
         return modules[id(module)]
-    shadow = modules[id(module)] = copy.copy(module)
+    shadow = modules[id(module)] = shallow_copy(module)
     fields = shadow.__dict__
     fields["_parameters"] = {
         key: None if p is None else tensors.setdefault(id(p), nn.Parameter(p.detach().to("meta"), p.requires_grad))

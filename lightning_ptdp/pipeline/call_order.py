@@ -1,7 +1,9 @@
-"""The order in which a model calls its modules, seen by running its forward without data on the meta device."""
+"""How a model uses its modules, seen by running its forward without data on the meta device: the order in which it calls them, and whose
+parameters it uses without calling them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.shadow import without_tensors
 
-__all__ = ["call_order", "trace_calls"]
+__all__ = ["call_order", "trace_calls", "used_uncalled"]
 
 
 def call_order(model: nn.Module) -> list[str] | None:
@@ -27,27 +30,84 @@ def call_order(model: nn.Module) -> list[str] | None:
     for name, module, args, kwargs in _examples(model):
         calls = trace_calls(module, *args, **kwargs)
         if calls is not None:
-            return [f"{name}.{call}" if name and call else name or call for call in calls]
+            return [_within(name, call) for call in calls]
     return None
 
 
 def trace_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[str] | None:
     """Names of the modules that ``model(*args, **kwargs)`` calls, in the order of the calls; None if it cannot run without data."""
-    shadow = without_tensors(model).eval()
-    calls: list[str] = []
-    for name, module in shadow.named_modules():
-        module.register_forward_pre_hook(partial(_note, calls, name))
-    on_meta = partial(apply_to_collection, dtype=Tensor, function=_to_meta)
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            shadow(*on_meta(args), **on_meta(kwargs))
-    except Exception:
-        return None
-    return calls
+    uses = _Uses(model)
+    return uses.calls if uses.run(args, kwargs) else None
 
 
-def _note(calls: list[str], name: str, _module: nn.Module, _args: Any) -> None:
-    calls.append(name)
+def used_uncalled(model: nn.Module) -> frozenset[str]:
+    """Names of the modules whose parameters the forward uses without calling them, as ``F.linear(x, self.embedding.weight)`` does,
+    as far as its example shows: what is decided by values is taken to be decided by zeros."""
+    found: set[str] = set()
+    for name, module, args, kwargs in _examples(model):
+        uses = _Uses(module, guesses=True)
+        uses.run(args, kwargs)
+        found.update(_within(name, used) for used in uses.uncalled)
+    return frozenset(found)
+
+
+def _within(name: str, inner: str) -> str:
+    return f"{name}.{inner}" if name and inner else name or inner
+
+
+_READS = {"item": 0, "__bool__": False, "__contains__": False, "__int__": 0, "__float__": 0.0, "__index__": 0}
+
+
+class _Uses(TorchFunctionMode):
+    """Follows a run of ``model`` without data.
+
+    Attributes:
+        calls: Names of the modules that it called, in the order of the calls.
+        uncalled: Names of the modules a parameter of which it used while none of its owners was being called.
+    """
+
+    def __init__(self, model: nn.Module, *, guesses: bool = False) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.uncalled: set[str] = set()
+        self._model = model = without_tensors(model).eval()
+        self._guesses = guesses
+        self._running: Counter[str] = Counter()
+        self._owners: dict[int, list[str]] = {}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self._enters, name))
+            module.register_forward_hook(partial(self._leaves, name), always_call=True)
+            for parameter in module._parameters.values():
+                self._owners.setdefault(id(parameter), []).append(name)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Call the model; whether it came to its end."""
+        on_meta = partial(apply_to_collection, dtype=Tensor, function=_to_meta)
+        try:
+            with torch.no_grad(), torch.device("meta"), self:
+                self._model(*on_meta(args), **on_meta(kwargs))
+        except Exception:
+            return False
+        return True
+
+    def _enters(self, name: str, _module: nn.Module, _args: Any) -> None:
+        self.calls.append(name)
+        self._running[name] += 1
+
+    def _leaves(self, name: str, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._running[name] -= 1
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if self._guesses and name in _READS:
+            return _READS[name]
+        if name != "__get__":  # its shape, its dtype: models ask the first parameter that they find
+            for value in (*args, *(kwargs or {}).values()):
+                for tensor in value if isinstance(value, list | tuple) else (value,):
+                    owners = self._owners.get(id(tensor), ()) if isinstance(tensor, nn.Parameter) else ()
+                    if owners and not any(self._running[owner] for owner in owners):
+                        self.uncalled.update(owners)
+        return function(*args, **(kwargs or {}))
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

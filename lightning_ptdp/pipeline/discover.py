@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from lightning_ptdp.pipeline.call_order import call_order
+from lightning_ptdp.pipeline.call_order import call_order, used_uncalled
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
 
@@ -56,6 +56,7 @@ def find_parts(
     before: Iterable[str] = (),
     between: Iterable[str] = (),
     after: Iterable[str] = (),
+    everywhere: Iterable[str] = (),
 ) -> ModelParts:
     """Where the modules with parameters stand relative to the containers.
 
@@ -68,6 +69,7 @@ def find_parts(
         before: Modules known to run before them, in spite of where they are registered.
         between: Modules known to run before a further container.
         after: Modules known to run after them.
+        everywhere: Modules known to be used without being called; what an example shows is added.
 
     Raises:
         ValueError: A named module does not exist (with the nearest names); the forward does not call the layers one after the other,
@@ -77,7 +79,8 @@ def find_parts(
     for name in names:
         _check_container(model, name)
     known = {"before": list(before), "between": list(between), "after": list(after)}
-    for field, given in known.items():
+    everywhere = tuple(everywhere)
+    for field, given in {**known, "everywhere": everywhere}.items():
         for name in given:
             _named(model, name, field)
     guessed = _by_registration(model, names, known={name for given in known.values() for name in given})
@@ -90,7 +93,10 @@ def find_parts(
             known["between"].append(name)
         if len(names) in places:
             known["after"].append(name)
-    return ModelParts(blocks=names, **{field: tuple(found) for field, found in known.items()})
+    outside = {top for given in known.values() for top in given}
+    uncalled = {name for name in used_uncalled(model) if any(f"{name}.".startswith(f"{top}.") for top in outside)}
+    kept = tuple(sorted({*everywhere, *uncalled}))
+    return ModelParts(blocks=names, everywhere=kept, **{field: tuple(found) for field, found in known.items()})
 
 
 def _by_registration(model: nn.Module, blocks: Sequence[str], *, known: set[str]) -> dict[str, int]:

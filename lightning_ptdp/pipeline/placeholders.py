@@ -53,8 +53,8 @@ class Placeholder(nn.Module):
         check_kept(self, key)
         raise AttributeError(
             f"'{name}' lives on another pipeline stage, and its attribute '{key}' with it. A module whose weight is used "
-            f"without calling the module must be tied instead (head.weight = {name}.weight), or be left out of the plan's "
-            "before= and after= lists"
+            f"without calling the module must be tied instead (head.weight = {name}.weight), or be kept by every stage: "
+            f"ParallelPlan(everywhere=('{name}',))"
         )
 
 

@@ -45,12 +45,28 @@ class ModelParts:
         before: Names of the modules that run before the first container; they belong to the first stage.
         between: Names of the modules that run before a further container; they belong to the stages where one begins.
         after: Names of the modules that run after the last container; they belong to the last stage.
+        everywhere: Names of the modules, among or inside of these, that every stage keeps.
     """
 
     blocks: tuple[str, ...]
     before: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()
+
+    def is_everywhere(self, name: str) -> bool:
+        """Whether module ``name`` or one around it is kept by every stage."""
+        return any(f"{name}.".startswith(f"{kept}.") for kept in self.everywhere)
+
+    def outermost_after(self, model: nn.Module) -> Iterator[str]:
+        """``after``, but of a module with one inside that every stage keeps, its children."""
+        names = list(self.after)
+        while names:
+            name = names.pop(0)
+            if not any(f"{kept}.".startswith(f"{name}.") for kept in self.everywhere):
+                yield name
+            elif not self.is_everywhere(name):
+                names[:0] = [f"{name}.{key}" for key, _ in model.get_submodule(name).named_children()]
 
     @property
     def shown(self) -> str:
@@ -211,12 +227,12 @@ class PipelineCut:
             for suffix, module in list(model.get_submodule(top).named_modules()):
                 name = f"{top}.{suffix}" if suffix else top
                 shape = stub_shape(module)
-                if shape is not None:
+                if shape is not None and not self.parts.is_everywhere(name):
                     stub = Stub(name, module, self._boundary, shape)
                     yield _slot(model, name, stages, stub, stub)
 
     def _after_slots(self, model: nn.Module) -> Iterator[_Slot]:
-        for name in self.parts.after:
+        for name in self.parts.outermost_after(model):
             absent = Absent(name, model.get_submodule(name), self._boundary)
             yield _slot(model, name, frozenset([self.num_stages - 1]), absent, absent)
 

@@ -45,6 +45,8 @@ class ParallelPlan:
         before: Modules that run before the blocks.
         between: Modules that run before the blocks of a further container, or whose results these blocks are given.
         after: Modules that run after the blocks.
+        everywhere: Modules that every pipeline stage keeps, since their parameters are used without calling them
+            (``F.linear(x, self.table.weight)``). What the forward of an example shows to be used so is found without it.
         selective: Glob patterns of the modules inside the blocks that ``recompute="selective"`` recomputes: those that keep much for
             the backward and cost little, as the core of the attention (arXiv 2205.05198, section 5).
         numbers: Glob patterns of module names and, of these modules, the plain attributes that count what is split, which must be
@@ -65,6 +67,7 @@ class ParallelPlan:
     before: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()
     selective: tuple[str, ...] = ()
     numbers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     sequence: Literal["ends", "blocks"] | None = "ends"
@@ -74,7 +77,7 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         kinds = {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}
         object.__setattr__(self, "tensor", kinds)
-        for name in ("before", "between", "after", "selective"):
+        for name in ("before", "between", "after", "everywhere", "selective"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"{name}={value!r} must be a list of module names: {name}=({value!r},)")
@@ -209,7 +212,13 @@ class ParallelPlan:
     def _check_paths(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = () if self.blocks is None else (self.blocks,) if isinstance(self.blocks, str) else self.blocks
-        named = {"blocks": blocks, "before": self.before, "between": self.between, "after": self.after}
+        named = {
+            "blocks": blocks,
+            "before": self.before,
+            "between": self.between,
+            "after": self.after,
+            "everywhere": self.everywhere,
+        }
         for label, path in ((label, path) for label, paths in named.items() for path in paths):
             if path not in modules:
                 raise ValueError(

@@ -209,7 +209,21 @@ class KeptBias(Base):
         return x
 
 
-MODELS = (Narrowing, Pair, Nest, Memory, FrozenMemory, RecomputedMemory, Skip, Sometimes, Shifted, Context, KeptBias)
+class Uncalled(Base):
+    """A table's weight is used in front of the blocks without calling it, and the embedding's behind them."""
+
+    def __init__(self) -> None:
+        super().__init__(memory=lambda: nn.Embedding(3, WIDTH))
+        self.example_input_array = ids()
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        bias = torch.tanh(self.memory.weight).sum(0)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x @ self.embedding.weight.t() @ self.embedding.weight
+
+
+MODELS = (Narrowing, Pair, Nest, Memory, FrozenMemory, RecomputedMemory, Skip, Sometimes, Shifted, Context, KeptBias, Uncalled)
 
 
 def build(model: type[Base]) -> Base:

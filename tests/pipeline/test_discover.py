@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.call_order import call_order, trace_calls
 from lightning_ptdp.pipeline.discover import find_parts
+from tests.pipeline.crossing_models import Uncalled
 
 
 class Model(nn.Module):
@@ -95,3 +96,23 @@ def test_hugging_face_models_bring_their_own_example() -> None:
     parts = find_parts(nn.ModuleDict({"model": make_model("opt")}))
     assert parts.before == ("model.model.decoder.embed_tokens", "model.model.decoder.embed_positions")
     assert parts.after == ("model.model.decoder.final_layer_norm", "model.lm_head")
+
+
+def test_what_is_used_without_being_called_is_kept_by_every_stage() -> None:
+    parts = find_parts(Uncalled())
+    assert parts.everywhere == ("embedding", "memory")
+    model = Uncalled()
+    model.example_input_array = None
+    assert find_parts(model).everywhere == ()
+    assert find_parts(model, everywhere=("memory",)).everywhere == ("memory",)
+    with pytest.raises(ValueError, match="everywhere='memories' names no module"):
+        find_parts(model, everywhere=("memories",))
+
+
+def test_a_branch_that_looks_at_values_does_not_hide_such_uses() -> None:
+    class Looks(Uncalled):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids + (1 if 3 in ids or ids.any() else 0))
+
+    assert call_order(Looks()) is None
+    assert find_parts(Looks()).everywhere == ("embedding", "memory")

@@ -16,9 +16,8 @@ from lightning_ptdp._transformers import is_capture
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models.plans import find_plan
-from lightning_ptdp.parallelize import layer_ranges
+from lightning_ptdp.parallelize import layer_ranges, parts_of
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.strategy.context import check_context_parallel
 from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, check_captured
@@ -90,7 +89,7 @@ def check_model(
     ranges: tuple[tuple[int, int], ...] = ()
     if layout.pipeline_parallel_size > 1:
         plan.check_pipeline()
-        parts = find_parts(whole, blocks=plan.blocks, before=plan.before, between=plan.between, after=plan.after)
+        parts = parts_of(whole, plan)
         blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
     check_recomputation(
         whole,
