@@ -152,8 +152,10 @@ def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _is_elementwise(module: nn.Module) -> bool:
-    """Whether a norm of somebody's own can only keep the shape: it has nothing but a vector or two."""
-    return not list(module.children()) and all(parameter.dim() == 1 for parameter in module.parameters())
+    """Whether a norm of somebody's own can only keep the shape: it has nothing but a vector or two. (One without parameters may be that
+    of a weight.)"""
+    dimensions = {parameter.dim() for parameter in module.parameters()}
+    return not list(module.children()) and dimensions == {1}
 
 
 # Functions of the module, not closures: a cut model, and the Trainer that holds it, can be pickled.
