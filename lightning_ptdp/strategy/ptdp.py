@@ -33,8 +33,10 @@ from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.recompute import JoinedContexts, apply_recomputation
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
+    check_hyperparameters,
     check_loader,
     check_model,
+    check_optimizer_state,
     check_sequence_length,
     check_trainer,
     plan_of,
@@ -123,6 +125,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             for source in (arguments[1], *arguments[3:4]):  # the train dataloader, the datamodule
                 check_loader(source, self.config, self.layout)
                 check_sequence_length(source, self.config)
+                if trainer.checkpoint_callbacks:
+                    check_hyperparameters(source)
 
     def check(self, lightning_module: Any, datamodule: Any = None) -> None:
         """Check a module (and data module) against the layout without starting anything.
@@ -299,6 +303,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         """Gradients, what the optimizer steps on, and the loss scale."""
         assert self._engine is not None
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
+        for optimizer in self.optimizers if trainer.checkpoint_callbacks else ():
+            check_optimizer_state(optimizer, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
             return  # one process without microbatches: gradients are autograd's and the optimizers the user's
         (optimizer,) = self.optimizers

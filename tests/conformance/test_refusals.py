@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EMAWeightAveraging,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -20,7 +21,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.conformance.toys import P2, LitNet, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import P2, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
 from tests.pool import Pool
 
 PIPELINE = Place(world_size=2, layout={**P2, "start_method": "fork"})
@@ -216,3 +217,74 @@ def test_profiler(pool: Pool, tmp_path: Any) -> None:
     for (actions, found), (_, expected) in both(pool, profile, "p2", str(tmp_path)):
         assert any("training_step" in action for action in actions)
         assert_weights(found, expected)
+
+
+class DictConfig:
+    """As OmegaConf's: no dictionary, but has items."""
+
+    __module__ = "omegaconf.dictconfig"
+
+
+class LitKeeps(LitNet):
+    """Saves what it is given as hyperparameters."""
+
+    def __init__(self, given: Any = None, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class KeepsData(L.LightningDataModule):
+    def __init__(self, given: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("place", [PIPELINE, Place()], ids=["p2", "one"])
+def test_hyperparameters_that_a_checkpoint_cannot_hold_are_refused(place: Place, tmp_path: Any) -> None:
+    saves: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    with pytest.raises(MisconfigurationException, match=r"'given' of LitKeeps .*Linear.*ignore=\['given'\]"):
+        make_trainer(place, **saves).fit(LitKeeps(torch.nn.Linear(1, 1)), loader())
+    with pytest.raises(MisconfigurationException, match=r"'given' of LitKeeps .*DictConfig.*OmegaConf\.to_container"):
+        make_trainer(place, **saves).fit(LitKeeps(DictConfig()), loader())
+    with pytest.raises((MisconfigurationException, ValueError), match="'given' of KeepsData"):
+        make_trainer(place, **saves).fit(LitKeeps(), datamodule=KeepsData(object()))
+    with pytest.raises(MisconfigurationException, match="memory://bucket is not on a file system"):
+        make_trainer(place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath="memory://bucket")]).fit(
+            LitNet(), loader()
+        )
+
+
+class LitStores(LitNet):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def fit_and_save(rank: int, place: Place, path: str, make: Any, saves: bool) -> str:
+    steps = Losses()
+    trainer = make_trainer(place, enable_checkpointing=saves, default_root_dir=path, callbacks=[steps], max_epochs=1)
+    try:
+        trainer.fit(LitStores(make), loader())
+    except ValueError as error:
+        assert not steps.values, "it was not noticed before the first step"
+        return str(error)
+    return f"{len(steps.values)} steps"
+
+
+def test_an_optimizer_that_cannot_be_checkpointed_is_refused_before_the_first_step(pool: Pool, tmp_path: Any) -> None:
+    for make, words in (
+        (torch.optim.Adafactor, "Adafactor cannot be checkpointed: its state 'row_var'"),
+        (torch.optim.LBFGS, "LBFGS"),
+    ):
+        (message,) = pool.run(fit_and_save, world_size=1, args=(Place(), str(tmp_path), make, True))
+        assert words in message
+        assert "enable_checkpointing=False" in message
+    for make, saves in ((torch.optim.Adafactor, False), (torch.optim.Adam, True)):
+        assert pool.run(fit_and_save, world_size=1, args=(Place(), str(tmp_path), make, saves)) == ["4 steps"]

@@ -2,6 +2,17 @@
 
 from lightning_ptdp.strategy.checks.data import check_loader, check_sequence_length
 from lightning_ptdp.strategy.checks.model import CUT_MARK, check_model, plan_of, warn_of_batch_norm
+from lightning_ptdp.strategy.checks.saved import check_hyperparameters, check_optimizer_state
 from lightning_ptdp.strategy.checks.trainer import check_trainer
 
-__all__ = ["CUT_MARK", "check_loader", "check_model", "check_sequence_length", "check_trainer", "plan_of", "warn_of_batch_norm"]
+__all__ = [
+    "CUT_MARK",
+    "check_hyperparameters",
+    "check_loader",
+    "check_model",
+    "check_optimizer_state",
+    "check_sequence_length",
+    "check_trainer",
+    "plan_of",
+    "warn_of_batch_norm",
+]

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ptdp._lightning import LightningNames, layer_sync
+from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
 from lightning_ptdp.layout import ParallelLayout, nearest_divisors
+from lightning_ptdp.strategy.checks.saved import check_hyperparameters
 
 __all__ = ["check_trainer"]
 
@@ -143,6 +145,17 @@ def _check_checkpoint_plugin(asked: Asked) -> None:
     )
 
 
+def _check_saved(asked: Asked) -> None:
+    savers = asked.trainer.checkpoint_callbacks if asked.fits else []
+    try:
+        for saver in savers:
+            local_path(getattr(saver, "dirpath", None) or asked.trainer.default_root_dir)
+        for owner in (asked.module, asked.trainer.datamodule) if savers else ():
+            check_hyperparameters(owner)
+    except ValueError as error:
+        raise asked.refuse(str(error)) from None
+
+
 def _check_replicas(asked: Asked) -> None:
     nodes, replicas = asked.config.data_parallel_replicas, asked.layout.data_parallel_size
     if replicas % nodes:
@@ -166,6 +179,7 @@ _CHECKS = (
     _check_callbacks,
     _check_batch_norm,
     _check_checkpoint_plugin,
+    _check_saved,
     _check_replicas,
     _check_precision,
 )

@@ -1,0 +1,78 @@
+"""What a checkpoint would hold, as far as it can be known before the first one is written."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ptdp.checkpoint import CheckpointError, optimizer_tensors, portable
+from lightning_ptdp.tensor_parallel import Sharding
+
+__all__ = ["check_hyperparameters", "check_optimizer_state"]
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_SIDE = 4
+_MEND = "Use an optimizer whose states are like its parameters (AdamW, SGD, RMSprop, ...), or Trainer(enable_checkpointing=False)"
+
+
+def check_hyperparameters(owner: Any) -> None:
+    """Check what a module or data module has saved with ``save_hyperparameters``.
+
+    Raises:
+        ValueError: A value could not be read back without unpickling; names it.
+    """
+    found = getattr(owner, "hparams", None) or {}
+    # A container of OmegaConf is stored as it is.
+    values = {f"the hyperparameter {key!r}": (key, value) for key, value in found.items()} if isinstance(found, dict) else {}
+    for what, (key, value) in (values or {"the hyperparameters": (None, found)}).items():
+        try:
+            portable(value)
+        except CheckpointError:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            leave_out = f"self.save_hyperparameters(ignore=[{key!r}])" if key is not None else "plain values"
+            if kind.startswith("omegaconf."):
+                leave_out = "OmegaConf.to_container(..., resolve=True)"
+            raise ValueError(
+                f"{what} of {type(owner).__name__} (a {kind}) holds what a checkpoint cannot: nothing in one is unpickled, so only plain "
+                f"values and tensors are stored. Use {leave_out}, or Trainer(enable_checkpointing=False)"
+            ) from None
+
+
+def check_optimizer_state(optimizer: Optimizer, *, device: torch.device) -> None:
+    """Step a small tensor with an optimizer like this one and see whether its states can be stored by name.
+
+    Optimizers that keep other objects, or call others' hooks, are not tried: the first save tells.
+
+    Raises:
+        ValueError: They cannot; names the optimizer and the state.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"LBFGS cannot be checkpointed: it keeps a history of all parameters in one. {_MEND}")
+    if not _may_be_tried(optimizer):
+        return
+    for group in optimizer.param_groups:
+        shape = (_SIDE, _SIDE) if any(parameter.dim() > 1 for parameter in group["params"]) else (_SIDE,)
+        weight = nn.Parameter(torch.ones(shape, device=device))
+        weight.grad = torch.ones_like(weight)
+        probe = object.__new__(type(optimizer))
+        vars(probe).update({key: value for key, value in vars(optimizer).items() if key != "step"})
+        own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        probe.state, probe.param_groups = defaultdict(dict), [{**own, "params": [weight]}]
+        try:
+            probe.step()
+        except Exception:
+            return  # it needs more than that
+        try:
+            optimizer_tensors(probe, names={weight: "weight"}, shardings={"weight": Sharding.replicated(shape)})
+        except CheckpointError as error:
+            raise ValueError(f"{error}. {_MEND}") from None
+
+
+def _may_be_tried(optimizer: Optimizer) -> bool:
+    usual = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)).keys() | {"step"}
+    hooks = (value for key, value in vars(optimizer).items() if key.endswith("_hooks"))
+    return not any(hooks) and all(isinstance(value, _PLAIN) for key, value in vars(optimizer).items() if key not in usual)
