@@ -46,9 +46,17 @@ class ContextForward:
     _supplier: Supplier
 
     @property
+    def shifted_targets(self) -> Tensor | None:
+        """After the forward: labels of this rank that are not ignored where the model shifts labels itself, () int64; else None.
+
+        A count of the batch's own labels misses those that other ranks' tokens predict.
+        """
+        return self._supplier.targets
+
+    @property
     def num_targets(self) -> Tensor | None:
         """After the forward: labels of this rank that are not ignored, () int64; None if the batch has no "labels"."""
-        return count_targets(self.batch) if self._supplier.targets is None else self._supplier.targets
+        return count_targets(self.batch) if self.shifted_targets is None else self.shifted_targets
 
     @property
     def attention_calls(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ptdp._torch import all_gather_single
 from lightning_ptdp.context_parallel import ContextParallelError, gather_sequence
 from lightning_ptdp.engine.batch import map_tensors
-from lightning_ptdp.engine.report import LogCall, StepReport, reduce_values
+from lightning_ptdp.engine.report import LogCall, StepReport, reduce_values, reduction_name
 from lightning_ptdp.mesh import Group
 
 __all__ = ["merge_reports", "whole_outputs"]
@@ -56,7 +56,7 @@ def _merged(call: LogCall, values: Sequence[float], sizes: Sequence[float], weig
     options = call.options
     if options.get("batch_size") is not None:
         options = {**options, "batch_size": int(sum(sizes))}
-    value = call.value if call.value is None else reduce_values(values, weights, options.get("reduce_fx", "mean"))
+    value = call.value if call.value is None else reduce_values(values, weights, reduction_name(options))
     return replace(call, value=value, options=options)
 
 

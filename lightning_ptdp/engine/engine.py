@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_ptdp.engine.gradient_keeper import GradientKeeper
 from lightning_ptdp.engine.gradients import check_recorded
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight, sum_over_replicas
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
-from lightning_ptdp.engine.report import ReportMemory, StepReport, share_report
+from lightning_ptdp.engine.report import LogRecorder, ReportMemory, StepReport, share_report, weigh_over_replicas, weigh_recorded
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import ProcessMesh
@@ -107,6 +107,7 @@ class Engine:
         )
         self._factor: float | Tensor = 1.0
         self._compared = False
+        self._replicas_in_step = mesh.group("data").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.model_parallel_size > 1 else lambda: None
 
     def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:
@@ -177,18 +178,18 @@ class Engine:
         return self._straight_training_step(context, args)
 
     def _straight_training_step(self, context: Context, args: Sequence[Any]) -> Any:
-        with self._step_randomness(), context(), self._same_dropout(args[0]):
+        group, recorder = self._mesh.group("replica_sum"), LogRecorder(self._module)
+        recording = recorder if group.size > 1 else contextlib.nullcontext()
+        with self._step_randomness(), context(), self._same_dropout(args[0]), recording:
             output = self._module.training_step(*args)
         if self._config.check_finite is not None:
             self.gradients.losses = [loss_and_weight(output)[0].detach()]
-        group = self._mesh.group("replica_sum")
         if group.size > 1:
             _, tokens = loss_and_weight(output)
             self._factor = 1 / group.size
             if tokens is not None:
-                total = tokens.clone()
-                dist.all_reduce(total, group=group.handle)
-                self._factor = tokens / total.clamp(min=1)
+                self._factor = tokens / weigh_recorded(recorder.calls, tokens, group=group).clamp(min=1).to(tokens.dtype)
+        recorder.replay()
         return output
 
     def _scheduled_training_step(self, context: Context, args: Sequence[Any], loss_scale: float) -> Any:
@@ -205,7 +206,7 @@ class Engine:
             reduce_gradients=reduces,
         )
         self._runtime.run(self._schedule(job.count, training=True), job)
-        report = self._shared_report(job)
+        report = self._shared_report(job, weigh=self._mesh.group("replica_sum").size > 1)
         self.gradients.losses = job.losses
         scale = 1 / (report.weight * windows) if report.counted and report.weight else None
         self._factor = 1 / self._mesh.group("replica_sum").size
@@ -227,13 +228,36 @@ class Engine:
         """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
         self.gradients.parameters_needed()
         if self._mesh.group("pipeline").size == 1 and self._context_parallel is None:
-            with context():
-                return gather_full(getattr(self._module, hook)(*args))
+            return self._straight_evaluation_step(hook, context, args)
         job = self._job(hook, context, args)
         self._runtime.run(self._schedule(job.count, training=False), job)
-        report = self._shared_report(job)
+        report = self._shared_report(job, weigh=self._replicas_in_step and hook != "predict_step")
         self._replay(report)
         return report.extras
+
+    def _straight_evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
+        recorder, weigh = LogRecorder(self._module), self._replicas_in_step and hook != "predict_step"
+        with context(), recorder if weigh else contextlib.nullcontext():
+            output = gather_full(getattr(self._module, hook)(*args))
+        if weigh and isinstance(output, Mapping) and output.get("num_tokens") is not None:
+            tokens = torch.as_tensor(output["num_tokens"], dtype=torch.float32, device=self._device)
+            weigh_recorded(recorder.calls, tokens, group=self._mesh.group("replica_sum"))
+        recorder.replay()
+        return output
+
+    def compare_lengths(self, loader: Any) -> None:
+        """Whether the replicas evaluate equally many batches, so that they may speak after each; collective over the replicas."""
+        group = self._mesh.group("data")
+        if group.size == 1:
+            return
+        try:
+            length = len(loader)
+        except (TypeError, NotImplementedError):
+            length = -1
+        extremes = torch.tensor([length, -length], device=self._device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
+        least, greatest = extremes.tolist()
+        self._replicas_in_step &= least == -greatest and length >= 0
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 
@@ -272,16 +296,14 @@ class Engine:
     def _schedule(self, microbatches: int, *, training: bool) -> Any:
         return self._config.build_schedule(microbatches, training=training)
 
-    def _shared_report(self, job: LightningJob) -> StepReport:
+    def _shared_report(self, job: LightningJob, *, weigh: bool) -> StepReport:
         pipeline, replicas = self._mesh.group("pipeline"), self._mesh.group("replica_sum")
         report = None
         last = self._mesh.layout.last_stage_rank
         if pipeline.rank == last:
             report = job.report()
-            if report.counted and replicas.size > 1:
-                sums = torch.tensor([report.loss, report.weight], dtype=torch.float64, device=self._device)
-                dist.all_reduce(sums, group=replicas.handle)
-                report.loss, report.weight = sums.tolist()
+            if report.counted and weigh:
+                weigh_over_replicas(report, group=replicas, device=self._device)
         shared = share_report(report, group=pipeline, source=last, memory=self._memory, device=self._device)
         if report is None:
             apply_changes(self._module, shared.changes)

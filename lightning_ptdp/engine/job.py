@@ -176,14 +176,20 @@ class LightningJob:
 
     def finish(self, microbatch: int, output: Any) -> Tensor | None:
         """Keep the output; when training, the loss to differentiate: scaled, and weighted by samples or tokens."""
+        part = self._slices[microbatch]
         if not self.training:
-            if isinstance(output, Mapping):
-                self._tokens[microbatch] = output.get("num_tokens")
-            self._outputs[microbatch] = _detached(output)
+            tokens = output.get("num_tokens") if isinstance(output, Mapping) else None
+            if part is not None and tokens is None:
+                self._shares[microbatch] = part.share(torch.zeros((), device=self._device))
+            if part is not None and tokens is not None and part.shifted_targets is not None:
+                tokens = part.shifted_targets
+                output = {**output, "num_tokens": tokens}
+            self._tokens[microbatch], self._outputs[microbatch] = tokens, _detached(output)
             return None
         loss, tokens = loss_and_weight(output)
+        if part is not None and tokens is not None and part.shifted_targets is not None:
+            tokens = part.shifted_targets.to(tokens.dtype)
         self._tokens[microbatch] = tokens
-        part = self._slices[microbatch]
         if part is not None and tokens is None:
             share = self._shares[microbatch] = part.share(loss.detach())
             # Without a label in this slice the mean is 0/0, and weighs nothing.
@@ -217,12 +223,12 @@ class LightningJob:
         weights = [float(tokens) for tokens in self._tokens] if counted else [float(size) for size in self._sizes]
         cut = self._context_parallel is not None
         shares = weights if counted or not cut else [w * float(s) for w, s in zip(weights, self._shares, strict=True)]
-        report = StepReport(calls=average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut))
+        calls = average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut)
+        report = StepReport(weight=sum(weights), counted=counted, calls=calls)
         self._metrics.settle()
         if self.training:
             losses = torch.stack([loss.float() for loss in self.losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
-            report.weight, report.counted = sum(weights), counted
         report.extras = self._extras(shares)
         if self._context_parallel is not None:
             self._merge_slices(report, sum(shares))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "share_report",
 ]
 
+_REDUCTIONS = ("mean", "sum", "min", "max")
 _CAPACITY = 62  # values that fit into the fixed-size message; longer reports take a second one
 
 
@@ -76,7 +77,13 @@ class LogRecorder:
         if args:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
             kwargs.update(zip(names, args, strict=False))
-        self.calls.append((name, value.detach() if isinstance(value, Tensor) else value, kwargs))
+        keeps_graph = not isinstance(value, Tensor) or kwargs.get("enable_graph", False)
+        self.calls.append((name, value if keeps_graph else value.detach(), kwargs))
+
+    def replay(self) -> None:
+        """Hand the calls to Lightning."""
+        for name, value, options in self.calls:
+            self._module.log(name, value, **options)
 
     def __enter__(self) -> LogRecorder:
         self._module.__dict__["log"] = self
@@ -103,7 +110,7 @@ def average_calls(
         counted: Whether the weights are token counts; a call's own ``batch_size`` then does not weight its microbatches.
 
     Raises:
-        ValueError: The microbatches logged different names.
+        ValueError: The microbatches logged different names, or one asks for a reduction that Lightning has not.
     """
     names = [[name for name, _, _ in calls] for calls in recorded]
     if any(other != names[0] for other in names):
@@ -111,28 +118,100 @@ def average_calls(
             f"self.log was called with different names in different microbatches: {names[0]} and others; log the same names"
         )
     merged = []
-    for calls in zip(*recorded, strict=True):
+    values = _numbers([value for calls in recorded for _, value, _ in calls if not is_metric(value)])
+    columns = [[0.0 if is_metric(value) else next(values) for _, value, _ in calls] for calls in recorded]
+    for place, calls in enumerate(zip(*recorded, strict=True)):
         name, first, options = calls[0]
         shares = weights
         own = [call_options.get("batch_size") for _, _, call_options in calls]
         if all(size is not None for size in own):
             options = {**options, "batch_size": sum(own)}
             shares = weights if counted else own
-        if hasattr(first, "compute") and hasattr(first, "update"):
+        if is_metric(first):
             merged.append(LogCall(name, None, options, metric_path(first)))
             continue
-        values = [float(value) for _, value, _ in calls]
-        merged.append(LogCall(name, reduce_values(values, shares, options.get("reduce_fx", "mean")), options))
+        # By name, since a function may not be picklable.
+        options = {**options, "reduce_fx": _checked(reduction_name(options), name)}
+        merged.append(LogCall(name, reduce_values([column[place] for column in columns], shares, options["reduce_fx"]), options))
     return merged
 
 
-def reduce_values(values: Sequence[float], weights: Sequence[float], reduce_fx: Any) -> float:
+def is_metric(value: Any) -> bool:
+    """Whether a logged value is a torchmetrics object."""
+    return hasattr(value, "compute") and hasattr(value, "update")
+
+
+def _numbers(values: Sequence[Any]) -> Iterator[float]:
+    """The logged values as floats, those on a device read in one go."""
+    tensors = [value.detach().double().flatten() for value in values if isinstance(value, Tensor)]
+    read = iter(torch.cat(tensors).tolist() if tensors else ())
+    return (next(read) if isinstance(value, Tensor) else float(value) for value in values)
+
+
+def _checked(reduction: str, name: str) -> str:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"self.log({name!r}, reduce_fx={reduction}): a logged value can be reduced by {', '.join(_REDUCTIONS)}; log a "
+            "torchmetrics.Metric instead"
+        )
+    return reduction
+
+
+def is_shared_mean(options: Mapping[str, Any]) -> bool:
+    """Whether a logged value is to be the mean of what the replicas log."""
+    return bool(options.get("sync_dist")) and reduction_name(options) == "mean"
+
+
+def reduction_name(options: Mapping[str, Any]) -> str:
+    """The ``reduce_fx`` of a log call: "mean", "sum", "min" or "max", or what else was given."""
+    asked = options.get("reduce_fx", "mean")
+    name = getattr(asked, "__name__", str(asked)).lower()
+    return "mean" if name == "avg" else name
+
+
+def weigh_over_replicas(report: StepReport, *, group: Group, device: torch.device) -> None:
+    """Make the loss, and the logged means that are shared over replicas, those of all replicas' tokens, in place; collective.
+
+    All replicas then log the same value, which is what Lightning's own mean over them leaves.
+    """
+    chosen = [i for i, call in enumerate(report.calls) if call.value is not None and is_shared_mean(call.options)]
+    # Without a token a mean may be 0/0.
+    sums = [(report.calls[i].value or 0.0) * report.weight if report.weight else 0.0 for i in chosen]
+    row = torch.tensor([report.loss, report.weight, *sums], dtype=torch.float64, device=device)
+    dist.all_reduce(row, group=group.handle)
+    report.loss, report.weight, *sums = row.tolist()
+    for i, total in zip(chosen, sums, strict=True):
+        report.calls[i] = replace(report.calls[i], value=total / report.weight if report.weight else report.calls[i].value)
+
+
+def weigh_recorded(calls: list[tuple[str, Any, dict[str, Any]]], tokens: Tensor, *, group: Group) -> Tensor:
+    """As ``weigh_over_replicas``, of calls that were recorded, without reading values from the device.
+
+    Args:
+        calls: Of this replica, changed in place.
+        tokens: That it counted, ().
+        group: The replicas.
+
+    Returns:
+        All replicas' tokens, () float64.
+    """
+    chosen = [i for i, (_, value, options) in enumerate(calls) if not is_metric(value) and is_shared_mean(options)]
+    count = tokens.detach().double()
+    means = [torch.as_tensor(calls[i][1], device=tokens.device).detach().double().reshape(()) for i in chosen]
+    row = torch.stack([count, *(torch.where(count > 0, mean, 0.0) * count for mean in means)])
+    dist.all_reduce(row, group=group.handle)
+    for i, total in zip(chosen, row[1:], strict=True):
+        name, _, options = calls[i]
+        calls[i] = name, (total / row[0]).float(), options
+    return row[0]
+
+
+def reduce_values(values: Sequence[float], weights: Sequence[float], reduction: str) -> float:
     """What logged values of parts of a step say about the whole: their weighted mean, or sum, least or largest."""
-    how = getattr(reduce_fx, "__name__", reduce_fx)
-    if how == "sum":
+    if reduction == "sum":
         return sum(values)
-    if how in ("min", "max"):
-        return min(values) if how == "min" else max(values)
+    if reduction in ("min", "max"):
+        return min(values) if reduction == "min" else max(values)
     total = sum(weights)
     if not total:
         return sum(values) / len(values)

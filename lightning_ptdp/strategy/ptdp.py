@@ -321,6 +321,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Give random samplers a generator, so that all ranks of a replica read the same order."""
+        if self._engine is not None and not self.lightning_module.trainer.training:
+            self._engine.compare_lengths(dataloader)
         return seed_random_sampler(dataloader, self._seed) if self.layout.model_parallel_size > 1 else dataloader
 
     def summary(self) -> StrategySummary:

@@ -1,0 +1,47 @@
+"""Norms and clipping in hooks are of the whole model, the documented way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.utilities import grad_norm
+
+from tests.conformance.toys import P2, LitNet, Place, assert_weights, loader, make_trainer, weights
+from tests.pool import Pool
+
+SHARDED = {**P2, "num_microbatches": 1, "shard_optimizer": True}
+PLACES = {"p2": Place(world_size=2, layout=P2), "d2p2 sharded": Place(world_size=4, layout=SHARDED)}
+
+
+class LitClips(LitNet):
+    """Logs the norm and clips by itself."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        norm = strategy.compute_gradient_norm() if hasattr(strategy, "compute_gradient_norm") else self.plain_norm()
+        self.log("norm", norm)
+
+    def plain_norm(self) -> Any:
+        return grad_norm(self, norm_type=2)["grad_2.0_norm_total"]
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+def clip(rank: int, place: Place) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(LitClips(), loader())
+    return float(trainer.callback_metrics["norm"]), weights(trainer)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_norms_and_clipping_in_hooks(name: str, pool: Pool) -> None:
+    expected_norm, expected = pool.run(clip, world_size=1, args=(Place(reference="auto"),))[0]
+    for norm, found in pool.run(clip, world_size=PLACES[name].world_size, args=(PLACES[name],)):
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+        assert_weights(found, expected)
