@@ -76,6 +76,8 @@ def make_model(name: str, **options: Any) -> nn.Module:
             )
         case "encoder":
             return Encoder(**options)
+        case "transformer":
+            return Transformer(**options)
         case _:
             raise AssertionError(name)
     return transformers.AutoModelForCausalLM.from_config(config)
@@ -100,6 +102,25 @@ class Encoder(nn.Module):
         return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
 
 
+class Transformer(nn.Module):
+    """``nn.Transformer`` between two embeddings, both looked up before the encoder runs, and a head."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(VOCABULARY, 32), nn.Embedding(VOCABULARY, 32)
+        self.transformer = nn.Transformer(32, 4, 3, 4, 48, **{"dropout": 0.0, "batch_first": True} | options)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        targets = labels.clamp(min=0).roll(1, 1)
+        mask = nn.Transformer.generate_square_subsequent_mask(targets.shape[1])
+        padding = torch.zeros(input_ids.shape).masked_fill(attention_mask == 0, -torch.inf)
+        x, y = self.source(input_ids), self.target(targets)
+        found = self.transformer(x, y, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+        logits = self.head(found)
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+
+
 class Samples(Dataset):
     """Token sequences with the labels that each kind of model wants; as many labels in every sample."""
 
@@ -116,7 +137,7 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = self.tokens[index]
-        if self.model in ("t5", "bart"):
+        if self.model in ("t5", "bart", "transformer"):
             labels = tokens.flip(0)[: LENGTH - 3]
             return {
                 "input_ids": tokens,

@@ -2,20 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from tests.huggingface.runs import Run
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.strategy.checks import check_model
+from tests.huggingface.runs import LitHuggingFace, Run
 from tests.huggingface.test_training import check, reference  # noqa: F401 - a fixture
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
-
-SMALL = (("num_layers", 2), ("num_decoder_layers", 2))
 
 
 @pytest.mark.parametrize("layout", ["p2", "p2v2", "p4", "t2", "t2p2", "t4"])
 @pytest.mark.parametrize("model", ["t5", "bart"])
 def test_same_answer_as_one_process(model: str, layout: str, pool: Pool, reference: Any) -> None:  # noqa: F811
     check(pool, reference, Run(model=model), layout)
+
+
+@pytest.mark.parametrize("layout", ["p2v2", "p4", "t2p2"])
+def test_transformer_of_torch(layout: str, pool: Pool, reference: Any) -> None:  # noqa: F811
+    check(pool, reference, Run(model="transformer"), layout)
+
+
+@pytest.mark.parametrize(
+    ("run", "layout"),
+    [
+        (Run(model="t5", eager=True, whole_output=True, options=(("feed_forward_proj", "gated-gelu"),)), "p4"),
+        (Run(model="bart", whole_output=True, options=(("scale_embedding", True), ("attn_implementation", "eager"))), "p2"),
+        (Run(model="t5", options=(("tie_word_embeddings", False), ("use_cache", False))), "full"),
+        (Run(model="bart", options=(("use_cache", False),)), "full"),
+        (Run(model="t5"), "named"),
+    ],
+)
+def test_other_ways_to_build_return_recompute_and_cut(run: Run, layout: str, pool: Pool, reference: Any) -> None:  # noqa: F811
+    check(pool, reference, run, layout)
+
+
+@pytest.mark.parametrize(
+    ("options", "degrees", "words"),
+    [
+        (
+            (("encoder_layerdrop", 0.1),),
+            {"pipeline_parallel_size": 2},
+            ["'model.model.encoder'", "layerdrop=0.1", "pipeline_parallel_size=1"],
+        ),
+        ((), {"tensor_parallel_size": 2, "sequence_parallel": True}, ["sequence_parallel=True", "use sequence_parallel=False"]),
+        ((), {"context_parallel_size": 2}, ["context_parallel_size=2"]),
+        ((), {"pipeline_parallel_size": 8}, ["num_layers=7", "pipeline_parallel_size=7"]),
+    ],
+)
+def test_what_cannot_be_is_refused_before_launch(options: tuple, degrees: dict[str, Any], words: list[str]) -> None:
+    config = PTDPConfig(num_microbatches=8, **degrees)
+    world_size = math.prod(value for key, value in degrees.items() if key.endswith("_size"))
+    module = LitHuggingFace(Run(model="bart", options=options, eager=True))
+    with pytest.raises(ValueError) as error:
+        check_model(module, config, config.layout(world_size))
+    for word in words:
+        assert word in str(error.value)

@@ -24,6 +24,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "p2": (2, {P: 2, M: 2}),
     "p2v2": (2, {P: 2, V: 2, M: 2}),
     "p4": (4, {P: 4, M: 4}),
+    "full": (2, {P: 2, M: 2, "recompute": "full"}),
+    "named": (2, {P: 2, M: 2, "partition": ["encoder.block.0", "decoder.block.0"]}),
     "t2p2": (4, {T: 2, P: 2, M: 2}),
     "t2p2v2": (4, {T: 2, P: 2, V: 2, M: 2}),
     "t2p2v2sp": (4, {T: 2, P: 2, V: 2, M: 2, SP: True}),

@@ -8,7 +8,7 @@ from lightning_ptdp.models.plans.declared import declared_plan
 from lightning_ptdp.models.plans.encoder_decoder import encoder_decoder_plan
 from lightning_ptdp.models.plans.families import FAMILIES, Family, family_plan
 from lightning_ptdp.models.plans.registry import find_plan, plan_for
-from lightning_ptdp.models.plans.transformer_encoder import transformer_encoder_plan
+from lightning_ptdp.models.plans.transformer import transformer_encoder_plan, transformer_plan
 
 __all__ = [
     "FAMILIES",
@@ -19,4 +19,5 @@ __all__ = [
     "find_plan",
     "plan_for",
     "transformer_encoder_plan",
+    "transformer_plan",
 ]

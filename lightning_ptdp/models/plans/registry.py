@@ -9,7 +9,7 @@ from torch import nn
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS, encoder_decoder_plan
 from lightning_ptdp.models.plans.families import FAMILIES, family_plan
-from lightning_ptdp.models.plans.transformer_encoder import transformer_encoder_plan
+from lightning_ptdp.models.plans.transformer import transformer_encoder_plan, transformer_plan
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
 __all__ = ["find_plan", "plan_for"]
@@ -26,6 +26,8 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
             continue
         if kind.__name__ == "TransformerEncoder" and kind.__module__ == "torch.nn.modules.transformer":
             return transformer_encoder_plan(module, prefix)
+        if kind.__name__ == "Transformer" and kind.__module__ == "torch.nn.modules.transformer" and _is_torchs(module):
+            return transformer_plan(module, prefix)
         folder = kind.__module__.split(".")[2] if kind.__module__.startswith("transformers.models.") else ""
         family = FAMILIES.get(folder)
         if family is not None and kind.__name__ in family.classes:
@@ -53,6 +55,11 @@ def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
         return
     for name, child in module.named_children():
         yield from _known(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether encoder and decoder are those that ``nn.Transformer`` builds, and not somebody's own."""
+    return isinstance(module.encoder, nn.TransformerEncoder) and isinstance(module.decoder, nn.TransformerDecoder)
 
 
 def _is_hugging_face(module: nn.Module) -> bool:

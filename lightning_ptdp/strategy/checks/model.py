@@ -89,6 +89,7 @@ def check_model(
     ranges: tuple[tuple[int, int], ...] = ()
     if layout.pipeline_parallel_size > 1:
         plan.check_pipeline()
+        _check_skipped_layers(whole)
         parts = parts_of(whole, plan)
         blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
     check_recomputation(
@@ -121,6 +122,17 @@ def _check_compiled(model: Any) -> None:
                 f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which gives all modules inside other names and would "
                 "compile across the stages: compile each block in place instead (for block in blocks: block.compile())"
             )
+
+
+def _check_skipped_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for holder in (module, getattr(module, "config", None)):
+            value = getattr(holder, "layerdrop", 0.0)
+            if isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"'{name or type(module).__name__}' skips layers at random (layerdrop={value}), but the stages of a pipeline wait for "
+                    "each other's: build it with layerdrop=0.0 (encoder_layerdrop, decoder_layerdrop), or use pipeline_parallel_size=1"
+                )
 
 
 def _check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:

@@ -1,0 +1,45 @@
+"""``nn.TransformerEncoder`` and ``nn.Transformer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_ptdp.models.plans.names import joined
+from lightning_ptdp.tensor_parallel import Attention, Column, Kind, ParallelPlan, Row
+
+__all__ = ["transformer_encoder_plan", "transformer_plan"]
+
+# Packed sequences, which evaluation would use for padded batches, cannot cross a pipeline boundary.
+_NOT_PACKED = {"use_nested_tensor": False}
+
+
+def transformer_encoder_plan(module: Any, prefix: str = "") -> ParallelPlan:
+    """The plan of an ``nn.TransformerEncoder`` of ``nn.TransformerEncoderLayer`` found under the name ``prefix``.
+
+    What stands around it, such as an embedding and a head, is replicated; a pipeline finds it by where it is registered.
+    """
+    return ParallelPlan(
+        blocks=joined(prefix, "layers"),
+        tensor=_layers(prefix),
+        after=(joined(prefix, "norm"),) if module.norm is not None else (),
+        sequence="blocks",
+        numbers={prefix: _NOT_PACKED} if prefix and hasattr(module, "use_nested_tensor") else {},
+    )
+
+
+def transformer_plan(module: Any, prefix: str = "") -> ParallelPlan:
+    """The plan of an ``nn.Transformer`` with torch's own encoder and decoder, found under the name ``prefix``."""
+    encoder, decoder = joined(prefix, "encoder"), joined(prefix, "decoder")
+    return ParallelPlan(
+        blocks=(f"{encoder}.layers", f"{decoder}.layers"),
+        tensor={**_layers(encoder), **_layers(decoder), f"{decoder}.layers.*.multihead_attn": Attention()},
+        between=(f"{encoder}.norm",) if module.encoder.norm is not None else (),
+        after=(f"{decoder}.norm",) if module.decoder.norm is not None else (),
+        sequence=None,
+        numbers={encoder: _NOT_PACKED} if hasattr(module.encoder, "use_nested_tensor") else {},
+    )
+
+
+def _layers(prefix: str) -> dict[str, Kind]:
+    layer = joined(prefix, "layers.*")
+    return {f"{layer}.self_attn": Attention(), f"{layer}.linear1": Column(), f"{layer}.linear2": Row()}
