@@ -61,6 +61,7 @@ class LightningNames:
     WeightAveragingCallbacks: tuple[Any, ...]
     TunerCallbacks: tuple[Any, ...]
     ModelPruning: Any
+    LambdaCallback: Any
     TorchSyncBatchNorm: Any
     TorchCheckpointIO: Any
     AsyncCheckpointIO: Any
@@ -102,6 +103,7 @@ def lightning_names(namespace: str) -> LightningNames:
         WeightAveragingCallbacks=(take(callbacks, "StochasticWeightAveraging"), take(callbacks, "WeightAveraging")),
         TunerCallbacks=(take(callbacks, "BatchSizeFinder"), take(callbacks, "LearningRateFinder")),
         ModelPruning=take(callbacks, "ModelPruning"),
+        LambdaCallback=take(callbacks, "LambdaCallback"),
         TorchSyncBatchNorm=take(f"{namespace}.plugins", "TorchSyncBatchNorm"),
         TorchCheckpointIO=take(f"{namespace}.plugins.io", "TorchCheckpointIO"),
         AsyncCheckpointIO=take(f"{namespace}.plugins.io", "AsyncCheckpointIO"),

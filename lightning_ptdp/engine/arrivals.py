@@ -93,7 +93,7 @@ def _readers_between_steps(trainer: Any, names: LightningNames) -> list[str]:
     return own + [
         type(callback).__name__
         for callback in trainer.callbacks
-        if isinstance(callback, names.WeightAveragingCallbacks)
+        if isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))
         or (
             type(callback).__module__.split(".")[0] not in _HARMLESS
             and any(_overrides(type(callback), name, names.Callback) for name in _hooks_of(type(callback)))

@@ -81,6 +81,16 @@ def test_a_cut_model_refuses_before_it_starts(settings: dict[str, Any], words: l
 
 
 @pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("place", "settings"),
+    [(Place(world_size=2, layout={"shard_optimizer": True, "start_method": "fork"}), {}), (Place(), {"precision": "bf16-true"})],
+)
+def test_pruning_of_what_the_optimizer_has_copies_of_is_refused(place: Place, settings: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException, match=r"ModelPruning.*shard_optimizer=False"):
+        make_trainer(place, callbacks=[ModelPruning("l1_unstructured")], **settings).fit(LitTunable(), loader())
+
+
+@pytest.mark.usefixtures("nothing_starts")
 def test_float16_without_masters_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match="'16-true' with master_weights=False"):
         make_trainer(Place(world_size=2, layout={"master_weights": False}), precision="16-true").fit(LitTunable(), loader())
@@ -188,6 +198,17 @@ def swa() -> Any:
 @pytest.mark.parametrize("callback", [EMAWeightAveraging, swa])
 def test_weight_averaging_without_a_cut(name: str, callback: Any, pool: Pool) -> None:
     for found, expected in both(pool, average, name, callback):
+        assert_weights(found, expected)
+
+
+def prune() -> Any:
+    return ModelPruning("l1_unstructured", amount=0.3)
+
+
+@pytest.mark.parametrize("name", ["one m2", "d2"])
+def test_pruning_without_a_cut(name: str, pool: Pool) -> None:
+    for found, expected in both(pool, average, name, prune):
+        assert any(bool((value == 0).any()) for value in expected.values())
         assert_weights(found, expected)
 
 

@@ -104,3 +104,17 @@ def test_accumulation_in_windows_that_are_not_cleared(module: type[LitPlain], na
 def test_gradients_dropped_in_a_window(name: str, pool: Pool) -> None:
     for found, expected in both(pool, run, name, LitDrops, {"accumulate_grad_batches": 2}):
         assert_weights(found["weights"], expected["weights"])
+
+
+def run_in_half(rank: int, place: Place, module: type[LitPlain], precision: str) -> dict[str, Any]:
+    return run(rank, place, "", module, {"precision": precision, "accumulate_grad_batches": 1})
+
+
+@pytest.mark.parametrize("name", ["p2", "one m2", "d2 m2 sharded"])
+@pytest.mark.parametrize(("module", "precision"), [(LitEverySecond, "16-true"), (LitKeeps, "bf16-true"), (LitZeroes, "16-true")])
+def test_copies_in_full_precision(module: type[LitPlain], precision: str, name: str, pool: Pool) -> None:
+    place, reference = PLACES[name]
+    whole = Place(world_size=reference.world_size)  # Lightning's own has no copies and no loss scale
+    expected = pool.run(run_in_half, world_size=whole.world_size, args=(whole, module, precision))
+    for rank, found in enumerate(pool.run(run_in_half, world_size=place.world_size, args=(place, module, precision))):
+        assert_weights(found["weights"], expected[rank % len(expected)]["weights"], tolerance=2e-2)

@@ -98,6 +98,7 @@ def _check_backward(asked: Asked) -> None:
 
 
 def _check_callbacks(asked: Asked) -> None:
+    _check_pruning(asked)
     if asked.layout.model_parallel_size == 1:
         return
     whole = (*asked.names.WeightAveragingCallbacks, *asked.names.TunerCallbacks)
@@ -107,11 +108,23 @@ def _check_callbacks(asked: Asked) -> None:
                 f"the callback {type(callback).__name__} copies or re-runs the whole model, which no rank holds under tensor or "
                 "pipeline parallelism. Use it with tensor_parallel_size=1 and pipeline_parallel_size=1"
             )
-        if isinstance(callback, asked.names.ModelPruning):
-            raise asked.refuse(
-                f"the callback {type(callback).__name__} compares weights of the whole model, of which a rank would see and prune its own "
-                "part only. Use it with tensor_parallel_size=1 and pipeline_parallel_size=1, or prune before fit"
-            )
+
+
+def _check_pruning(asked: Asked) -> None:
+    name = next((type(c).__name__ for c in asked.trainer.callbacks if isinstance(c, asked.names.ModelPruning)), None)
+    if name is None:
+        return
+    if asked.layout.model_parallel_size > 1:
+        raise asked.refuse(
+            f"the callback {name} compares weights of the whole model, of which a rank would see and prune its own part only. Use it with "
+            "tensor_parallel_size=1 and pipeline_parallel_size=1, or prune before fit"
+        )
+    shards = asked.config.shard_optimizer and asked.layout.data_parallel_size * asked.layout.context_parallel_size > 1
+    if shards or (asked.config.master_weights and _is_half(asked)):
+        raise asked.refuse(
+            f"the callback {name} puts new values into parameters, but the optimizer steps on shards (shard_optimizer=True) or float32 "
+            "copies of them. Use shard_optimizer=False and precision='32-true' or 'bf16-mixed', or prune before fit"
+        )
 
 
 def _check_batch_norm(asked: Asked) -> None:

@@ -1,0 +1,41 @@
+"""``Trainer(sync_batchnorm=True)``: replicas share the statistics of what they hold alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+
+from tests.conformance.toys import P2, LitNet, Place, loader, make_trainer
+from tests.pool import Pool
+
+
+class LitNormalized(LitNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(16))
+        self.net.append(nn.BatchNorm1d(1))
+
+
+def evaluate(rank: int, place: Place, sync: bool) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer, module = make_trainer(place, sync_batchnorm=sync), LitNormalized()
+    (found,) = trainer.validate(module, loader(), verbose=False)
+    groups = [child.process_group for child in module.modules() if isinstance(child, nn.SyncBatchNorm)]
+    members = [torch.distributed.get_process_group_ranks(group) for group in groups]
+    return found["val_loss"], members
+
+
+@pytest.mark.parametrize(
+    ("place", "members"),
+    [(Place(world_size=2), [[0, 1]] * 2), (Place(world_size=4, layout=P2), [[0, 1], [2, 3]])],
+    ids=["d2", "d2p2"],
+)
+def test_layers_are_synchronized_over_the_replicas(place: Place, members: list[list[int]], pool: Pool) -> None:
+    expected = pool.run(evaluate, world_size=place.world_size, args=(place, False))
+    found = pool.run(evaluate, world_size=place.world_size, args=(place, True))
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected])
+    assert sorted(group for _, groups in found for group in groups) == sorted(members * 2)

@@ -1,0 +1,32 @@
+"""Whoever reads parameters between two steps finds those of the last one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCallback, LearningRateMonitor
+
+from lightning_ptdp._lightning import lightning_names
+from lightning_ptdp.engine.arrivals import overlaps_gather
+from tests.conformance.toys import LitNet, Place, make_trainer
+
+
+class Looks(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """May read."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "overlaps"),
+    [
+        (LearningRateMonitor(), True),
+        (Looks(), False),
+        (LambdaCallback(on_train_batch_end=print), False),
+        (EMAWeightAveraging(), False),
+    ],
+)
+def test_parameters_are_waited_for_where_somebody_reads_them(callback: Callback, overlaps: bool) -> None:
+    trainer = make_trainer(Place(), callbacks=[callback])
+    trainer.strategy.connect(LitNet())
+    assert overlaps_gather(trainer, None, lightning_names("lightning.pytorch")) is overlaps
