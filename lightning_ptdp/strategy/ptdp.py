@@ -302,6 +302,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
     def _prepare_optimization(self, trainer: Any) -> None:
         """Gradients, what the optimizer steps on, and the loss scale."""
         assert self._engine is not None
+        self._is_training = True
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
         for optimizer in self.optimizers if trainer.checkpoint_callbacks else ():
             check_optimizer_state(optimizer, device=self.root_device)

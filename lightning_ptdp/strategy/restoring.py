@@ -95,7 +95,7 @@ class ModelSpaceRestoring(ModelSpace):
     def load_awaited_values(self) -> None:
         """Once a module that was on the meta device has values: those of the checkpoint that was restored before."""
         awaited, self._awaiting_values = self._awaiting_values, None
-        if awaited is not None:
+        if awaited is not None and self.lightning_module.trainer.ckpt_path is not None:  # else it is left from a run that failed
             self.load_model_state_dict(*awaited)
 
     def _load_whole(self, state: Mapping[str, Tensor], *, strict: bool) -> None:

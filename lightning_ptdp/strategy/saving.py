@@ -46,6 +46,7 @@ class ModelSpaceSaving(ModelSpace):
     """
 
     _saver: BackgroundSaver | None = None
+    _is_training: bool = False  # else nobody would wait for a save in the background
     ranks_failed = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class ModelSpaceSaving(ModelSpace):
         path = self.broadcast(local_path(filepath))
         target = Path(os.path.abspath(path))
         done = partial(mark_latest, target) if self.global_rank == 0 else _nothing
-        if self.config.async_save:
+        if self.config.async_save and self._is_training:
             if self._saver is None:
                 self._saver = BackgroundSaver(limit=self.config.timeout)
             self._saver.save(path, tensors=tensors, state=state, metadata=metadata, then=done)
@@ -145,6 +146,7 @@ class ModelSpaceSaving(ModelSpace):
         Raises:
             CheckpointError: It failed; the same on all ranks.
         """
+        self._is_training = False
         saver, self._saver = self._saver, None
         if saver is not None:
             with self.waiting_in("the end of a save in the background"):

@@ -19,6 +19,7 @@ WHOLE = {
     "one": PLACES["one"],
     "m4": (Place(layout={"num_microbatches": 4}), Place(reference="auto")),
     "d2": PLACES["d2"],
+    "d2 in the background": (Place(world_size=2, layout={"async_save": True}), Place(world_size=2, reference="ddp")),
     "d2 sharded": (
         Place(world_size=2, layout={"shard_optimizer": True, "overlap_parameter_gather": True}),
         Place(world_size=2, reference="ddp"),
