@@ -90,6 +90,26 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         return self.parallel_devices[self.local_rank]
 
     @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return 0 if self._is_alone else super().global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank on its node."""
+        return 0 if self._is_alone else super().local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This node."""
+        return 0 if self._is_alone else super().node_rank
+
+    @property
+    def _is_alone(self) -> bool:
+        """There is nothing to ask then: in a SLURM job that was not started by srun the environment would not know."""
+        return self.num_nodes * self.num_processes == 1
+
+    @property
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
@@ -179,8 +199,11 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
     def set_world_ranks(self) -> None:
         """Tell Lightning's environment and rank-zero helpers who we are."""
         if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            world_size = self.num_nodes * self.num_processes
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank if world_size > 1 else 0
+            )
+            self.cluster_environment.set_world_size(world_size)
         self._names.rank_zero_only.rank = self._names.fabric_rank_zero_only.rank = self.global_rank
 
     # ---- the model ----------------------------------------------------------------------------------------------------

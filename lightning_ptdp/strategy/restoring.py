@@ -56,8 +56,12 @@ class ModelSpaceRestoring(ModelSpace):
         path = Path(self.broadcast(local_path(checkpoint_path)))
         if path.is_file():
             return super().load_checkpoint(path, weights_only=weights_only)
-        trainer = self.lightning_module.trainer
-        resuming = trainer.state.fn == self._names.TrainerFn.FITTING and str(trainer.ckpt_path) == str(checkpoint_path)
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        resuming = (
+            trainer is not None
+            and trainer.state.fn == self._names.TrainerFn.FITTING
+            and str(trainer.ckpt_path) == str(checkpoint_path)
+        )
         with self.waiting_in(f"verifying the checkpoint {path}"):
             path = choose_checkpoint(path, on_damage=self.config.on_damage if resuming else "refuse", verify=self._verify)
         state = read_state(path)
@@ -81,11 +85,15 @@ class ModelSpaceRestoring(ModelSpace):
             self._awaiting_values = (checkpoint, strict)
             return
         state = checkpoint["state_dict"]
-        if any(gather(not isinstance(state, StoredWeights) or state.touched)):
-            if self.ranks_hold_all:
-                super().load_model_state_dict(checkpoint, strict=strict)
-            else:
-                self._load_whole(state, strict=strict)
+        if self.ranks_hold_all:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        elif self._names.is_overridden("load_state_dict", self.lightning_module):
+            raise CheckpointError(
+                f"{type(self.lightning_module).__name__}.load_state_dict is overridden, but no rank holds the whole model that it would be "
+                "given. Change checkpoint['state_dict'] in on_load_checkpoint instead"
+            )
+        elif any(gather(not isinstance(state, StoredWeights) or state.touched)):
+            self._load_whole(state, strict=strict)
         else:
             tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
             with self.waiting_in(f"loading the model from {state.path}"):
@@ -182,5 +190,5 @@ class ModelSpaceRestoring(ModelSpace):
                 "ranks cannot place. Load only its weights (module.load_state_dict(torch.load(path)['state_dict']) before fit), or "
                 "resume it under PTDPStrategy() without model parallelism and save it once"
             )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             optimizer.load_state_dict(state)

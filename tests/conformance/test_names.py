@@ -14,6 +14,7 @@ import lightning.pytorch as L
 import psutil
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_ptdp.strategy import PTDPStrategy, strategy_class
 from tests.conformance.toys import FEATURES, P2, LitNet, Losses, Place, assert_weights, layers, loader, make_trainer, weights
@@ -105,6 +106,19 @@ class LitFails(LitNet):
         if batch_idx == 2 and self.global_rank == 1:
             raise ZeroDivisionError("the user's own mistake")
         return super().training_step(batch, batch_idx)
+
+
+def in_a_batch_script(rank: int) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1"}.items():
+            patch.setenv(name, value)
+        trainer = L.Trainer(strategy="ptdp", devices=1, plugins=[SLURMEnvironment(auto_requeue=False)], **QUIET)
+        trainer.fit(LitNet(), loader())
+    return trainer.global_step
+
+
+def test_one_device_in_a_slurm_job_without_srun(pool: Pool) -> None:
+    assert pool.run(in_a_batch_script, world_size=1) == [4]
 
 
 def in_a_notebook(rank: int, strategy: Any, devices: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from lightning_ptdp.checkpoint import CheckpointError
 from tests.conformance.toys import LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
 from tests.pool import Pool
 
@@ -113,6 +115,44 @@ def test_early_stopping_state_resumes(name: str, pool: Pool, tmp_path: Path) -> 
     for found, expected in both(pool, stop_and_resume, name, str(tmp_path)):
         assert found == expected
         assert [wait for wait, _, _ in found] == [2, 5]
+
+
+class LitRenames(LitScheduled):
+    """Loads what it calls by another name."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if os.environ.get("RENAMES"):
+            state_dict = {name: value + 1 for name, value in state_dict.items()}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def loads_by_itself(rank: int, place: Place, folder: str, path: str) -> Any:
+    here = Path(path, folder, "model.ckpt")
+    L.seed_everything(1, verbose=False)
+    first = make_trainer(place, max_steps=2)
+    first.fit(LitRenames(), loader())
+    first.save_checkpoint(here)
+    second = make_trainer(place, max_steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RENAMES", "1")
+        try:
+            second.fit(LitRenames(), loader(), ckpt_path=here)
+        except CheckpointError as error:
+            return str(error)
+    return weights(second)
+
+
+@pytest.mark.parametrize("name", ["one", "d2"])
+def test_a_load_state_dict_of_the_modules_own_is_called(name: str, pool: Pool, tmp_path: Path) -> None:
+    for found, expected in both(pool, loads_by_itself, name, str(tmp_path)):
+        assert_weights(found, expected)
+
+
+def test_a_load_state_dict_of_the_modules_own_is_refused_where_no_rank_has_the_model(pool: Pool, tmp_path: Path) -> None:
+    place = Place(world_size=2, layout={"pipeline_parallel_size": 2})
+    for found in pool.run(loads_by_itself, world_size=2, args=(place, "ours", str(tmp_path))):
+        assert "LitRenames.load_state_dict is overridden" in found
+        assert "on_load_checkpoint" in found
 
 
 CHECKPOINTS = {
