@@ -14,14 +14,16 @@ __all__ = ["InitFrom"]
 class InitFrom(pl.Callback):
     """Begin a fit with the weights of a checkpoint of any layout; a run that is resumed keeps those that it had reached.
 
-    Needs the "ptdp" strategy. What Hugging Face or a single file holds is first made a checkpoint, by ``ptdp convert``.
+    Needs the "ptdp" strategy. A Hugging Face folder (config.json and safetensors, as ``save_pretrained`` writes it) is read for a module
+    that wraps that model, built from its configuration; each rank reads its own part. What a single file holds, and Hugging Face's
+    weights for our own models, are first made a checkpoint, by ``ptdp convert``.
 
     Args:
-        path: The checkpoint folder.
+        path: The checkpoint folder, or the Hugging Face folder.
         strict: Whether names that only the model or only the checkpoint has are an error. False for a model with a new head: what the
             checkpoint lacks keeps its initial values.
         rename: What names of the model are called in the checkpoint: ``{"encoder.": "model."}``. A key that ends with a dot stands for
-            all names that begin with it.
+            all names that begin with it. In a Hugging Face folder they are found without it, where the module holds one such model.
 
     Raises:
         CheckpointError: (when fit begins) The checkpoint is damaged or does not fit; names and shapes are told.

@@ -16,12 +16,12 @@ A folder appears under its name complete or not at all, and an error on one rank
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.background import BackgroundSaver
-from lightning_ptdp.checkpoint.boxes import Box, Placed
+from lightning_ptdp.checkpoint.boxes import Box, Placed, boxes_of
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
 from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError
 from lightning_ptdp.checkpoint.files import local_path
 from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
-from lightning_ptdp.checkpoint.load import load_tensors
+from lightning_ptdp.checkpoint.load import Stored, load_tensors, open_folder
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
 from lightning_ptdp.checkpoint.optimizer import load_optimizer, merge_groups, optimizer_groups, optimizer_tensors
 from lightning_ptdp.checkpoint.reader import TensorReader
@@ -40,15 +40,18 @@ __all__ = [
     "MissingCheckpointError",
     "OnDamage",
     "Placed",
+    "Stored",
     "StoredOptimizers",
     "StoredWeights",
     "TensorEntry",
     "TensorReader",
+    "boxes_of",
     "choose_checkpoint",
     "complete_checkpoints",
     "is_checkpoint",
     "load_optimizer",
     "load_tensors",
+    "open_folder",
     "local_path",
     "mark_latest",
     "merge_groups",

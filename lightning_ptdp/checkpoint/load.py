@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -14,9 +16,44 @@ from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 
-__all__ = ["fill", "load_tensors", "renamed"]
+__all__ = ["Stored", "fill", "load_tensors", "open_folder", "renamed"]
 
 _SHOWN = 5
+
+
+class Stored(Protocol):
+    """Tensors on disk, of which any rectangle can be read."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """What there is, by name."""
+
+    def fill(self, tensors: Tensors) -> None:
+        """Read checked tensors in this process alone, converted to the dtype of their targets."""
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """A checkpoint folder."""
+
+    path: Path
+    metadata: CheckpointMetadata
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        return self.metadata.tensors
+
+    def fill(self, tensors: Tensors) -> None:
+        fill(self.path, self.metadata, tensors)
+
+
+def open_folder(path: str | os.PathLike[str]) -> Stored:
+    """The tensors of a checkpoint folder.
+
+    Raises:
+        CheckpointError: It is not one, or its index is damaged.
+    """
+    return _Folder(Path(path), read_metadata(path))
 
 
 def load_tensors(
@@ -26,6 +63,7 @@ def load_tensors(
     strict: bool = True,
     prefix: str | None = None,
     rename: Mapping[str, str] | None = None,
+    open_stored: Callable[[str | os.PathLike[str]], Stored] = open_folder,
 ) -> list[str]:
     """Fill local tensors in place from a checkpoint of any layout; collective over the default process group, if there is one.
 
@@ -40,6 +78,7 @@ def load_tensors(
             too (a checkpoint of 12 layers does not load into a model of 6).
         rename: What names of ``tensors`` are called in the checkpoint: ``{"model/model.": "model/net."}``. A key that ends with a dot or
             a slash stands for all names that begin with it; the longest key that fits decides.
+        open_stored: What makes of ``path`` what is read; by default a checkpoint folder.
 
     Returns:
         The names of ``tensors`` that the checkpoint lacks; empty if ``strict``.
@@ -53,14 +92,14 @@ def load_tensors(
     with same_outcome(doing):
         _check_distinct(stored)
         tensors = {stored[name]: value for name, value in tensors.items()}
-        metadata = read_metadata(path)
-        missing = _check(metadata, tensors, strict=strict)
+        found = open_stored(path)
+        missing = _check(found.tensors, tensors, strict=strict)
     if strict and prefix is not None:
         asked = set().union(*gather({name for name in tensors if name.startswith(prefix)}))
-        if unexpected := metadata.names(prefix) - asked:
+        if unexpected := {name for name in found.tensors if name.startswith(prefix)} - asked:
             raise CheckpointError(f"{doing} failed: {_shown(unexpected)} in the checkpoint but not in the model")
     with same_outcome(doing):
-        fill(path, metadata, {name: value for name, value in tensors.items() if name not in missing})
+        found.fill({name: value for name, value in tensors.items() if name not in missing})
     return sorted(name for name, other in stored.items() if other in missing)
 
 
@@ -89,16 +128,16 @@ def _check_distinct(stored: Mapping[str, str]) -> None:
             )
 
 
-def _check(metadata: CheckpointMetadata, tensors: Tensors, *, strict: bool) -> set[str]:
+def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool) -> set[str]:
     """Names that the checkpoint lacks; everything else fits."""
-    missing = {name for name in tensors if name not in metadata.tensors}
+    missing = {name for name in tensors if name not in entries}
     if missing and strict:
         raise CheckpointError(f"{_shown(missing)} not in the checkpoint")
     wrong = []
     for name, (tensor, sharding) in tensors.items():
         if name in missing:
             continue
-        entry = metadata.tensors[name]
+        entry = entries[name]
         if entry.shape != sharding.full_shape:
             wrong.append(f"{name!r} has the shape {entry.shape} in the checkpoint and {sharding.full_shape} here")
         elif not _convertible(entry, tensor):

@@ -9,19 +9,24 @@ from lightning_ptdp.exchange.huggingface import from_huggingface, open_huggingfa
 from lightning_ptdp.exchange.plain import from_state_dict, open_state_dict, to_state_dict
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.tables import Family, Row
+from lightning_ptdp.exchange.weights import HuggingFaceNames, HuggingFaceWeights, names_in, reads_as_huggingface
 
 __all__ = [
     "FAMILIES",
     "Family",
+    "HuggingFaceNames",
+    "HuggingFaceWeights",
     "Kind",
     "Row",
     "convert",
     "from_huggingface",
     "from_state_dict",
     "kind_of",
+    "names_in",
     "open_huggingface",
     "open_safetensors",
     "open_state_dict",
+    "reads_as_huggingface",
     "to_huggingface",
     "to_state_dict",
     "write_safetensors",

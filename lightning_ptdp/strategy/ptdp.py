@@ -39,6 +39,7 @@ from lightning_ptdp.strategy.checks import (
     check_optimizer_state,
     check_sequence_length,
     check_trainer,
+    on_meta,
     plan_of,
     warn_of_batch_norm,
 )
@@ -217,7 +218,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Where ``configure_model`` runs."""
-        with torch.device("meta") if self.config.meta_init else contextlib.nullcontext():
+        with on_meta() if self.config.meta_init else contextlib.nullcontext():
             yield
 
     def setup(self, trainer: Any) -> None:

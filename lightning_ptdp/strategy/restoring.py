@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,20 @@ from torch import Tensor
 from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.checkpoint import (
     CheckpointError,
+    Stored,
     StoredOptimizers,
     StoredWeights,
     choose_checkpoint,
     load_optimizer,
     load_tensors,
     local_path,
+    open_folder,
     read_state,
     same_outcome,
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, names_in, reads_as_huggingface
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, ModelSpace
 from lightning_ptdp.tensor_parallel import slice_full
 
@@ -132,7 +136,7 @@ class ModelSpaceRestoring(ModelSpace):
         """Fill this rank's part of the model from a checkpoint of any layout, and nothing else; collective, after ``setup``.
 
         Args:
-            path: A checkpoint folder.
+            path: A checkpoint folder, or a Hugging Face folder (config.json and safetensors) for a module that wraps the model.
             strict: Whether names that only one side has are an error; otherwise what the checkpoint lacks keeps its values.
             rename: What names of the model are called in the checkpoint (``{"model.": "net."}``); a key that ends with a dot stands for
                 all names that begin with it.
@@ -147,9 +151,19 @@ class ModelSpaceRestoring(ModelSpace):
         found = {MODEL + ours: MODEL + theirs for ours, theirs in (rename or {}).items()}
         path = self.broadcast(local_path(path))
         with self.waiting_in(f"loading weights from {path}"):
-            missing = load_tensors(path, tensors, strict=strict, prefix=MODEL if strict and not rename else None, rename=found)
+            only = MODEL if strict and not rename else None
+            missing = load_tensors(
+                path, tensors, strict=strict, prefix=only, rename=found, open_stored=self._opener(path, rename)
+            )
         self._parameters_set()
         return [name.removeprefix(MODEL) for name in missing]
+
+    def _opener(self, path: Any, rename: Mapping[str, str] | None) -> Callable[[Any], Stored]:
+        if not reads_as_huggingface(path):
+            return open_folder
+        assert self.parallel is not None
+        names = HuggingFaceNames(aliases={}) if rename else names_in(self.lightning_module, self.parallel.aliases)
+        return partial(HuggingFaceWeights.open, names=names)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill this rank's part of the optimizer, by parameter name.

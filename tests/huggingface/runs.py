@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.strategy import PTDPStrategy
 
 VOCABULARY, LENGTH, SAMPLES = 61, 12, 24
@@ -34,6 +35,8 @@ class Run:
     save: str | None = None
     resume: str | None = None
     module: type[LitHuggingFace] | None = None
+    init_from: str | None = None
+    pretrained: str | None = None
 
 
 def make_model(name: str, **options: Any) -> nn.Module:
@@ -165,7 +168,11 @@ class LitHuggingFace(L.LightningModule):
         self.model = make_model(run.model, **dict(run.options)) if run.eager else None
 
     def configure_model(self) -> None:
-        if self.model is None:
+        if self.model is None and self.run.pretrained is not None:
+            import transformers
+
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(self.run.pretrained)
+        elif self.model is None:
             self.model = make_model(self.run.model, **dict(self.run.options))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -214,7 +221,7 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
         max_steps=run.steps,
         gradient_clip_val=run.clip,
         precision=run.precision,
-        callbacks=[recorder],
+        callbacks=[recorder, *([InitFrom(run.init_from)] if run.init_from else [])],
         logger=False,
         enable_checkpointing=False,
         num_sanity_val_steps=0,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.strategy.context import check_context_parallel
 from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, check_captured
 
-__all__ = ["CUT_MARK", "check_model", "plan_of", "warn_of_batch_norm"]
+__all__ = ["CUT_MARK", "check_model", "on_meta", "plan_of", "warn_of_batch_norm"]
 
 CUT_MARK = "_ptdp_layout"
 _LIGHTNING = tuple(name.partition(".")[0] for name in NAMESPACES)
@@ -153,7 +154,7 @@ def _whole_model(module: Any, config: PTDPConfig) -> nn.Module:
     clone: Any = _copy_without_tensors(module)
     with torch.random.fork_rng(devices=[]):  # what is drawn here is not drawn by the training
         try:
-            with torch.device("meta"):
+            with on_meta():
                 clone.configure_model()
         except Exception:
             if config.meta_init:
@@ -161,6 +162,27 @@ def _whole_model(module: Any, config: PTDPConfig) -> nn.Module:
             clone = _copy_without_tensors(module)
             clone.configure_model()
     return clone
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Where ``configure_model`` builds on the meta device.
+
+    Raises:
+        ValueError: It wants to load weights there.
+    """
+    try:
+        with torch.device("meta"):
+            yield
+    except RuntimeError as error:
+        if "from_pretrained" not in str(error):
+            raise
+        raise ValueError(
+            "configure_model calls from_pretrained, which would load all weights on every rank, where meta_init=True lets each rank hold "
+            "its own part: build the model from its configuration (AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))) and "
+            "load the weights with the callback InitFrom(path), of the folder with config.json and safetensors; or "
+            "PTDPStrategy(meta_init=False), where every rank loads the whole model and keeps its part"
+        ) from error
 
 
 def _copy_without_tensors(module: nn.Module) -> nn.Module:
