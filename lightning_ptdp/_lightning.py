@@ -18,6 +18,7 @@ else:
     StrategyBase = object  # what mixins of a strategy derive from; the class of a namespace adds its own ParallelStrategy
 
 __all__ = [
+    "CLIS",
     "LOADERS",
     "LightningNames",
     "NAMESPACES",
@@ -36,6 +37,9 @@ LOADERS = {
     for module in (f"{namespace}.core.saving", f"{fabric}.plugins.io.torch_io")
 }
 """Modules that read checkpoints, and their name for the function that does."""
+
+CLIS = {f"{namespace}.cli": ("LightningCLI", "_parse_ckpt_path") for namespace in NAMESPACES}
+"""Modules with a command line, whose method takes hyperparameters from the file of ``--ckpt_path``."""
 
 UPLOADERS = {
     f"{namespace}.loggers.{module}": (logger, "_scan_and_log_checkpoints")

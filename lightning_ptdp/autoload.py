@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from lightning_ptdp._lightning import LOADERS, UPLOADERS
-from lightning_ptdp.folders import read_folders, upload_folders
+from lightning_ptdp._lightning import CLIS, LOADERS, UPLOADERS
+from lightning_ptdp.folders import parse_folders, read_folders, upload_folders
 
 __all__ = ["install", "register"]
 
@@ -71,6 +71,7 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     **dict.fromkeys((*_REGISTRIES, *_FABRICS), register),
     **dict.fromkeys(LOADERS, read_folders),
     **dict.fromkeys(UPLOADERS, upload_folders),
+    **dict.fromkeys(CLIS, parse_folders),
 }
 
 

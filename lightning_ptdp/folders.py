@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from lightning_ptdp._lightning import LOADERS, UPLOADERS
+from lightning_ptdp._lightning import CLIS, LOADERS, UPLOADERS
 
-__all__ = ["read_folders", "upload_folders"]
+__all__ = ["parse_folders", "read_folders", "upload_folders"]
 
 _DONE = "_takes_folders"
 
@@ -60,6 +61,36 @@ def upload_folders(logger: ModuleType) -> None:
     setattr(scan_files_and_folders, _DONE, True)
     logger.__dict__["_scan_checkpoints"] = scan_files_and_folders
     setattr(getattr(logger, class_name), method, upload_files_and_folders)
+
+
+def parse_folders(cli: ModuleType) -> None:
+    """Have a module with a command line take hyperparameters from a folder, which is given to it as a file for that time."""
+    class_name, method = CLIS[cli.__name__]
+    kind = getattr(cli, class_name, None)
+    parse = getattr(kind, method, None)
+    if kind is None or parse is None or hasattr(parse, _DONE):
+        return
+
+    @wraps(parse)
+    def parse_file_or_folder(self: Any) -> None:
+        subcommand = self.config.get("subcommand")
+        path = self.config[subcommand].get("ckpt_path") if subcommand else None
+        if not isinstance(path, str | os.PathLike) or not _is_checkpoint(os.fspath(path)):
+            parse(self)
+            return
+        import torch
+
+        from lightning_ptdp.checkpoint import read_state
+
+        with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
+            torch.save({"hyper_parameters": read_state(path).get("hyper_parameters", {})}, file)
+            file.flush()
+            self.config[subcommand]["ckpt_path"] = file.name
+            parse(self)
+        self.config[subcommand]["ckpt_path"] = path
+
+    setattr(parse_file_or_folder, _DONE, True)
+    setattr(kind, method, parse_file_or_folder)
 
 
 def _new_folders(callback: Any, uploaded: Mapping[str, float]) -> Iterator[tuple[float, str, Any, str]]:

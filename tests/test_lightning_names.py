@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from lightning_ptdp._lightning import LOADERS, NAMESPACES, UPLOADERS, lightning_names
+from lightning_ptdp._lightning import CLIS, LOADERS, NAMESPACES, UPLOADERS, lightning_names
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -50,3 +50,11 @@ def test_uploading_loggers_take_our_folders(module: str) -> None:
     assert hasattr(found._scan_checkpoints, "_takes_folders")
     assert list(inspect.signature(found._scan_checkpoints).parameters) == ["checkpoint_callback", "logged_model_time"]
     assert list(inspect.signature(getattr(getattr(found, logger), method)).parameters) == ["self", "checkpoint_callback"]
+
+
+@pytest.mark.parametrize("module", CLIS)
+def test_command_lines_take_our_folders(module: str) -> None:
+    name, method = CLIS[module]
+    parse = getattr(getattr(importlib.import_module(module), name), method)
+    assert hasattr(parse, "_takes_folders")
+    assert list(inspect.signature(parse).parameters) == ["self"]

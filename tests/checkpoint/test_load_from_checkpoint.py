@@ -117,6 +117,15 @@ def test_what_lightningcli_trained(pool: Pool, tmp_path: Path) -> None:
     assert LitSaved.load_from_checkpoint(tmp_path / "cli.ckpt").net[0].out_features == 3
 
 
+def test_lightningcli_takes_hyperparameters_from_a_folder(written: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    quiet = ["accelerator=cpu", "devices=1", "logger=false", "enable_progress_bar=false", f"default_root_dir={tmp_path}"]
+    options = ["test", f"--ckpt_path={written[0]}", "--model.width=5", *(f"--trainer.{option}" for option in quiet)]
+    cli = LightningCLI(LitSaved, SavedData, args=options, save_config_callback=None)
+    assert (cli.model.hparams["width"], cli.model.hparams["names"]) == (6, ["a"])
+    assert cli.config["test"]["ckpt_path"] == str(written[0])
+    assert_weights(cli.model.state_dict(), written[1], tolerance=0)
+
+
 SCRIPT = """
 import sys
 {first}
