@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_ptdp._lightning import LightningNames, layer_sync, lightning_names
+from lightning_ptdp._lightning import LightningNames, lightning_names
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import check_elementwise
@@ -45,6 +45,7 @@ from lightning_ptdp.strategy.checks import (
 )
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.context import make_context_parallel, make_keyed_dropout
+from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.joining import joining
 from lightning_ptdp.strategy.launch import make_launcher
@@ -155,9 +156,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         Raises:
             ValueError: Names the field, the value and what would work.
         """
-        plugin = self.precision_plugin
-        casts = type(plugin).convert_module in self._names.casting
-        check_model(lightning_module, self.config, self.layout, convert=None if casts else plugin.convert_module)
+        check_model(lightning_module, self.config, self.layout, convert=replacing(self.precision_plugin, self._names))
         if datamodule is not None:
             check_loader(datamodule, self.config, self.layout)
             check_sequence_length(datamodule, self.config)
@@ -224,13 +223,14 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
     def setup(self, trainer: Any) -> None:
         """Convert, cut, give values, shard; then optimizers and gradient buckets."""
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
+        assert self.mesh is not None
         if self.layout.world_size > 1:
             self._stop_request = StopRequest(trainer)
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
         if not self._is_cut_here:
             # First, because it may put other modules and parameters into the model, which have to be cut and recorded.
-            self.model = self._convert(self.model)
+            self.model = convert(self, self.mesh)
             if fitting and self.is_global_zero:
                 warn_of_batch_norm(self.model, self.config)
             self._parallelize()
@@ -238,7 +238,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
-        assert self.mesh is not None
         assert self.parallel is not None
         assert self._watchdog is not None
         if self._engine is not None:
@@ -260,17 +259,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self.setup_precision_plugin()
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)
-
-    def _convert(self, model: Any) -> Any:
-        """What the precision plugin and ``sync_batchnorm`` make of the whole model."""
-        assert self.mesh is not None
-        model = self.precision_plugin.convert_module(model)
-        replicas = self.mesh.group("replica_sum")
-        if layer_sync(self) is not None and replicas.size > 1:
-            # The world's group, where it is that, can be copied with the model.
-            group = replicas.handle if replicas.size < self.layout.world_size else None
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
-        return model
 
     def _parallelize(self) -> None:
         module = self.lightning_module

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_ptdp import ParallelPlan
-from tests.conformance.toys import ONE, PLACES, LitNet, Losses, Place, assert_weights, loader, make_trainer, weights
+from tests.conformance.toys import ONE, PLACES, LitNet, Losses, Place, assert_weights, layers, loader, make_trainer, weights
 from tests.pool import Pool
 
 
@@ -106,3 +106,27 @@ def grow(rank: int, place: Place) -> str:
 def test_a_parameter_that_was_made_too_late_is_named(name: str, pool: Pool) -> None:
     place, _ = PLACES[name]
     assert all("__init__ or configure_model" in text for text in pool.run(grow, world_size=place.world_size, args=(place,)))
+
+
+class LitLate(LitSplit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = layers()
+
+
+def run_late(rank: int, place: Place, converted: bool) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, plugins=[Converts(Fresh)] if converted else None)
+    trainer.fit(LitLate(), loader())
+    return weights(trainer)
+
+
+@pytest.mark.parametrize("place", [PLACES["p2"][0], T2], ids=["p2", "t2"])
+def test_a_module_on_the_meta_device_is_converted_too(place: Place, pool: Pool) -> None:
+    (expected,) = pool.run(run_late, world_size=1, args=(Place(), False))
+    for found in pool.run(run_late, world_size=place.world_size, args=(place, True)):
+        assert_weights(found, expected)

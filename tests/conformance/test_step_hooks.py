@@ -8,8 +8,10 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from torch import Tensor
 
-from tests.conformance.toys import PLACES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from lightning_ptdp import ParallelPlan
+from tests.conformance.toys import ONE, PLACES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
 from tests.pool import Pool
 
 EVERYWHERE = list(PLACES)
@@ -118,3 +120,29 @@ def test_copies_in_full_precision(module: type[LitPlain], precision: str, name: 
     expected = pool.run(run_in_half, world_size=whole.world_size, args=(whole, module, precision))
     for rank, found in enumerate(pool.run(run_in_half, world_size=place.world_size, args=(place, module, precision))):
         assert_weights(found["weights"], expected[rank % len(expected)]["weights"], tolerance=2e-2)
+
+
+class LitBackward(LitNet):
+    calls = 0
+
+    def configure_parallel(self) -> ParallelPlan:
+        return ParallelPlan(tensor={"net.2": "column", "net.4": "row"})
+
+    def backward(self, loss: Tensor) -> None:
+        self.calls += 1
+        loss.backward()
+
+
+def run_backward(rank: int, place: Place) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    trainer, module = make_trainer(place), LitBackward()
+    trainer.fit(module, loader())
+    assert module.calls == trainer.global_step
+    return weights(trainer)
+
+
+def test_an_overridden_backward_runs_under_tensor_parallelism(pool: Pool) -> None:
+    (expected,) = pool.run(run_backward, world_size=1, args=(ONE,))
+    place = Place(world_size=2, layout={"tensor_parallel_size": 2})
+    for found in pool.run(run_backward, world_size=2, args=(place,)):
+        assert_weights(found, expected)
