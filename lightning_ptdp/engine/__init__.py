@@ -1,7 +1,8 @@
 """One batch of one replica: cut into microbatches, run by the schedule, reported to Lightning.
 
-``engine.py`` is the entrance; ``job.py`` runs the user's step on a microbatch, ``report.py`` carries what the last stage says to the
-other ranks, ``batch.py`` cuts and joins, ``agreement.py`` and ``metric_groups.py`` see that all ranks mean the same.
+``engine.py`` is the entrance; ``job.py`` runs the user's step on a microbatch, ``report.py`` puts together what the microbatches say and
+``sharing.py`` carries it to the other ranks, with what the step left on the module (``step_state.py``); ``batch.py`` cuts and joins,
+``agreement.py`` and ``metric_groups.py`` see that all ranks mean the same.
 """
 
 from lightning_ptdp.engine.agreement import BatchMismatchError

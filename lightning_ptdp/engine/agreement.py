@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_ptdp.engine.batch import iterate_tensors
 from lightning_ptdp.mesh import Group
 
-__all__ = ["BatchMismatchError", "check_same_batch"]
+__all__ = ["BatchMismatchError", "check_same_batch", "has_same_length"]
 
 
 class BatchMismatchError(RuntimeError):
@@ -39,3 +39,17 @@ def check_same_batch(batch: Any, *, group: Group, rank: int, device: torch.devic
             "the same samples: shard data by trainer.strategy.distributed_sampler_kwargs (replica number and count), not by global rank, "
             "and seed shuffling equally"
         )
+
+
+def has_same_length(loader: Any, *, group: Group, device: torch.device) -> bool:
+    """Whether the members' loaders are known to give equally many batches; collective."""
+    if group.size == 1:
+        return True
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):
+        length = -1
+    extremes = torch.tensor([length, -length], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
+    least, greatest = extremes.tolist()
+    return bool(length >= 0 and least == -greatest)

@@ -8,19 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
-from lightning_ptdp.engine.agreement import check_same_batch
+from lightning_ptdp.engine.agreement import check_same_batch, has_same_length
 from lightning_ptdp.engine.batch import batch_size, iterate_tensors, microbatch_sizes, split_batch
 from lightning_ptdp.engine.evaluations import check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_keeper import GradientKeeper
 from lightning_ptdp.engine.gradients import check_recorded
 from lightning_ptdp.engine.job import LightningJob, loss_and_weight, sum_over_replicas
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
-from lightning_ptdp.engine.report import LogRecorder, ReportMemory, StepReport, share_report, weigh_over_replicas, weigh_recorded
+from lightning_ptdp.engine.report import LogRecorder, StepReport, weigh_over_replicas, weigh_recorded
+from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import ProcessMesh
@@ -247,17 +247,7 @@ class Engine:
 
     def compare_lengths(self, loader: Any) -> None:
         """Whether the replicas evaluate equally many batches, so that they may speak after each; collective over the replicas."""
-        group = self._mesh.group("data")
-        if group.size == 1:
-            return
-        try:
-            length = len(loader)
-        except (TypeError, NotImplementedError):
-            length = -1
-        extremes = torch.tensor([length, -length], device=self._device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
-        least, greatest = extremes.tolist()
-        self._replicas_in_step &= least == -greatest and length >= 0
+        self._replicas_in_step &= has_same_length(loader, group=self._mesh.group("data"), device=self._device)
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 

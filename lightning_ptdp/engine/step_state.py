@@ -28,7 +28,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray,
 _LIBRARIES = (
     "builtins", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "tokenizers", "torch", "torchmetrics", "transformers",
 )  # fmt: skip
-_NOT_STATE = ("update", "compute", "process_group", "dist_sync_fn", "distributed_available_fn", "_update_signature", "_defaults")
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, tuple))
+_NOT_STATE = frozenset(("log", "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"))
+_OF_METRICS = frozenset(("_computed", "_forward_cache", "_update_count"))
 
 Path = tuple[Any, ...]
 
@@ -49,17 +51,19 @@ class Owner:
     def attributes(self) -> dict[str, Any]:
         """Watched attributes and buffers."""
         found = {name: value for name, value in vars(self.module).items() if name not in self.ignored}
-        return {**found, **dict(self.module.named_buffers(recurse=False))}
+        found.update(self.module._buffers)
+        return found
 
 
 def find_owners(module: Any) -> list[Owner]:
     """The LightningModule itself and its metrics, wherever they are in it."""
-    from torchmetrics import Metric, MetricCollection
+    from torchmetrics import Metric, MetricCollection, SumMetric
 
     base = next((kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule"), nn.Module)
     metrics = [(n, child) for n, child in module.named_modules() if n and isinstance(child, (Metric, MetricCollection))]
-    ignored = _attributes_of(nn.Module) | frozenset(_NOT_STATE)
-    return [Owner("", module, _attributes_of(base) | {"log"}), *(Owner(name, child, ignored) for name, child in metrics)]
+    # What every metric has is how it works, not what it has seen.
+    ignored = _attributes_of(SumMetric) - _OF_METRICS - {"sum_value"}
+    return [Owner("", module, _attributes_of(base) | _NOT_STATE), *(Owner(name, child, ignored) for name, child in metrics)]
 
 
 @cache
@@ -126,6 +130,8 @@ class StepState:
 
 
 def _see(value: Any, depth: int = 0) -> _Seen:
+    if type(value) in _ATOMS:
+        return _Seen(value)
     if isinstance(value, Tensor):
         return _Seen(value, None if value.is_inference() else value._version)
     if isinstance(value, np.ndarray):
@@ -145,8 +151,10 @@ def _see(value: Any, depth: int = 0) -> _Seen:
 
 def _is_object(value: Any) -> bool:
     """Whether it is an object of the user's that holds data, such as a running average."""
-    known = type(value).__module__.partition(".")[0] in _LIBRARIES
-    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value) and not known
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _LIBRARIES or getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+        return False
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value)
 
 
 class _Search:

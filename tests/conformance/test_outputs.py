@@ -90,6 +90,56 @@ def test_predictions_are_complete_and_in_order(name: str, pool: Pool, tmp_path: 
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+class LitReturnsMore(LitNet):
+    """Outputs with a structure, which hooks get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        prediction = self.net(batch[0])
+        loss = nn.functional.mse_loss(prediction, batch[1])
+        return {
+            "loss": loss,
+            "prediction": prediction.detach(),
+            "rmse": loss.detach(),
+            "names": [f"{x:.3f}" for x in batch[0][:, 0]],
+        }
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        prediction = self.net(batch[0])
+        return {
+            "pair": (prediction, batch[1]),
+            "mean": prediction.mean(),
+            "part": "val",
+            "count": float(prediction.square().mean()),
+        }
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append({**outputs, "loss": outputs["loss"].clone()})
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs)
+
+
+def outputs_of_batches(rank: int, place: Place, folder: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    module = LitReturnsMore()
+    make_trainer(place, max_epochs=1).fit(module, loader(20, batch_size=7), loader(11, batch_size=4))
+    return module.seen
+
+
+@pytest.mark.parametrize("name", ["m3", "d2", "p2"])
+def test_hooks_get_the_outputs_of_the_batch(name: str, pool: Pool) -> None:
+    for found, expected in both(pool, outputs_of_batches, name):
+        for mine, theirs in zip(found, expected, strict=True):
+            words = ("names", "part")
+            assert [mine.get(key) for key in words] == [theirs.get(key) for key in words]
+            numbers = [{key: value for key, value in outputs.items() if key not in words} for outputs in (mine, theirs)]
+            torch.testing.assert_close(*numbers, rtol=1e-5, atol=1e-6)
+
+
 class LitTwoCalls(LitNet):
     """The model is called twice in one step."""
 

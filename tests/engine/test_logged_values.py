@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_ptdp.strategy import PTDPStrategy
@@ -154,3 +154,34 @@ def test_values_are_those_of_one_process(name: str, case: str, pool: Pool, refer
             assert mine == pytest.approx(theirs, rel=1e-5)
         for key, value in expected["weights"].items():
             torch.testing.assert_close(found["weights"][key], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=key: f"{n}: {text}")
+
+
+class Uneven(IterableDataset):
+    """A stream that a replica reads longer than another."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __iter__(self) -> Any:
+        data = PaddedTokens(8)
+        return (data[index] for index in range(8 - 4 * self.trainer.global_rank))
+
+
+class LitAtTheEnd(LitTiny):
+    """Lightning itself sums over the replicas at the end of the epoch only."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        self.log("val_loss", loss, sync_dist=True)
+        return {"num_tokens": (batch["labels"] != -100).sum()}
+
+
+def validate_unevenly(rank: int) -> float:
+    L.seed_everything(3, verbose=False)
+    trainer = L.Trainer(strategy=PTDPStrategy(), accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
+    return trainer.validate(LitAtTheEnd(Run(layers=2)), DataLoader(Uneven(trainer), batch_size=2), verbose=False)[0]["val_loss"]
+
+
+def test_replicas_that_evaluate_unequally_many_batches_do_not_wait_for_each_other(pool: Pool) -> None:
+    first, second = pool.run(validate_unevenly, world_size=2)
+    assert first == second

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.engine.report import LogCall, ReportMemory, StepReport, average_calls, share_report
+from lightning_ptdp.engine.report import LogCall, StepReport, average_calls
+from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.mesh import Group
 from tests.pool import Pool
 
@@ -24,6 +25,11 @@ def test_values_are_averaged_by_weight_or_as_reduce_fx_says() -> None:
     ]
     calls = average_calls(recorded, (2.0, 1.0), metric_path=no_metrics)
     assert [(call.name, call.value) for call in calls] == [("loss", 2.0), ("count", 7.0), ("worst", 3.0)]
+
+
+def test_other_reductions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"self.log\('a', reduce_fx=median\).*torchmetrics.Metric"):
+        average_calls([[("a", 1.0, {"reduce_fx": torch.median})]], (1.0,), metric_path=no_metrics)
 
 
 def test_different_names_in_different_microbatches_are_refused() -> None:
