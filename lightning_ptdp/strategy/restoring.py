@@ -102,7 +102,15 @@ class ModelSpaceRestoring(ModelSpace):
             tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
             with self.waiting_in(f"loading the model from {state.path}"):
                 load_tensors(state.path, tensors, strict=strict, prefix=MODEL if strict else None)
+            self._set_extra_states({name.removeprefix(MODEL): tensor for name, (tensor, _) in tensors.items()})
         self._parameters_set()
+
+    def _set_extra_states(self, loaded: Mapping[str, Tensor]) -> None:
+        """Hand modules what they gave as ``get_extra_state``: it need not be their own memory that was filled."""
+        for name, module in self.lightning_module.named_modules():
+            key = f"{name}." * bool(name) + "_extra_state"
+            if key in loaded:
+                module.set_extra_state(loaded[key])
 
     def load_awaited_values(self) -> None:
         """Once a module that was on the meta device has values: those of the checkpoint that was restored before."""
@@ -127,6 +135,7 @@ class ModelSpaceRestoring(ModelSpace):
                         f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, {sharding.full_shape} here"
                     )
                 tensor.copy_(slice_full(state[name], sharding))
+            self._set_extra_states({name: tensor for name, (tensor, _) in local.items()})
         assert self.parallel is not None
         known = set().union(*gather(set(local))) | self.parallel.aliases.keys()
         if strict and (unexpected := sorted(state.keys() - known)):

@@ -279,6 +279,26 @@ def test_hyperparameters_that_a_checkpoint_cannot_hold_are_refused(place: Place,
         )
 
 
+class Counted(torch.nn.Linear):
+    """Adds what is no tensor to its ``state_dict``."""
+
+    extra: Any = 7
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_extra_state_that_is_no_tensor_is_refused(tmp_path: Any) -> None:
+    module = LitNet()
+    module.net[2] = Counted(16, 16)
+    with pytest.raises(MisconfigurationException, match=r"get_extra_state\(\) of 'net\.2' \(Counted\) gives a int"):
+        make_trainer(PIPELINE, enable_checkpointing=True, default_root_dir=tmp_path).fit(module, loader())
+
+
 class LitStores(LitNet):
     def __init__(self, make: Any) -> None:
         super().__init__()

@@ -125,3 +125,44 @@ def test_file_urls_and_missing_checkpoints(name: str, pool: Pool, tmp_path: Path
         assert step == expected_step
         assert val_loss == pytest.approx(expected_loss, rel=1e-5)
     assert (tmp_path / "ours" / "named by a url.ckpt" / "metadata.json").is_file()
+
+
+class Counting(nn.Linear):
+    """Counts its training forwards, which its ``state_dict`` tells in a tensor made for that."""
+
+    count = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.count += self.training
+        return super().forward(input)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = int(state)
+
+
+class LitCounting(LitNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = Counting(16, 16)
+
+
+def count(rank: int, place: Place, folder: str, path: str) -> Any:
+    file = Path(path, folder, "counted.ckpt")
+    L.seed_everything(1, verbose=False)
+    counts = []
+    for epochs, resume in ((1, None), (3, file)):
+        trainer, module = make_trainer(place, max_epochs=epochs), LitCounting()
+        trainer.fit(module, loader(), ckpt_path=resume)
+        trainer.save_checkpoint(file)
+        counts += [part.count for part in module.modules() if isinstance(part, Counting)]
+    return counts
+
+
+@pytest.mark.parametrize("name", ["one", "d2"])
+def test_extra_state_goes_on(name: str, pool: Pool, tmp_path: Path) -> None:
+    for found, expected in both(pool, count, name, str(tmp_path)):
+        assert found == expected
+        assert expected[1] > 2 * expected[0] > 0

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_ptdp.checkpoint import CheckpointError, optimizer_tensors, portable
 from lightning_ptdp.tensor_parallel import Sharding
 
-__all__ = ["check_hyperparameters", "check_optimizer_state"]
+__all__ = ["check_extra_state", "check_hyperparameters", "check_optimizer_state"]
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _SIDE = 4
@@ -40,6 +40,22 @@ def check_hyperparameters(owner: Any) -> None:
                 f"{what} of {type(owner).__name__} (a {kind}) holds what a checkpoint cannot: nothing in one is unpickled, so only plain "
                 f"values and tensors are stored. Use {leave_out}, or Trainer(enable_checkpointing=False)"
             ) from None
+
+
+def check_extra_state(module: nn.Module) -> None:
+    """Check what modules add to their ``state_dict`` by ``get_extra_state``.
+
+    Raises:
+        ValueError: It is no tensor; names the module.
+    """
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is nn.Module.get_extra_state:
+            continue
+        if not isinstance(extra := part.get_extra_state(), torch.Tensor):
+            raise ValueError(
+                f"get_extra_state() of '{name}' ({type(part).__name__}) gives a {type(extra).__name__}, but only tensors are saved by "
+                "layout. Make it a tensor, keep it in on_save_checkpoint and on_load_checkpoint, or use Trainer(enable_checkpointing=False)"
+            )
 
 
 def check_optimizer_state(optimizer: Optimizer, *, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
 from lightning_ptdp.layout import ParallelLayout, nearest_divisors
-from lightning_ptdp.strategy.checks.saved import check_hyperparameters
+from lightning_ptdp.strategy.checks.saved import check_extra_state, check_hyperparameters
 
 __all__ = ["check_trainer"]
 
@@ -165,6 +165,8 @@ def _check_saved(asked: Asked) -> None:
             local_path(getattr(saver, "dirpath", None) or asked.trainer.default_root_dir)
         for owner in (asked.module, asked.trainer.datamodule) if savers else ():
             check_hyperparameters(owner)
+        if savers:
+            check_extra_state(asked.module)
     except ValueError as error:
         raise asked.refuse(str(error)) from None
 
