@@ -25,7 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.huggingface.architectures import ARCHITECTURES
+from lightning_ptdp.models.plans import FAMILIES, find_plan
+from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
 from tests.pool import Pool, WorkerFailure
 
@@ -129,6 +130,76 @@ def draw_runs(seed: int, names: list[str]) -> Iterator[tuple[str, Run]]:
         index += 1
 
 
+# ---- the table --------------------------------------------------------------------------------------------------------
+
+
+COLUMNS: dict[str, dict[str, Any]] = {
+    "d": {},
+    "t": {"tensor_parallel_size": 2},
+    "t, SP": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "p": {"pipeline_parallel_size": 2, "num_microbatches": 2},
+    "c": {"context_parallel_size": 2},
+}
+PAGE = """# Models of Hugging Face
+
+What a LightningModule around each of these trains to in two processes, beside one: all weights after three steps, in float64. Written by
+`python ci/unseen_models.py --table docs/models.md`, which also draws layouts and options at random.
+
+d: replicas, t: tensor parallel, SP: sequence parallel, p: pipeline, c: context parallel (ring). A number says why a layout is refused,
+before launch; all else is equal to one process. Plans: *declared* by the model itself, *ours*, or none: then only t and SP want one
+([Bring your own model](own-model.md)). Mixtures of experts are replicated under t.
+
+| model | class | plan | {columns} |
+|---|---|---|{rules}|
+{rows}
+
+{notes}
+"""
+
+
+def write_table(pool: Pool, names: list[str]) -> tuple[str, int]:
+    """(the page, number of runs that were neither equal nor refused)."""
+    notes: dict[str, int] = {}
+    rows, failed = [], 0
+    for name in names:
+        cells = []
+        for layout in COLUMNS.values():
+            run = Run(architecture=name, world_size=2, layout=layout)
+            outcome = compare(pool, run)
+            if outcome.kind == "refused":
+                cells.append(f"[{notes.setdefault(_reason(outcome.text, name), len(notes) + 1)}]")
+                continue
+            cells.append("yes" if outcome.kind == "equal" else outcome.kind)
+            if outcome.kind != "equal":
+                failed += 1
+                print(f"{outcome.kind}: {run}\n  {outcome.text}", flush=True)
+        rows.append(f"| {name} | `{ARCHITECTURES[name].model}` | {_plan_of(name)} | {' | '.join(cells)} |")
+    listed = "\n".join(f"{number}. {text}" for text, number in notes.items())
+    page = PAGE.format(columns=" | ".join(COLUMNS), rules="|".join("---" for _ in COLUMNS), rows="\n".join(rows), notes=listed)
+    return page, failed
+
+
+def _reason(text: str, name: str) -> str:
+    """A refusal without what is the same in all of them."""
+    for opening in ("cannot run this model: ", "of this model: ", "into pipeline stages: "):
+        text = text.partition(opening)[2] or text
+    text = text.partition("; or use")[0].partition("; use ")[0]
+    if "nothing says which modules to shard" in text:
+        text = "nothing says which modules to shard: give a plan"
+    return text.replace(ARCHITECTURES[name].model, "the model")
+
+
+def _plan_of(name: str) -> str:
+    model = build(name)
+    if find_plan(model) is None:
+        return "-"
+    return (
+        "ours"
+        if any(type(child).__module__.split(".")[2:3] == [family] for child in [model] for family in FAMILIES)
+        else "declared"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seed", type=int, default=0)
@@ -136,10 +207,14 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=None)
     parser.add_argument("--skip", type=int, default=0, help="runs that are drawn but not made")
     parser.add_argument("--only", action="append", choices=sorted(ARCHITECTURES), help="this architecture (may be repeated)")
-    parser.add_argument("--all-layouts", action="store_true", help="the layouts of the table instead of drawn ones")
     parser.add_argument("--table", type=Path, help="write the page of what works to this file")
     options = parser.parse_args()
     names, deadline = options.only or list(ARCHITECTURES), time.monotonic() + options.limit_s
+    if options.table is not None:
+        with contextlib.closing(Pool()) as pool:
+            page, failed = write_table(pool, names)
+        options.table.write_text(page)
+        return 1 if failed else 0
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     drawn = draw_runs(options.seed, names)

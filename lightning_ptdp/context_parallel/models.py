@@ -13,17 +13,19 @@ __all__ = ["names_in_forward", "why_not"]
 
 def why_not(model: nn.Module) -> str | None:
     """Why context parallelism would compute something else than the model; None if nothing of the kind is seen."""
+    known: list[Any] = [module for module in model.modules() if hasattr(type(module), "main_input_name")]
+    reasons = ((module, _why_not_cut(module)) for module in known)
+    found = next((f"{type(module).__name__} {reason}" for module, reason in reasons if reason is not None), None)
+    if found is not None:
+        return found
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1):
             return (
                 f"'{name}' ({type(module).__name__}) mixes tokens along time, as state-space layers do, beside attention; a rank has a "
                 "slice of the sequence only"
             )
-    for module in model.modules():
-        reason = _why_not_hugging_face(module) if hasattr(type(module), "main_input_name") else None
-        if reason is not None:
-            return f"{type(module).__name__} {reason}"
-    return None
+    reasons = ((module, _why_not_attend(module) or _why_not_compare(module)) for module in known)
+    return next((f"{type(module).__name__} {reason}" for module, reason in reasons if reason is not None), None)
 
 
 def names_in_forward(module: nn.Module) -> Collection[str]:
@@ -32,12 +34,16 @@ def names_in_forward(module: nn.Module) -> Collection[str]:
     return code.co_names if code is not None else ()
 
 
-def _why_not_hugging_face(module: Any) -> str | None:
-    config = getattr(module, "config", None)
+def _why_not_cut(module: Any) -> str | None:
     if module.main_input_name != "input_ids":
         return f"makes its sequence from {module.main_input_name} itself; only sequences of the batch are cut along time"
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return "has cross-attention between two sequences; only self-attention can be spread along time"
+    return None
+
+
+def _why_not_attend(module: Any) -> str | None:
+    config = getattr(module, "config", None)
     attention = getattr(config, "_attn_implementation", None)
     if getattr(type(module), "_supports_sdpa", None) is False:
         return "computes its attention without torch.nn.functional.scaled_dot_product_attention, whose calls are replaced"
@@ -48,6 +54,10 @@ def _why_not_hugging_face(module: Any) -> str | None:
         )
     if getattr(config, "alibi", False):
         return "adds biases of positions to its attention scores (alibi=True), which a slice knows only for its own tokens"
+    return None
+
+
+def _why_not_compare(module: Any) -> str | None:
     if "start_positions" in inspect.signature(type(module).forward).parameters:
         return "compares all tokens of a sequence with each other in its loss (start_positions), of which a rank has a slice"
     if "argmax" in names_in_forward(module):

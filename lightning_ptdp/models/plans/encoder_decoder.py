@@ -92,6 +92,7 @@ ENCODER_DECODERS: Mapping[str, EncoderDecoder] = MappingProxyType(
         "mbart": _bart("MBart"),
         "pegasus": _bart("Pegasus"),
         "marian": _bart("Marian"),
+        "whisper": _bart("Whisper"),
     }
 )
 """By the folder of transformers in which the classes are defined."""
@@ -106,12 +107,13 @@ def encoder_decoder_plan(pair: EncoderDecoder, module: Any, prefix: str = "") ->
         names = [name for name, child in bare.get_submodule(side).named_children() if any(True for _ in child.parameters())]
         fronts[side] = [joined(base, side, name) for name in names if name not in (pair.blocks, pair.tail)]
         tails[side] = [joined(base, side, name) for name in names if name == pair.tail]
+    shared = [joined(base, "shared")] if hasattr(bare, "shared") else []
     inside = {base, *(joined(base, name) for name in ("encoder", "decoder", "shared"))}
     heads = [joined(prefix, name) for name, child in module.named_children() if any(True for _ in child.parameters())]
     tensor, numbers = _tensor(pair, module, prefix, base=base, config=bare.config)
     return ParallelPlan(
         blocks=tuple(joined(base, side, pair.blocks) for side in ("encoder", "decoder")),
-        before=(joined(base, "shared"), *fronts["encoder"]),
+        before=(*shared, *fronts["encoder"]),
         between=(*tails["encoder"], *fronts["decoder"]),
         after=(*tails["decoder"], *(name for name in heads if name not in inside)),
         tensor=tensor,
@@ -147,6 +149,6 @@ def _words(module: Any, prefix: str) -> dict[str, Kind]:
     ends = {
         joined(prefix, name): child
         for name, child in module.named_modules()
-        if name.rpartition(".")[2] in ("shared", "embed_tokens", "lm_head")
+        if name.rpartition(".")[2] in ("shared", "embed_tokens", "lm_head", "proj_out")
     }
     return {name: Vocabulary() for name in ends} if all(fits(end, Vocabulary()) for end in ends.values()) else {}

@@ -14,9 +14,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from lightning_ptdp.models.plans.names import ends_of, joined
+from lightning_ptdp.models.plans.names import joined, vocabulary_of
 from lightning_ptdp.tensor_parallel import (
-    Alias,
     Column,
     Kind,
     ParallelPlan,
@@ -25,9 +24,7 @@ from lightning_ptdp.tensor_parallel import (
     PerRank,
     Region,
     Row,
-    Vocabulary,
     Whole,
-    fits,
     matches,
 )
 from lightning_ptdp.tensor_parallel.numbers import Number
@@ -322,7 +319,7 @@ def family_plan(family: Family, module: Any, prefix: str = "") -> ParallelPlan:
     wanted = {joined(block, name): value if isinstance(value, Kind) else value(config) for name, value in family.block.items()}
     wanted |= {joined(base, name): kind for name, kind in family.beside.items()}
     tensor: dict[str, Kind] = {pattern: kind for pattern, kind in wanted.items() if exists(pattern)}
-    tensor |= _vocabulary(module, prefix)
+    tensor |= vocabulary_of(module, prefix)
     numbers = family.numbers(config) if callable(family.numbers) else family.numbers
     blocks = joined(base, family.blocks) if "pipeline" not in family.why_not else None
     before, after = _order(module, prefix, base=base, blocks=joined(base, family.blocks), after=family.after)
@@ -342,23 +339,6 @@ def _get(module: nn.Module, path: str) -> Any:
     for name in path.split("."):
         found = getattr(found, name, None)
     return found
-
-
-def _vocabulary(module: Any, prefix: str) -> dict[str, Kind]:
-    """Embedding and head, where both can be split, and modules that hold a parameter of theirs under another name."""
-    ends = ends_of(module)
-    whole = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
-    spread = {
-        name: end for name, end in ends.items() if fits(end, Vocabulary()) and all(end.weight is not weight for weight in whole)
-    }
-    own = {id(parameter) for end in spread.values() for parameter in end.parameters()}
-    aliases = (
-        name
-        for name, child in module.named_modules()
-        if name not in spread and any(id(parameter) in own for parameter in child.parameters(recurse=False))
-    )
-    found: dict[str, Kind] = {joined(prefix, name): Vocabulary() for name in spread}
-    return found | {joined(prefix, name): Alias() for name in aliases}
 
 
 def _order(

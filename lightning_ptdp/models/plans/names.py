@@ -1,4 +1,4 @@
-"""Dotted names."""
+"""Dotted names, and the modules that are found by what they are for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ends_of", "joined"]
+from lightning_ptdp.tensor_parallel import Alias, Kind, Vocabulary, fits
+
+__all__ = ["ends_of", "joined", "vocabulary_of"]
 
 
 def joined(*parts: str) -> str:
@@ -25,3 +27,20 @@ def ends_of(module: Any) -> dict[str, Any]:
         for name, child in module.named_modules()
         if any(child is end for end in ends) and isinstance(child, nn.Embedding | nn.Linear)
     }
+
+
+def vocabulary_of(module: Any, prefix: str) -> dict[str, Kind]:
+    """Embedding and head, where both can be split, and modules that hold a parameter of theirs under another name."""
+    ends = ends_of(module)
+    whole = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
+    spread = {
+        name: end for name, end in ends.items() if fits(end, Vocabulary()) and all(end.weight is not weight for weight in whole)
+    }
+    own = {id(parameter) for end in spread.values() for parameter in end.parameters()}
+    aliases = (
+        name
+        for name, child in module.named_modules()
+        if name not in spread and any(id(parameter) in own for parameter in child.parameters(recurse=False))
+    )
+    found: dict[str, Kind] = {joined(prefix, name): Vocabulary() for name in spread}
+    return found | {joined(prefix, name): Alias() for name in aliases}
