@@ -91,8 +91,9 @@ def draw_run(draw: Draw, name: str) -> Run:
     )
 
 
-def compare(pool: Pool, run: Run) -> Outcome:
-    """Check, and train twice if nothing is refused."""
+def compare(pool: Pool, run: Run, known: dict[str, Any] | None = None) -> Outcome:
+    """Check, and train if nothing is refused, also in one process if ``known`` does not hold what that gives."""
+    known, alone = {} if known is None else known, one_process(run)
     try:
         refused = pool.run(refusal, world_size=1, args=(run,))[0]
     except WorkerFailure as failure:
@@ -100,7 +101,9 @@ def compare(pool: Pool, run: Run) -> Outcome:
     if refused is not None:
         return Outcome("refused", refused)
     try:
-        expected = pool.run(fit, world_size=1, args=(one_process(run),))[0]
+        if str(alone) not in known:
+            known[str(alone)] = pool.run(fit, world_size=1, args=(alone,))[0]
+        expected = known[str(alone)]
     except WorkerFailure as failure:
         return Outcome("late", f"in one process: {_last_line(failure)}")
     try:
@@ -162,10 +165,11 @@ def write_table(pool: Pool, names: list[str]) -> tuple[str, int]:
     notes: dict[str, int] = {}
     rows, failed = [], 0
     for name in names:
-        cells = []
+        cells: list[str] = []
+        known: dict[str, Any] = {}
         for layout in COLUMNS.values():
             run = Run(architecture=name, world_size=2, layout=layout)
-            outcome = compare(pool, run)
+            outcome = compare(pool, run, known)
             if outcome.kind == "refused":
                 cells.append(f"[{notes.setdefault(_reason(outcome.text, name), len(notes) + 1)}]")
                 continue

@@ -124,6 +124,17 @@ class LitAttentions(LitNet):
         self.model = transformers.LlamaForCausalLM(config)
 
 
+class LitParametrized(LitNet):
+    """Weight norm, built late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        self.net = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(4)))
+
+
 CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] = {
     "world size": (3, {P: 2}, LitNet, 8, ["world_size=3", "tensor_parallel_size", "2 or 4"]),
     "nodes": (4, {"data_parallel_replicas": 3}, LitNet, 8, ["data_parallel_replicas=3", "data_parallel_size of 4", "[1, 2, 4]"]),
@@ -146,6 +157,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
     "no plan": (2, {T: 2}, LitNet, 8, ["tensor_parallel_size=2", "plan=ParallelPlan", "configure_parallel"]),
     "plan type": (2, {T: 2}, LitWrongPlan, 8, ["configure_parallel", "dict", "ParallelPlan"]),
     "manual optimization": (2, {P: 2}, LitManual, 8, ["automatic_optimization=False", "Use automatic optimization"]),
+    "parametrized": (2, {P: 2}, LitParametrized, 8, ["net.0' is parametrized", "configure_model", "meta_init=False"]),
     "compiled": (2, {P: 2}, LitWrapped, 8, ["net is wrapped by torch.compile()", "block.compile()"]),
     "hook": (2, {T: 2, "plan": plan(net_0="column")}, LitHooked, 8, ["'net.0' has a forward hook", "the module around it"]),
     "attentions": (2, {T: 2}, LitAttentions, 8, ["output_attentions=True with tensor_parallel_size"]),

@@ -30,6 +30,7 @@ class Architecture:
         options: Of the configuration.
         layers: The option that counts its layers.
         experts: Whether it has a mixture of experts.
+        eager: Whether it must be built in ``__init__``, since parts of it (weight norm) cannot be given values one by one.
     """
 
     config: str
@@ -38,6 +39,7 @@ class Architecture:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     layers: str = "num_hidden_layers"
     experts: bool = False
+    eager: bool = False
 
 
 _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0}
@@ -76,7 +78,8 @@ def _causal(name: str, options: Mapping[str, Any], **more: Any) -> Architecture:
 
 
 def _of(config: str, model: str, task: str, options: Mapping[str, Any], *, layers: str = "num_hidden_layers", **more: Any) -> Any:
-    return Architecture(config=f"{config}Config", model=model, task=task, options={**options, **more}, layers=layers)
+    eager = more.pop("eager", False)
+    return Architecture(config=f"{config}Config", model=model, task=task, options={**options, **more}, layers=layers, eager=eager)
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -247,9 +250,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "deit": _of("DeiT", "DeiTForImageClassification", "image", _PATCHES, num_labels=3),
         "dinov2": _of("Dinov2", "Dinov2ForImageClassification", "image", _PATCHES, num_labels=3, mlp_ratio=2, drop_path_rate=0.0),
         "beit": _of("Beit", "BeitForImageClassification", "image", _PATCHES, num_labels=3, drop_path_rate=0.0),
-        "wav2vec2": _of("Wav2Vec2", "Wav2Vec2ForCTC", "ctc", _SPEECH),
-        "wav2vec2 classes": _of("Wav2Vec2", "Wav2Vec2ForSequenceClassification", "audio", _SPEECH, num_labels=3),
-        "hubert": _of("Hubert", "HubertForCTC", "ctc", _SPEECH),
+        "wav2vec2": _of("Wav2Vec2", "Wav2Vec2ForCTC", "ctc", _SPEECH, eager=True),
+        "wav2vec2 classes": _of("Wav2Vec2", "Wav2Vec2ForSequenceClassification", "audio", _SPEECH, num_labels=3, eager=True),
+        "hubert": _of("Hubert", "HubertForCTC", "ctc", _SPEECH, eager=True),
         "audio spectrogram": _of(
             "AST",
             "ASTForAudioClassification",
@@ -318,7 +321,7 @@ class Samples(Dataset):
         self.masked = torch.rand(count, LENGTH, generator=self.generator).argsort(1) < 4
         self.lengths = torch.randint(3, LENGTH, (count,), generator=self.generator)
         self.classes = torch.randint(0, 3, (count,), generator=self.generator)
-        shape = {"image": (3, 16, 16), "audio": (320,), "ctc": (640,), "spectrogram": (16, 16), "speech to text": (8, 16)}.get(
+        shape = {"image": (3, 16, 16), "audio": (340,), "ctc": (660,), "spectrogram": (16, 16), "speech to text": (8, 16)}.get(
             task
         )
         self.values = torch.randn(count, *shape, generator=self.generator, dtype=torch.float64) if shape is not None else None

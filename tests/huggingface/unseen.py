@@ -61,7 +61,8 @@ class LitUnseen(L.LightningModule):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.run = run
-        self.model: Any = build(run.architecture, **run.options) if run.eager else None
+        early = run.eager or ARCHITECTURES[run.architecture].eager
+        self.model: Any = build(run.architecture, **run.options) if early else None
 
     def configure_model(self) -> None:
         if self.model is None:

@@ -149,6 +149,10 @@ _PATCHES: Mapping[Literal["sequence", "pipeline"], str] = {
     "sequence": "its sequence is an image's patches and tokens of its own before them, a length that hardly any size divides"
 }
 
+_FRAMES: Mapping[Literal["sequence", "pipeline"], str] = {
+    "sequence": "its sequence is the frames that convolutions make of sound, of whatever length"
+}
+
 
 def _encoder(prefix: str, base: str, **more: Any) -> Family:
     names = tuple(f"{prefix}{end}" for end in ("Model", "ForMaskedLM", "ForPreTraining", "LMHeadModel", "ForCausalLM"))
@@ -292,9 +296,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "AST", "audio_spectrogram_transformer", blocks="layers", block=_VIT, after=("layernorm",), why_not=_PATCHES
         ),
         "wav2vec2": Family(
-            classes=("Wav2Vec2Model", "Wav2Vec2ForCTC"), base="wav2vec2", blocks="encoder.layers", block=_SPEECH, after=("adapter",)
+            classes=("Wav2Vec2Model", "Wav2Vec2ForCTC"), base="wav2vec2", blocks="encoder.layers", block=_SPEECH, after=("adapter",),
+            why_not=_FRAMES,
         ),
-        "hubert": Family(classes=("HubertModel", "HubertForCTC"), base="hubert", blocks="encoder.layers", block=_SPEECH),
+        "hubert": Family(classes=("HubertModel", "HubertForCTC"), base="hubert", blocks="encoder.layers", block=_SPEECH, why_not=_FRAMES),
     }
 )  # fmt: skip
 """By the folder of transformers in which the classes are defined."""

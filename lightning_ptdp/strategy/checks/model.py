@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_ptdp._lightning import NAMESPACES
 from lightning_ptdp._torch import forward_hooks
@@ -77,6 +78,8 @@ def check_model(
     if convert is not None:
         whole = convert(_copy_without_tensors(whole))
     _check_compiled(whole)
+    if config.meta_init:
+        _check_parametrized(whole, built={name for name, parameter in module.named_parameters() if not parameter.is_meta})
     plan = plan_of(whole, config)
     check = getattr(whole, "check_parallel", None)
     if check is not None:
@@ -114,6 +117,16 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig) -> None:
             "device. Use num_microbatches=1 where nothing is cut into stages, or a normalization that does not look at other samples",
             stacklevel=2,
         )
+
+
+def _check_parametrized(model: nn.Module, *, built: Collection[str]) -> None:
+    for name, module in model.named_modules():
+        late = [key for key, _ in module.named_parameters() if f"{name}.{key}" not in built]
+        if late and is_parametrized(module):
+            raise ValueError(
+                f"'{name}' is parametrized (weight norm, or the like) and was built in configure_model on the meta device, where its parts "
+                "have no initial values: build the model in __init__, or set PTDPStrategy(meta_init=False)"
+            )
 
 
 def _check_compiled(model: Any) -> None:
