@@ -6,7 +6,9 @@ this rank needs, under the names of the uncut model; the returned record says ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -157,7 +159,12 @@ def parallelize(
     heads = {name for name, kind in kinds.items() if isinstance(kind, Vocabulary)}
     split = [record for record in records.values() if heads.intersection(users[record.name])]
     kept = parts.everywhere if parts is not None else ()
-    notes = (*notes, *_padding_notes(split, layout.tensor_parallel_size), *map(_kept_note, kept))
+    notes = (
+        *notes,
+        *_padding_notes(split, layout.tensor_parallel_size),
+        *map(_kept_note, kept),
+        *_whole_notes(records.values(), layout.tensor_parallel_size),
+    )
     return ParallelModel(
         module=module,
         parts=parts,
@@ -168,6 +175,24 @@ def parallelize(
         notes=notes,
         split_blocks=plan.split_blocks if layout.sequence_parallel and plan.sequence == "blocks" else None,
     )
+
+
+def _whole_notes(records: Iterable[ParameterRecord], size: int) -> Iterator[str]:
+    """What tensor parallelism leaves whole in the layers, if it is much: an adapter around a projection leaves its attention unsplit."""
+    layers = [r for r in records if len(r.sharding.full_shape) > 1 and _INDEX.search(r.name)]
+    matrices = [(_INDEX.sub(".*.", r.name), math.prod(r.sharding.full_shape), r.sharding.axis) for r in layers]
+    total = sum(numel for _, numel, _ in matrices)
+    whole = sum(numel for _, numel, axis in matrices if axis != "tensor")
+    if size > 1 and whole > _MUCH * total:
+        names = list(dict.fromkeys(name for name, _, axis in matrices if axis != "tensor"))
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield (
+            f"{whole / total:.0%} of the elements of the layers' matrices are not split by tensor_parallel_size={size}, and every rank "
+            f"computes with them whole: {', '.join(names[:_SHOWN])}{more}. Split them with PTDPStrategy(plan=ParallelPlan(tensor={{...}}))"
+        )
+
+
+_MUCH, _SHOWN, _INDEX = 1 / 8, 4, re.compile(r"\.\d+\.")
 
 
 def _kept_note(name: str) -> str:

@@ -1,0 +1,58 @@
+"""Adapters around the projections of a Hugging Face model, under its own plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.huggingface.runs import LitHuggingFace, Run, Samples
+from tests.pool import Pool
+
+pytest.importorskip("transformers")
+
+
+class Adapter(nn.Module):
+    """A projection with a low-rank addition."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down, self.up = (
+            base,
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapted(LitHuggingFace):
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            for layer in self.model.model.layers:
+                layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
+
+
+def _notes(rank: int, module: type[LitHuggingFace]) -> Any:
+    strategy = PTDPStrategy(tensor_parallel_size=2)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module(Run(model="llama")), DataLoader(Samples("llama"), batch_size=4))
+    return [note for note in strategy.summary().notes if "not split" in note]
+
+
+def test_what_stays_whole_is_noted(pool: Pool) -> None:
+    for notes in pool.run(_notes, world_size=2, args=(Adapted,)):
+        assert len(notes) == 1
+        assert "self_attn" in notes[0]
+        assert "model.model.layers.*." in notes[0]
+        assert "not split by tensor_parallel_size=2" in notes[0]
+    assert pool.run(_notes, world_size=2, args=(LitHuggingFace,)) == [[], []]
