@@ -107,6 +107,11 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         return 0 if self._is_alone else super().node_rank
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return 1 if self._is_alone else super().world_size
+
+    @property
     def _is_alone(self) -> bool:
         """There is nothing to ask then: in a SLURM job that was not started by srun the environment would not know."""
         return self.num_nodes * self.num_processes == 1
