@@ -10,6 +10,7 @@ from torch import nn
 __all__ = ["captured_outputs", "install_capture", "is_capture"]
 
 _CAPTURING = "transformers.utils.output_capturing"
+_INSTALLED = "_output_capturing_hooks_installed"
 
 
 def captured_outputs() -> dict[str, list[Any]]:
@@ -25,7 +26,8 @@ def install_capture(model: nn.Module) -> None:
     capturing = sys.modules.get(_CAPTURING)
     if capturing is not None:
         for module in model.modules():
-            if hasattr(module, "_can_record_outputs"):
+            # Where a model inside has them already, those around it would put them there once more.
+            if hasattr(module, "_can_record_outputs") and not any(_INSTALLED in vars(child) for child in module.modules()):
                 capturing.maybe_install_capturing_hooks(module)
 
 

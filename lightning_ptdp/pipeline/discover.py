@@ -182,7 +182,7 @@ def _check_container(model: nn.Module, blocks: str) -> None:
 
 
 def _named(model: nn.Module, name: str, field: str) -> nn.Module:
-    names = [n for n, _ in model.named_modules()]
+    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3) or [n for n in names if n][:5]
         raise ValueError(f"{field}='{name}' names no module of {type(model).__name__}; nearest: {', '.join(near)}")
