@@ -11,6 +11,7 @@ from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp._torch import (
     all_gather_single,
     default_store,
+    forward_hooks,
     found_inf,
     gradient_dtype,
     has_gradient_hooks,
@@ -120,3 +121,16 @@ def test_a_module_that_is_compiled_in_place_is_seen() -> None:
     assert not is_compiled(module)
     module.compile(backend="eager")
     assert is_compiled(module)
+
+
+def test_forward_hooks_are_those_that_are_called() -> None:
+    module, seen = torch.nn.Identity(), []
+    one = module.register_forward_hook(lambda *_: seen.append("one"))
+    two = module.register_forward_hook(lambda *_: seen.append("two"), with_kwargs=True)
+    hooks, with_kwargs = forward_hooks(module)
+    assert set(hooks) == {one.id, two.id}
+    assert set(with_kwargs) == {two.id}
+    hooks[one.id] = lambda *_: seen.append("other")
+    two.remove()
+    module(torch.zeros(1))
+    assert seen == ["other"]
