@@ -180,17 +180,17 @@ class ModelSpaceSaving(ModelSpace):
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> what became of the entry; a tensor is the same if it is the same memory."""
+    """Name -> what became of the entry; some are made anew for every ``state_dict``, and are the same if their values are."""
     changes = {name: "removed" for name in before if name not in after}
     changes |= {name: "added" for name in after if name not in before}
-    return changes | {name: "replaced" for name in before if name in after and not _same_memory(before[name], after[name])}
+    return changes | {name: "replaced" for name in before if name in after and not _same(before[name], after[name])}
 
 
-def _same_memory(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
     layouts = [(value.data_ptr(), value.dtype, value.shape, value.stride()) for value in (one, other)]
-    return layouts[0] == layouts[1]
+    return layouts[0] == layouts[1] or (layouts[0][1:3] == layouts[1][1:3] and torch.equal(one, other.to(one.device)))
 
 
 def _cannot_change(changes: Mapping[str, str]) -> str:

@@ -161,8 +161,9 @@ def count(rank: int, place: Place, folder: str, path: str) -> Any:
     return counts
 
 
-@pytest.mark.parametrize("name", ["one", "d2"])
+@pytest.mark.parametrize("name", ["one", "d2", "p2"])
 def test_extra_state_goes_on(name: str, pool: Pool, tmp_path: Path) -> None:
-    for found, expected in both(pool, count, name, str(tmp_path)):
-        assert found == expected
-        assert expected[1] > 2 * expected[0] > 0
+    counted = [found for found, _ in both(pool, count, name, str(tmp_path)) if found]  # a stage counts its microbatches
+    assert counted
+    for before, after in counted:
+        assert after == 3 * before > 0
