@@ -25,20 +25,9 @@ from lightning_ptdp.pipeline.crossing import (
     tensors_in,
 )
 from lightning_ptdp.pipeline.foreign import Foreign, Origin, plain, put_instead, replacement
+from lightning_ptdp.pipeline.refusals import LOST, NOT_PASSED, changed_argument, computed_between, lost_argument, unsent_argument
 
 __all__ = ["Boundary"]
-
-_LOST = (
-    "something is computed between the repeated blocks or behind them (a sum around a block, a loss, a log) from what modules of an "
-    "earlier pipeline stage computed before them. Only what blocks are given and return crosses to the later stages: move it into the "
-    "blocks, compute it anew behind them, or use pipeline_parallel_size=1"
-)
-_NOT_PASSED = (
-    "a tensor that a block on an earlier pipeline stage returned is used, but the model does not pass it on to the next block, so it "
-    "does not cross. Where the model collects over its blocks what they return (all hidden states, losses of routers, attention "
-    "weights), let all of it cross with ParallelPlan(collects=True), carry a sum through the blocks (x, total = block(x, total)), or use "
-    "pipeline_parallel_size=1"
-)
 
 
 @dataclass(eq=False)
@@ -84,7 +73,7 @@ class Boundary:
         """Start a run of ``stage``."""
         self.stage, self.received, self.training = stage, received, training
         self.passes.clear()
-        self._lost, self._true, self._unsent = Origin(why=_LOST), Origin(), Origin(why=_NOT_PASSED)
+        self._lost, self._true, self._unsent = Origin(why=LOST), Origin(), Origin(why=NOT_PASSED)
         self._begin_container(self.place.container)
         self._past = ()
         collected = None
@@ -231,7 +220,7 @@ class Boundary:
             elif self._is_extra(name, path, tensor):
                 extras[path] = tensor
         if not passed:
-            raise _computed_between(name)
+            raise computed_between(name)
         extras = {path: tensor for path, tensor in extras.items() if path not in passed}
         output = {id(tensor): tensor for _, tensor in tensors_in(self._output) if id(tensor) in passed.values()}
         return self._crossing(name, output, extras, collected=collected)
@@ -276,11 +265,7 @@ class Boundary:
         """What a local block is given where the model gives ``tensor``, which no block returned."""
         if self._begun or self.received is None:
             if self._is_lost(tensor):
-                place = "between" if self._container else "before"
-                raise StageError(
-                    f"block '{name}' is given a tensor ({_place(path)}) that modules of another pipeline stage computed. Name these in "
-                    f"the plan as ones that run in front of it: ParallelPlan({place}=(...,)), or use pipeline_parallel_size=1"
-                )
+                raise lost_argument(name, path, "between" if self._container else "before")
             if self._is_foreign(tensor) or self._needs_gradient(tensor):
                 self._given.setdefault(path, []).append(tensor)
             return plain(tensor)
@@ -290,20 +275,12 @@ class Boundary:
         extra = next((self.received.tensors[i] for place, i in self.received.form.extras if place == path), None)
         if extra is None:
             if self._is_foreign(tensor):
-                raise StageError(
-                    f"block '{name}' is given a tensor ({_place(path)}) that was computed before the repeated blocks, but no "
-                    "block up to the first one of the next pipeline stage is given it there, so it does not cross. Give it to every "
-                    "block, or use pipeline_parallel_size=1"
-                )
+                raise unsent_argument(name, path)
             return tensor
         if not (self._is_foreign(tensor) or self._needs_gradient(tensor)):
             return tensor
         if self._given.setdefault(path, [tensor])[0] is not tensor:
-            raise StageError(
-                f"block '{name}' is given another tensor ({_place(path)}) than the block before it, computed outside the blocks; what "
-                "crosses a pipeline boundary beside the blocks' own results must be one tensor for all of them. Compute it inside the "
-                "blocks, or use pipeline_parallel_size=1"
-            )
+            raise changed_argument(name, path)
         put_instead(tensor, extra)
         return extra
 
@@ -321,7 +298,7 @@ class Boundary:
         if not self._begun:
             found = self._argument(name, path, tensor)
             if found is tensor and self._needs_gradient(tensor) and not self._entered(tensor):
-                raise _computed_between(name)
+                raise computed_between(name)
             return False
         if self._is_lost(tensor):
             return False  # where it is needed, it is refused
@@ -330,7 +307,7 @@ class Boundary:
         if not self._needs_gradient(tensor):
             return False
         if not any(tensor is given for all_given in self._given.values() for given in all_given):
-            raise _computed_between(name)
+            raise computed_between(name)
         return True
 
     def _is_foreign(self, tensor: Tensor) -> bool:
@@ -368,7 +345,7 @@ class Boundary:
             return
         tensors = tensors_in(self._received_output(self.received))
         if any(self._entered(tensor) and id(tensor) not in given for _, tensor in tensors):
-            raise _computed_between(name)
+            raise computed_between(name)
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:
@@ -384,14 +361,3 @@ def _recalled(_path: Path, tensor: Tensor) -> Tensor:
     """What a recomputed block was given in place of ``tensor``."""
     known = replacement(tensor)
     return plain(tensor) if known is None else known
-
-
-def _place(path: Path) -> str:
-    return f"argument {path[0]}" if isinstance(path[0], int) else f"'{path[0]}'"
-
-
-def _computed_between(name: str) -> StageError:
-    return StageError(
-        f"something is computed between the repeated blocks, before block '{name}': its input is not what the block before it "
-        "returned. At a pipeline boundary that would be computed twice; move it into the blocks"
-    )

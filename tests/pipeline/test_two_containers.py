@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_ptdp.pipeline.crossing import StageError
 from tests.pipeline.crossing_models import WIDTH, Block, Emulated
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -183,3 +184,28 @@ def test_evaluation_without_training_before(model: type[nn.Module], context: Any
             ids = batch(model)
             found = Emulated(whole, ranges(cut)).forward(*ids, training=False)
             torch.testing.assert_close(found, whole(*ids), **EXACT)
+
+
+class UsedBehind(EncoderDecoder):
+    """The decoder's blocks are not given what is used behind them."""
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory = self.encode(self.source(source))
+        y = self.target(target)
+        for layer in self.decoder:
+            y = layer(y)
+        return self.head(y + memory.mean())
+
+
+@pytest.mark.parametrize(
+    ("model", "known", "words"),
+    [
+        (EmbeddedFirst, {"before": ("target",)}, r"block 'decoder.0' is given a tensor \(argument 0\).*between="),
+        (UsedBehind, {}, "computed between the repeated blocks or behind them"),
+        (EncoderDecoder, {"blocks": ("decoder", "encoder")}, "'.*' was called before"),
+        (Examined, {"blocks": ("decoder", "encoder")}, "does not call all of 'decoder' before 'encoder'"),
+    ],
+)
+def test_what_cannot_be_cut_is_named_with_the_mend(model: type[nn.Module], known: dict[str, Any], words: str) -> None:
+    with pytest.raises((StageError, ValueError), match=words):
+        Emulated(build(model), ranges((3, 5)), **known).forward(*batch(model), training=True)
