@@ -1,4 +1,4 @@
-"""Models that declare their own plan: Llama, Mistral, Qwen, Gemma, GPT-NeoX and most other decoders of Hugging Face.
+"""Models that declare their own plan: Llama, Mistral, Qwen, Gemma, GPT-NeoX and the Llama-like decoders of Hugging Face.
 
 Their ``tp_plan`` names the style of each module (``"colwise"``, ``"rowwise"`` …), their ``pp_plan`` the children in the order of calls.
 """
