@@ -1,0 +1,18 @@
+"""The page of models is that of the architectures which the program that writes it knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.huggingface.architectures import ARCHITECTURES
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def test_models_of_the_page() -> None:
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    assert {row[0].removeprefix("| "): row[1].strip("`") for row in rows} == {
+        name: found.model for name, found in ARCHITECTURES.items()
+    }
+    allowed = {"yes", *(f"[{number}]" for number in range(1, 100))}
+    assert {cell.strip(" |") for row in rows for cell in row[3:]} <= allowed
