@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lightning_ptdp.models.plans import FAMILIES, find_plan
+from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
 from tests.pool import Pool, WorkerFailure
@@ -204,11 +205,7 @@ def _plan_of(name: str) -> str:
     model = build(name)
     if find_plan(model) is None:
         return "-"
-    return (
-        "ours"
-        if any(type(child).__module__.split(".")[2:3] == [family] for child in [model] for family in FAMILIES)
-        else "declared"
-    )
+    return "ours" if type(model).__module__.split(".")[2] in (*FAMILIES, *ENCODER_DECODERS) else "declared"
 
 
 def main() -> int:
