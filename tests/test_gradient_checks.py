@@ -28,6 +28,15 @@ class LitPoisoned(LitNet):
         return loss * float("nan") if poisoned else loss
 
 
+class LitUncounted(LitNet):
+    """The last rank has nothing to count in its first batch: a mean of nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        keep = torch.full((len(y),), self.trainer.global_rank < self.trainer.world_size - 1 or batch_idx > 0)
+        return {"loss": torch.nn.functional.mse_loss(self.net(x)[keep], y[keep]), "num_tokens": keep.sum()}
+
+
 class LitUnused(LitNet):
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +74,12 @@ def _fit(
             raised = f"{type(error).__name__}: {error}"
     finite = all(value.isfinite().all() for value in trainer.lightning_module.state_dict().values())
     return raised, [str(warning.message) for warning in caught], bool(finite)
+
+
+@pytest.mark.parametrize("layout", [{}, {M: 2}, {Z: True}], ids=["d2", "d2 m2", "d2 sharded"])
+def test_a_mean_of_nothing_that_weighs_nothing_is_no_failure(layout: dict[str, Any], pool: Pool) -> None:
+    for raised, _, finite in pool.run(_fit, world_size=2, args=(LitUncounted, 2, {**layout, "check_finite": "raise"})):
+        assert (raised, finite) == ("", True)
 
 
 @pytest.mark.parametrize("layout", [{}, {P: 2, M: 2, "schedule": "zb_h1"}], ids=["one", "zb_h1"])

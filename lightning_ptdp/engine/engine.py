@@ -17,7 +17,7 @@ from lightning_ptdp.engine.batch import batch_size, iterate_tensors, microbatch_
 from lightning_ptdp.engine.evaluations import check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_keeper import GradientKeeper
 from lightning_ptdp.engine.gradients import check_recorded
-from lightning_ptdp.engine.job import LightningJob, loss_and_weight, sum_over_replicas
+from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, sum_over_replicas
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, weigh_over_replicas, weigh_recorded
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
@@ -140,7 +140,9 @@ class Engine:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss of a step with this replica's weight in the mean over replicas."""
-        return loss * self._factor if self._mesh.group("replica_sum").size > 1 else loss
+        if self._mesh.group("replica_sum").size == 1:
+            return loss
+        return loss * self._factor if isinstance(self._factor, float) else counted_loss(loss, self._factor) * self._factor
 
     def close(self) -> None:
         """Detach from the module."""
@@ -183,7 +185,8 @@ class Engine:
         with self._step_randomness(), context(), self._same_dropout(args[0]), recording:
             output = self._module.training_step(*args)
         if self._config.check_finite is not None:
-            self.gradients.losses = [loss_and_weight(output)[0].detach()]
+            loss, tokens = loss_and_weight(output)
+            self.gradients.losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
         if group.size > 1:
             _, tokens = loss_and_weight(output)
             self._factor = 1 / group.size

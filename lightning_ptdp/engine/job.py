@@ -22,7 +22,7 @@ from lightning_ptdp.mesh import Group
 from lightning_ptdp.random import derive_seed, seeded
 from lightning_ptdp.tensor_parallel import SplitRandomness, gather_full
 
-__all__ = ["LightningJob", "loss_and_weight", "sum_over_replicas"]
+__all__ = ["LightningJob", "counted_loss", "loss_and_weight", "sum_over_replicas"]
 
 
 def loss_and_weight(output: Any) -> tuple[Tensor, Tensor | None]:
@@ -49,6 +49,11 @@ def sum_over_replicas(values: Tensor, group: Group) -> Tensor:
     if group.size > 1:
         dist.all_reduce(values, group=group.handle)
     return values
+
+
+def counted_loss(loss: Tensor, weight: Tensor) -> Tensor:
+    """``loss``, or zero where it weighs nothing: a mean over no tokens may be 0/0, which no weight of zero makes a number."""
+    return torch.where(weight > 0, loss, torch.zeros_like(loss))
 
 
 class LightningJob:
@@ -192,15 +197,14 @@ class LightningJob:
         self._tokens[microbatch] = tokens
         if part is not None and tokens is None:
             share = self._shares[microbatch] = part.share(loss.detach())
-            # Without a label in this slice the mean is 0/0, and weighs nothing.
-            loss = torch.where(share > 0, loss, torch.zeros_like(loss)) * share
+            loss = counted_loss(loss, share) * share
+        loss = loss if tokens is None else counted_loss(loss, tokens)
         self.losses.append(loss.detach())
         self._outputs[microbatch] = _detached(output)
         if tokens is None:
             return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale * self._loss_scale)
         # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
-        # A mean over no tokens may be 0/0, and its weight of zero must not turn that into nan gradients.
-        return torch.where(tokens > 0, loss, torch.zeros_like(loss)) * (tokens * self._loss_scale)
+        return loss * (tokens * self._loss_scale)
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
         """Start reductions as the buckets of this stage fill."""

@@ -96,10 +96,11 @@ class Losses(L.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         weight = float(outputs.get("num_tokens", 1.0))
         group = trainer.strategy.mesh.group("replica_sum")
-        sums = torch.tensor([float(outputs["loss"]) * weight, weight], dtype=torch.float64)
+        loss = float(outputs["loss"]) if weight else 0.0  # a replica without labels has a mean of nothing
+        sums = torch.tensor([loss * weight, weight], dtype=torch.float64)
         if group.size > 1:
             torch.distributed.all_reduce(sums, group=group.handle)
-        self.losses.append(float(sums[0] / sums[1]))
+        self.losses.append(float(sums[0] / sums[1]) if sums[1] else 0.0)
 
 
 def one_process(run: Run) -> Run:
