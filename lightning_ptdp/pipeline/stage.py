@@ -119,6 +119,9 @@ class PipelineCut:
         self._early = list(self._early_slots(model))
         local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
         self._hooks = {layer.name: tuple(user_hooks(layer.name, model.get_submodule(layer.name))) for layer in local}
+        # Of now: those that dropout by key and tensor parallelism add are no user's.
+        early = [slot.name for slot in self._early if not slot.stages.isdisjoint(self.stages)]
+        self._early_hooks = [h for name in early for h in user_hooks(name, model.get_submodule(name), inside=False)]
         self._slots = [*self._block_slots(model), *self._early, *self._after_slots(model)]
         self.module_stages = self._module_stages(model)
         self._tables = {
@@ -242,12 +245,12 @@ class PipelineCut:
     def _watch(self) -> None:
         """Hook the local modules (on the first run, when sharding has put the final ones in place)."""
         self._watched = True
+        for hooks in self._early_hooks:
+            hooks.watch(self._boundary.see)
         for slot in self._early:
             if not slot.stages.isdisjoint(self.stages):
                 module = slot.parent._modules[slot.key]
                 assert module is not None
-                for hooks in user_hooks(slot.name, module, inside=False):
-                    hooks.watch(self._boundary.see)
                 module.register_forward_hook(eager(module, partial(_mark, self._boundary, slot.stages)))
         if not self._static or len(self.parts.blocks) > 1:
             # Later they would be missing on the blocks of the chunks that are out of the tree at that time, and come behind the hook
