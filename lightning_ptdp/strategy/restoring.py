@@ -96,14 +96,20 @@ class ModelSpaceRestoring(ModelSpace):
                 f"{type(self.lightning_module).__name__}.load_state_dict is overridden, but no rank holds the whole model that it would be "
                 "given. Change checkpoint['state_dict'] in on_load_checkpoint instead"
             )
-        elif any(gather(not isinstance(state, StoredWeights) or state.touched)):
-            self._load_whole(state, strict=strict)
         else:
-            tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
-            with self.waiting_in(f"loading the model from {state.path}"):
-                load_tensors(state.path, tensors, strict=strict, prefix=MODEL if strict else None)
-            self._set_extra_states({name.removeprefix(MODEL): tensor for name, (tensor, _) in tensors.items()})
+            stored = isinstance(state, StoredWeights)
+            with self.waiting_in(f"loading the model from {state.path}" if stored else "loading the model"):
+                self._load_part(state, strict=strict, whole=any(gather(not stored or state.touched)))
         self._parameters_set()
+
+    def _load_part(self, state: Any, *, strict: bool, whole: bool) -> None:
+        """Read this rank's part; where the hooks of some rank have looked at whole tensors, cut it out of these."""
+        if whole:
+            self._load_whole(state, strict=strict)
+            return
+        tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
+        load_tensors(state.path, tensors, strict=strict, prefix=MODEL if strict else None)
+        self._set_extra_states({name.removeprefix(MODEL): tensor for name, (tensor, _) in tensors.items()})
 
     def _set_extra_states(self, loaded: Mapping[str, Tensor]) -> None:
         """Hand modules what they gave as ``get_extra_state``: it need not be their own memory that was filled."""
@@ -120,7 +126,7 @@ class ModelSpaceRestoring(ModelSpace):
 
     def _load_whole(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
         """Cut this rank's part out of whole tensors; collective."""
-        with self.waiting_in("loading the model"), same_outcome("loading the model"):
+        with same_outcome("loading the model"):
             local = self._model_tensors()
             missing = [name for name in local if name not in state]
             if missing and strict:
