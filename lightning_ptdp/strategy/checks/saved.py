@@ -61,7 +61,7 @@ def check_extra_state(module: nn.Module) -> None:
 def check_optimizer_state(optimizer: Optimizer, *, device: torch.device) -> None:
     """Step a small tensor with an optimizer like this one and see whether its states can be stored by name.
 
-    Optimizers that keep other objects, or call others' hooks, are not tried: the first save tells.
+    Torch's own are known; those that keep other objects, or call others' hooks, are not tried: the first save tells.
 
     Raises:
         ValueError: They cannot; names the optimizer and the state.
@@ -89,6 +89,8 @@ def check_optimizer_state(optimizer: Optimizer, *, device: torch.device) -> None
 
 
 def _may_be_tried(optimizer: Optimizer) -> bool:
+    if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.Adafactor):
+        return False
     usual = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)).keys() | {"step"}
     hooks = (value for key, value in vars(optimizer).items() if key.endswith("_hooks"))
     return not any(hooks) and all(isinstance(value, _PLAIN) for key, value in vars(optimizer).items() if key not in usual)
