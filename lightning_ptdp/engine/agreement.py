@@ -47,7 +47,7 @@ def has_same_length(loader: Any, *, group: Group, device: torch.device) -> bool:
         return True
     try:
         length = len(loader)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # Python's and torch's ways to say that a loader has no length
         length = -1
     extremes = torch.tensor([length, -length], device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)

@@ -60,7 +60,7 @@ class _Substitution:
         self._fails: dict[str, list[str]] = exceptions["one_process"] | (exceptions["options"] if options else {})
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Known failures are run, and have to fail."""
+        """Known failures are run; of a pattern that names a parametrized test, some parameters may pass."""
         for item in items:
             if (reason := _found(item, self._fails)) is not None:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=False))

@@ -1,0 +1,129 @@
+"""The strategy's part in the world: who this rank is, joining the others, and the groups that they make."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp._lightning import LightningNames
+from lightning_ptdp._memory import return_large_blocks
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.strategy.collectives import WorldCollectives
+from lightning_ptdp.strategy.interruption import Interruption
+from lightning_ptdp.strategy.joining import joining
+
+__all__ = ["World"]
+
+
+class World(WorldCollectives):
+    """Mixin of the strategy: ranks, sizes, process groups."""
+
+    _names: LightningNames
+    config: PTDPConfig
+    mesh: ProcessMesh | None
+    num_nodes: int
+    _watchdog: Watchdog | None
+    _interruption: Interruption | None
+    _seed: int
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return 0 if self._is_alone else super().global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank on its node."""
+        return 0 if self._is_alone else super().local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This node."""
+        return 0 if self._is_alone else super().node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return 1 if self._is_alone else super().world_size
+
+    @property
+    def _is_alone(self) -> bool:
+        """There is nothing to ask then: in a SLURM job that was not started by srun the environment would not know."""
+        return self.num_nodes * self.num_processes == 1
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samplers have to be split: there is more than one replica."""
+        return self.layout.data_parallel_size > 1
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The degrees of parallelism on this world."""
+        return self.config.layout(max(1, self.num_nodes * self.num_processes))
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Samples are split over replicas; all ranks of a replica read the same ones."""
+        coordinates = self.layout.coordinates(self.global_rank)
+        return {"num_replicas": self.layout.data_parallel_size, "rank": coordinates.data}
+
+    def setup_environment(self) -> None:
+        """Join the process group and make the mesh."""
+        super().setup_environment()
+        self._names.reset_seed()
+        self.set_world_ranks()
+        layout = self.layout
+        if layout.world_size > 1 and not dist.is_initialized():
+            self._join(layout)
+        if layout.world_size > 1 and self.root_device.type == "cpu":
+            return_large_blocks()
+        if self.global_rank != 0:
+            # ModelCheckpoint's, which every rank would print.
+            warnings.filterwarnings("ignore", message="The dirpath has changed")
+        if layout.world_size > 1 and layout.data_parallel_size == 1:
+            # Ranks of a single replica hold equal values: Lightning's advice to reduce them does not apply.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
+        if self.mesh is None:
+            self.mesh = ProcessMesh.create(
+                layout=layout, rank=self.global_rank, timeout=self.config.timeout, device=self.root_device
+            )
+        if self._watchdog is None or self._watchdog.closed:
+            self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
+        seed = self.config.seed if self.config.seed is not None else torch.initial_seed()
+        self._seed, run = self.broadcast((seed, uuid.uuid4().hex))
+        on_device = self.root_device.type == "cuda"
+        self._interruption = Interruption(self.lightning_module.trainer, self._watchdog, run=run, on_device=on_device)
+
+    def _join(self, layout: ParallelLayout) -> None:
+        backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
+        environment, rank, limit = self.cluster_environment, self.global_rank, self.config.timeout
+        with joining(environment, rank=rank, world_size=layout.world_size, limit=limit) as store:
+            # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
+            self._names.init_process_group(environment, backend, rank, layout.world_size, timeout=limit, store=store)
+            self.mesh = ProcessMesh.create(layout=layout, rank=rank, timeout=limit, device=self.root_device)
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's environment and rank-zero helpers who we are."""
+        if self.cluster_environment is not None:
+            world_size = self.num_nodes * self.num_processes
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank if world_size > 1 else 0
+            )
+            self.cluster_environment.set_world_size(world_size)
+        self._names.rank_zero_only.rank = self._names.fabric_rank_zero_only.rank = self.global_rank
