@@ -15,6 +15,7 @@ from lightning_ptdp.pipeline.crossing import Crossing, backward
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
 
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WIDTH, RANGES = 6, ((0, 1), (1, 3), (3, 4))
 
 
@@ -283,3 +284,21 @@ class Emulated:
                 if parameter.grad is not None:
                     found[name] = found[name] + parameter.grad if name in found else parameter.grad
         return found
+
+
+def as_the_whole(model: type[Base], **options: Any) -> Emulated:
+    """Compare the loss and all gradients, in training twice, and in evaluation."""
+    whole = build(model)
+    stages = Emulated(whole, **options)
+    for batch in (ids(2, 5), ids(3, 4)):  # the shapes change
+        expected, found = whole(batch), stages.forward(batch, training=True)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        expected.square().sum().backward()
+        stages.backward(found.square().sum())
+    gradients = stages.gradients()
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+    with torch.no_grad():
+        torch.testing.assert_close(stages.forward(ids(), training=False), whole(ids()), rtol=0, atol=0)
+    return stages

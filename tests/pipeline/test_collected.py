@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.crossing import StageError
-from tests.pipeline.crossing_models import RANGES, WIDTH, Base, Block, Emulated, build, ids
-
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
+from tests.pipeline.crossing_models import RANGES, WIDTH, Base, Block, Emulated, as_the_whole, build, ids
 
 
 class AllHidden(Base):
@@ -79,24 +77,6 @@ class Hooked(Base):
     def forward(self, ids: Tensor) -> Tensor:
         self.seen = []
         return super().forward(ids)
-
-
-def as_the_whole(model: type[Base], **options: Any) -> Emulated:
-    """Compare the loss and all gradients, in training twice, and in evaluation."""
-    whole = build(model)
-    stages = Emulated(whole, **options)
-    for batch in (ids(2, 5), ids(3, 4)):  # the shapes change
-        expected, found = whole(batch), stages.forward(batch, training=True)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        expected.square().sum().backward()
-        stages.backward(found.square().sum())
-    gradients = stages.gradients()
-    for name, parameter in whole.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(gradients[name], parameter.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
-    with torch.no_grad():
-        torch.testing.assert_close(stages.forward(ids(), training=False), whole(ids()), rtol=0, atol=0)
-    return stages
 
 
 @pytest.mark.parametrize("ranges", [RANGES, ((0, 2), (2, 4)), ((0, 3), (3, 4))])

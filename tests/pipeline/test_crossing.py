@@ -14,6 +14,7 @@ from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, TensorForm, describe, rebuild, substitute, tensors_in
 from lightning_ptdp.pipeline.stage import PipelineCut
 from tests.pipeline.crossing_models import (
+    EXACT,
     MODELS,
     RANGES,
     Base,
@@ -27,26 +28,15 @@ from tests.pipeline.crossing_models import (
     Pair,
     PairBlock,
     Skip,
+    as_the_whole,
     build,
     ids,
 )
 
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
-
 
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_and_gradients_equal_the_whole_models(model: type[Base]) -> None:
-    whole = build(model)
-    stages = Emulated(whole)
-    for batch in (ids(2, 5), ids(3, 4)):  # the shapes change
-        expected, found = whole(batch), stages.forward(batch, training=True)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        expected.square().sum().backward()
-        stages.backward(found.square().sum())
-    gradients = stages.gradients()
-    for name, parameter in whole.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(gradients[name], parameter.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+    as_the_whole(model)
 
 
 @pytest.mark.parametrize("model", MODELS)
