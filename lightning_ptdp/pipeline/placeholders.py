@@ -141,6 +141,8 @@ def _check_running(placeholder: Placeholder) -> None:
 def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """How to make an output of the right shape without the module's weights; None if that is not known for its type."""
     if isinstance(module, nn.Embedding):
+        if type(module).forward is not nn.Embedding.forward and not module.weight.requires_grad:
+            return None  # a fixed table that may be asked for places by their number: every stage has it
         width, dtype = module.embedding_dim, module.weight.dtype
         return partial(_zeros_after_lookup, width=width, dtype=dtype)
     if isinstance(module, nn.Linear):

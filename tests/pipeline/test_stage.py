@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.crossing import Crossing
 from lightning_ptdp.pipeline.discover import find_blocks, find_parts
+from lightning_ptdp.pipeline.placeholders import stub_shape
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, StageError
 
 
@@ -190,3 +191,15 @@ def test_the_container_is_found_or_asked_for() -> None:
     with pytest.raises(ValueError, match="nearest: layers"):
         find_parts(Net(), blocks="layer")
     assert find_parts(Net(), before=("norm",)) == ModelParts(blocks=("layers",), before=("norm", "embedding"), after=("head",))
+
+
+class FixedTable(nn.Embedding):
+    """Pegasus' and Marian's positions: asked for by the shape of the input."""
+
+    def forward(self, shape: torch.Size) -> torch.Tensor:
+        return super().forward(torch.arange(shape[1]))
+
+
+def test_a_fixed_table_with_a_forward_of_its_own_is_not_stubbed() -> None:
+    assert stub_shape(FixedTable(4, 2)) is not None
+    assert stub_shape(FixedTable(4, 2).requires_grad_(False)) is None
