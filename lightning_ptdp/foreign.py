@@ -1,0 +1,99 @@
+"""Files that somebody else wrote: what they say is compared with what is there before anything is made of it.
+
+Every reader of this package goes through here, and turns the ``ValueError`` or ``OSError`` into its own error, which says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+__all__ = ["inside", "parse_json", "read_bytes", "read_json"]
+
+_MOST_BYTES = 1 << 24
+_MOST_VALUES = 500_000  # a file of 3-byte lists would become 25 times its size
+_MOST_DEPTH = 64
+_MOST_NAME = 255  # bytes: what every file system takes
+
+
+def inside(folder: str | Path, name: object) -> Path:
+    """The path of a file that another file names, in ``folder`` or below it.
+
+    Raises:
+        ValueError: The name is no relative path that stays inside, or a link is on its way.
+    """
+    if not isinstance(name, str) or not _is_relative(name):
+        raise ValueError(f"{_short(name)} is not the name of a file inside of the folder")
+    path = Path(folder)
+    for part in name.split("/"):
+        path = path / part
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link: put the file itself there")
+    return path
+
+
+def read_bytes(path: str | Path, *, most_bytes: int = _MOST_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is a pipe, a device or a folder, or has more than ``most_bytes``.
+    """
+    # Before it is opened: opening a pipe waits for a writer.
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("it is not a file")
+    with open(path, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > most_bytes:
+            raise ValueError(f"it has {size} bytes, at most {most_bytes} are read")
+        return stream.read(most_bytes)
+
+
+def read_json(path: str | Path, *, most_bytes: int = _MOST_BYTES, most_values: int = _MOST_VALUES) -> Any:
+    """The JSON of a regular file: see ``read_bytes`` and ``parse_json``."""
+    return parse_json(read_bytes(path, most_bytes=most_bytes), most_values=most_values)
+
+
+def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
+    """JSON of at most so many values, 64 deep, with finite numbers.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if values > most_values:
+        raise ValueError(f"it holds about {values} values, at most {most_values} are read")
+    try:
+        content = json.loads(data, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError(f"its brackets are more than {_MOST_DEPTH} deep") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON ({_short(error)})") from error
+    level = [content]
+    for _ in range(_MOST_DEPTH):
+        level = [entry for value in level for entry in _entries(value)]
+    if any(isinstance(value, dict | list) for value in level):
+        raise ValueError(f"its brackets are more than {_MOST_DEPTH} deep")
+    return content
+
+
+def _is_relative(name: str) -> bool:
+    plain = name.isprintable() and not set(name) & {"\\", ":"} and len(name.encode()) <= _MOST_NAME
+    return plain and PurePosixPath(name).as_posix() == name and name != "." and name[0] != "/" and ".." not in name.split("/")
+
+
+def _entries(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _short(value: object) -> str:
+    """Of what may be long, enough to find it."""
+    text = str(value) if isinstance(value, Exception) else repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}…"

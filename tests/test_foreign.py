@@ -1,0 +1,78 @@
+"""Names, sizes and JSON of files that somebody else wrote."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_ptdp.foreign import inside, parse_json, read_bytes, read_json
+
+_BAD_NAMES = [
+    "",
+    ".",
+    "..",
+    "../a",
+    "a/../b",
+    "/a",
+    "a//b",
+    "./a",
+    "a/",
+    "a\0",
+    "a\n",
+    "\ud800",
+    "a\\b",
+    "C:a",
+    "a" * 256,
+    3,
+    None,
+    ["a"],
+]
+
+
+@pytest.mark.parametrize("name", _BAD_NAMES)
+def test_a_name_that_leads_outside_is_refused(tmp_path: Path, name: object) -> None:
+    with pytest.raises(ValueError, match="is not the name of a file inside"):
+        inside(tmp_path, name)
+
+
+def test_a_name_that_stays_inside_is_taken_unless_a_link_is_on_its_way(tmp_path: Path) -> None:
+    assert inside(tmp_path, "train/chunk-0-1.bin") == tmp_path / "train" / "chunk-0-1.bin"
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("link", "link/a", "dangling"):
+        with pytest.raises(ValueError, match="is a link"):
+            inside(tmp_path, name)
+    # How the folder itself is reached is the user's business.
+    assert inside(tmp_path / "link", "a") == tmp_path / "link" / "a"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"[" * 100_000, "64 deep"),
+        (b"[" * 65 + b"]" * 65, "64 deep"),
+        (b"1" * 5000, "not JSON"),
+        (b"[NaN]", "NaN is no number"),
+        (b"\xff", "not JSON"),
+        (b"", "not JSON"),
+        (b"[" + b"[]," * 600_000 + b"1]", "values"),
+    ],
+)
+def test_json_that_would_grow_is_refused(data: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_json(data)
+
+
+def test_what_is_no_regular_file_or_too_big_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):
+        with pytest.raises(ValueError, match="not a file"):
+            read_bytes(tmp_path / name)
+    with open(tmp_path / "sparse", "wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(ValueError, match="1099511627776 bytes"):
+        read_json(tmp_path / "sparse")
+    (tmp_path / "good.json").write_bytes(b"[" * 64 + b"7" + b"]" * 64)
+    assert read_json(tmp_path / "good.json")
