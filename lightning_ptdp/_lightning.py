@@ -75,6 +75,7 @@ class LightningNames:
     init_process_group: Any
     default_backend: Any
     reset_seed: Any
+    isolate_rng: Any
     sync_tensor: Any
     optimizers_to_device: Any
 
@@ -120,6 +121,7 @@ def lightning_names(namespace: str) -> LightningNames:
         init_process_group=take(f"{fabric}.utilities.distributed", "_init_dist_connection"),
         default_backend=take(f"{fabric}.utilities.distributed", "_get_default_process_group_backend_for_device"),
         reset_seed=take(f"{fabric}.utilities.seed", "reset_seed"),
+        isolate_rng=take(f"{namespace}.utilities.seed", "isolate_rng"),
         sync_tensor=take(f"{fabric}.utilities.distributed", "_sync_ddp_if_available"),
         optimizers_to_device=take(f"{fabric}.utilities.optimizer", "_optimizers_to_device"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 import warnings
 
@@ -86,7 +87,6 @@ class World(WorldCollectives):
     def setup_environment(self) -> None:
         """Join the process group and make the mesh."""
         super().setup_environment()
-        self._names.reset_seed()
         self.set_world_ranks()
         layout = self.layout
         if layout.world_size > 1 and not dist.is_initialized():
@@ -105,10 +105,15 @@ class World(WorldCollectives):
             )
         if self._watchdog is None or self._watchdog.closed:
             self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
-        seed = self.config.seed if self.config.seed is not None else torch.initial_seed()
-        self._seed, run = self.broadcast((seed, uuid.uuid4().hex))
+        self._seed, run = self.broadcast((self._reset_seed(), uuid.uuid4().hex))
         on_device = self.root_device.type == "cuda"
         self._interruption = Interruption(self.lightning_module.trainer, self._watchdog, run=run, on_device=on_device)
+
+    def _reset_seed(self) -> int:
+        """Random numbers begin anew at the user's seed, as in Lightning's strategies; in one process they go on where they are."""
+        with contextlib.nullcontext() if self.layout.world_size > 1 else self._names.isolate_rng():
+            self._names.reset_seed()
+            return self.config.seed if self.config.seed is not None else torch.initial_seed()
 
     def _join(self, layout: ParallelLayout) -> None:
         backend = self.config.process_group_backend or self._names.default_backend(self.root_device)

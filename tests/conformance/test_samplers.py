@@ -38,6 +38,20 @@ def read(rank: int, place: Place, shuffle: bool) -> list[list[list[float]]]:
     return seen.epochs
 
 
+def read_twice(rank: int, place: Place, _: str) -> list[Any]:
+    L.seed_everything(1, verbose=False)
+    seen = SeenSamples()
+    for _ in range(2):
+        make_trainer(place, callbacks=[seen], max_epochs=1).fit(LitNet(), loader(32, batch_size=4, shuffle=True))
+    return seen.epochs
+
+
+@pytest.mark.parametrize("name", ["one", "one m2", "d2"])
+def test_a_second_training_goes_on_with_random_numbers_where_lightning_does(name: str, pool: Pool) -> None:
+    for found, expected in both(pool, read_twice, name):
+        assert found == expected
+
+
 LAYOUTS = {
     "d2": Place(world_size=2),
     "p2": Place(world_size=2, layout=P2),
