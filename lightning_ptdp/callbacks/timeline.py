@@ -92,11 +92,15 @@ class PipelineTimeline(Callback):
     def _tell(self, trainer: Trainer, measured: Timeline, ideal: Timeline) -> None:
         """On the first rank of the pipeline, which is global rank 0."""
         folder = Path(self.dirpath) if self.dirpath is not None else run_folder(trainer) / "timeline"
-        folder.mkdir(parents=True, exist_ok=True)
         picture, trace = (folder / f"step-{self._step:06d}{suffix}" for suffix in (".png", ".json"))
         titles = [f"{measured.schedule.name}, step {self._step}, measured", "ideal: mean costs, free messages"]
-        draw_timelines([measured, ideal], picture, titles=titles, measured=True)
-        trace.write_text(json.dumps(chrome_trace(measured, ideal, titles=titles)), encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            draw_timelines([measured, ideal], picture, titles=titles, measured=True)
+            trace.write_text(json.dumps(chrome_trace(measured, ideal, titles=titles)), encoding="utf-8")
+        except OSError as error:  # a full disk: training does not end for it
+            rank_zero_warn(f"the timeline of step {self._step} could not be written: {error}")
+            return
         metrics = {
             "timeline/step_seconds": float(measured.step_time),
             "timeline/bubble_measured": float(measured.bubble_fraction),

@@ -24,7 +24,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.loggers.names import allowed_name, flat_parameters
-from lightning_ptdp.loggers.store import check_store, check_writable_folder, sqlite_path
+from lightning_ptdp.loggers.store import check_store, check_writable_folder, one_at_a_time, sqlite_path
 from lightning_ptdp.loggers.unwritten import keep_metrics
 from lightning_ptdp.loggers.writer import BackgroundWriter
 
@@ -197,9 +197,13 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Copy the checkpoint to the artifacts if ``log_model`` asks for it."""
+        """Copy the checkpoint to the artifacts if ``log_model`` asks for it; where that fails there is a warning, and training goes on."""
         if self._options["log_model"]:
-            self._open().after_save_checkpoint(checkpoint_callback)
+            inner = self._open()
+            try:
+                inner.after_save_checkpoint(checkpoint_callback)
+            except Exception as error:
+                warnings.warn(f"a checkpoint is not copied to run {self._run_id} in {self._tracking_uri}: {error}", stacklevel=2)
 
     def save(self) -> None:
         """Nothing: Lightning calls this after every metric, and would wait for the store."""
@@ -208,7 +212,8 @@ class MLFlowLogger(Logger):
     def finalize(self, status: str = "success") -> None:
         """Flush, and end the run as FINISHED, or FAILED for any status but "success" and "finished".
 
-        What a store that is away does not take is kept in the file ``unwritten_metrics.jsonl`` of the run's folder, with a warning.
+        What a store that is away does not take is kept in the file ``unwritten_metrics.jsonl`` of the run's folder, with a warning; where
+        that cannot be written either, as on a disk that is full, the warning names what is lost.
         """
         if not self._is_open():
             return
@@ -248,22 +253,28 @@ class MLFlowLogger(Logger):
         path = sqlite_path(self._tracking_uri)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with _quiet("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow"):
-            inner = self._inner_of(self._run_id)
-            try:
-                client = _find_run(inner, self._run_id)
-            except ValueError as error:
-                if not self._may_be_gone:
-                    raise
-                warnings.warn(f"{error.__cause__ or error}: a new run is started instead of {self._run_id}", stacklevel=2)
-                self._run_id, self._may_be_gone = None, False
-                inner = self._inner_of(None)
-                client = _find_run(inner, None)
+        folder = path.parent if path is not None else None
+        chatty = ("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow")
+        with one_at_a_time(folder, limit_s=_LIMIT_S), _quiet(*chatty):
+            inner, client = self._found()
         if self._run_id is not None:
             client.update_run(self._run_id, status="RUNNING")
             for key, value in self._tags.items():
                 client.set_tag(self._run_id, key, value)
         return inner
+
+    def _found(self) -> tuple[LightningMLFlowLogger, Any]:
+        """Lightning's logger of the run and its client; a new database gets its tables here."""
+        inner = self._inner_of(self._run_id)
+        try:
+            return inner, _find_run(inner, self._run_id)
+        except ValueError as error:
+            if not self._may_be_gone:
+                raise
+            warnings.warn(f"{error.__cause__ or error}: a new run is started instead of {self._run_id}", stacklevel=2)
+            self._run_id, self._may_be_gone = None, False
+            inner = self._inner_of(None)
+            return inner, _find_run(inner, None)
 
     def _inner_of(self, run_id: str | None) -> LightningMLFlowLogger:
         return LightningMLFlowLogger(

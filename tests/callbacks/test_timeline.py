@@ -107,6 +107,14 @@ def test_the_chosen_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
         assert found["timeline/bubble_ideal"] == pytest.approx(ideal_idle)
 
 
+def test_a_full_disk_does_not_end_training(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("where no folder can be made")
+    results = pool.run(
+        _fit, world_size=2, args=(2, P2, str(tmp_path), {"steps": [0], "dirpath": str(tmp_path / "taken" / "x")}, 1)
+    )
+    assert [counts for _, counts in results] == [[2, 1, 1, 1]] * 2
+
+
 def test_the_trace_holds_what_every_rank_did(pool: Pool, tmp_path: Path) -> None:
     layout = {**P2, "schedule": "zb_h1"}
     options = {"every_n_steps": 1, "dirpath": str(tmp_path / "mine")}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
 import json
 import multiprocessing
+import os
 import pickle
+import resource
+import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -14,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.loggers import MLFlowLogger, mlflow
@@ -149,6 +156,44 @@ def test_metrics_that_a_store_does_not_take_are_kept_in_a_file(save_dir: Path, m
     assert [(row["key"], row["value"], row["step"]) for row in rows] == [("loss", 1.5, 3), ("lr", 0.1, 3)]
 
 
+@contextlib.contextmanager
+def _largest_file(size: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.filterwarnings("ignore:logging failed")
+@pytest.mark.parametrize("kind", ["sqlite", "disk"])
+def test_a_full_disk_does_not_fail_a_training_that_is_done(save_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(mlflow, "_LIMIT_S", 0.0)
+    logger = MLFlowLogger(save_dir=str(save_dir), log_model=True)
+    kept = save_dir / "lightning-ptdp" / logger.run_id / "unwritten_metrics.jsonl"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("before\n")
+
+    def full(*args: Any) -> None:
+        if kind == "sqlite":
+            raise sqlite3.OperationalError("database or disk is full")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    logger._writer = BackgroundWriter(full)
+    monkeypatch.setattr(logger._inner, "after_save_checkpoint", full)
+    with pytest.warns(UserWarning, match=r"a checkpoint is not copied to run .*(full|No space left)"):
+        logger.after_save_checkpoint(None)
+    for step in (3, 4):
+        logger.log_metrics({"loss": 1.5, "lr": 0.1}, step)
+    lost = r"4 metrics are lost.*File too large.*: loss, lr of steps 3 to 4: .*(full|No space left)"
+    with _largest_file(kept.stat().st_size + 20), pytest.warns(UserWarning, match=lost):
+        logger.finalize("success")
+    assert kept.read_text() == "before\n", "half a row"
+
+
 def test_copies_do_not_share_a_connection(save_dir: Path) -> None:
     logger = MLFlowLogger(save_dir=str(save_dir))
     logger.log_metrics({"loss": 1.0}, 0)
@@ -180,6 +225,26 @@ def test_four_ranks_on_a_fresh_store(pool: Pool, tmp_path: Path) -> None:
     run = client_of(logger).get_run(run_ids[0])
     assert (run.data.params["rank"], run.data.tags["rank"]) == ("0", "0")
     assert len(client_of(logger).search_runs([run.info.experiment_id])) == 1
+
+
+def _begin(rank: int, save_dir: str) -> str:
+    rank_zero_only.rank = 0
+    import mlflow as _  # noqa: F401 - the import takes seconds, after which nobody would be first
+
+    dist.barrier()
+    logger = MLFlowLogger(save_dir=save_dir)
+    logger.log_metrics({"loss": float(rank)}, 0)
+    logger.finalize("success")
+    assert logger.run_id is not None
+    return logger.run_id
+
+
+def test_runs_that_begin_together_in_a_fresh_store_all_live(pool: Pool, tmp_path: Path) -> None:
+    run_ids = pool.run(_begin, world_size=3, args=(str(tmp_path / "runs"),))
+    client = client_of(MLFlowLogger(save_dir=str(tmp_path / "runs")))
+    runs = [client.get_run(run_id) for run_id in run_ids]
+    assert [run.data.metrics["loss"] for run in runs] == [0.0, 1.0, 2.0]
+    assert len({run.info.experiment_id for run in runs}) == 1
 
 
 def _log_and_break(logger: MLFlowLogger, queue: Any) -> None:
