@@ -65,6 +65,7 @@ class LightningNames:
     WeightAveragingCallbacks: tuple[Any, ...]
     TunerCallbacks: tuple[Any, ...]
     ModelPruning: Any
+    BaseFinetuning: Any
     LambdaCallback: Any
     TorchSyncBatchNorm: Any
     TorchCheckpointIO: Any
@@ -108,6 +109,7 @@ def lightning_names(namespace: str) -> LightningNames:
         WeightAveragingCallbacks=(take(callbacks, "StochasticWeightAveraging"), take(callbacks, "WeightAveraging")),
         TunerCallbacks=(take(callbacks, "BatchSizeFinder"), take(callbacks, "LearningRateFinder")),
         ModelPruning=take(callbacks, "ModelPruning"),
+        BaseFinetuning=take(callbacks, "BaseFinetuning"),
         LambdaCallback=take(callbacks, "LambdaCallback"),
         TorchSyncBatchNorm=take(f"{namespace}.plugins", "TorchSyncBatchNorm"),
         TorchCheckpointIO=take(f"{namespace}.plugins.io", "TorchCheckpointIO"),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.config import PTDPConfig
@@ -87,18 +87,25 @@ class GradientChecks:
 
     # ---- what it says -------------------------------------------------------------------------------------------------
 
-    def check_trainable(self) -> None:
-        """Buckets were made for the parameters that were trainable then.
+    def changed_trainable(self) -> list[nn.Parameter]:
+        """Parameters that have been frozen, or are to be trained, since the gradients were laid out."""
+        return [parameter for parameter in self._parallel.records if parameter.requires_grad != (parameter in self._trainable)]
+
+    def refuse_change(self, parameter: nn.Parameter, *, accumulating: bool) -> NoReturn:
+        """Say that nothing can follow the change.
 
         Raises:
-            ValueError: ``requires_grad`` of a parameter has changed since; names it.
+            ValueError: Names the parameter and what works.
         """
-        for parameter, record in self._parallel.records.items():
-            if parameter.requires_grad != (parameter in self._trainable):
-                raise ValueError(
-                    f"requires_grad of '{record.name}' has become {parameter.requires_grad} since set-up, but gradient buckets and "
-                    f"the optimizer's shards are laid out for {not parameter.requires_grad}; set it before fit, or call fit again after it"
-                )
+        change = f"requires_grad of '{self._parallel.records[parameter].name}' has become {parameter.requires_grad} since"
+        if accumulating:
+            raise ValueError(
+                f"{change} the batches began whose gradients are accumulated: change it when an optimizer step is complete"
+            )
+        raise ValueError(
+            f"{change} set-up, but the optimizer steps on shards or float32 copies of what could be trained then; set it before fit, call "
+            "fit again after it, or use shard_optimizer=False and precision='32-true' or 'bf16-mixed' (or master_weights=False)"
+        )
 
     def complete(self, optimizer: Any, *, losses: Sequence[Tensor], norm: Callable[[], Tensor] | None) -> None:
         """The gradients of a step are complete.

@@ -69,14 +69,17 @@ class GradientKeeper:
         """
         if not apart and not needs_masters(self._config, self._parallel) and self._config.check_finite is None:
             return
-        self._optimizer = optimizer
+        self._optimizer, self._overlaps = optimizer, overlaps
+        self._lay_out()
+
+    def _lay_out(self) -> None:
         self._buckets = make_gradients(
             config=self._config, mesh=self._mesh, parallel=self._parallel, launched=self._observers.reducing
         )
         self.stepped = make_stepped(self._buckets, config=self._config, parallel=self._parallel)
         if self.stepped is not None:
-            self.stepped.adopt(optimizer)
-            self._arrivals = Arrivals(self._module, self.stepped, overlaps=overlaps and self.stepped.is_sharded)
+            self.stepped.adopt(self._optimizer)
+            self._arrivals = Arrivals(self._module, self.stepped, overlaps=self._overlaps and self.stepped.is_sharded)
         self._checks = GradientChecks(
             config=self._config, mesh=self._mesh, parallel=self._parallel, gradients=self._buckets, stepped=self.stepped
         )
@@ -112,13 +115,19 @@ class GradientKeeper:
         """Gradients are about to be computed; where they go."""
         assert self._buckets is not None
         assert self._checks is not None
-        self._checks.check_trainable()
-        if self._open and not self._clears:
+        resumes = self._open and not self._clears
+        changed = self._checks.changed_trainable()
+        if changed and (resumes or self.stepped is not None or needs_masters(self._config, self._parallel)):
+            self._checks.refuse_change(changed[0], accumulating=resumes)
+        if resumes:
             self._buckets.resume()
         else:
             # What nobody cleared is summed over the replicas already: it waits aside until the batch's gradients are too.
             left = {} if self._clears else _gradients(self._stepped_on())
             self._left = {value: gradient.clone() for value, gradient in left.items()}
+            if changed:
+                self.close()
+                self._lay_out()
             self._buckets.zero()
             self._buckets.install()
         self._open = self.accumulates

@@ -8,6 +8,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     BatchSizeFinder,
     EMAWeightAveraging,
     LearningRateFinder,
@@ -88,6 +89,23 @@ def test_a_cut_model_refuses_before_it_starts(settings: dict[str, Any], words: l
 def test_pruning_of_what_the_optimizer_has_copies_of_is_refused(place: Place, settings: dict[str, Any]) -> None:
     with pytest.raises(MisconfigurationException, match=r"ModelPruning.*shard_optimizer=False"):
         make_trainer(place, callbacks=[ModelPruning("l1_unstructured")], **settings).fit(LitTunable(), loader())
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("layout", "settings", "words"),
+    [
+        ({"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size=1"),
+        ({"shard_optimizer": True}, {}, "shard_optimizer=False"),
+        ({}, {"precision": "bf16-true"}, "master_weights=False"),
+    ],
+)
+def test_unfreezing_what_the_optimizer_has_copies_or_parts_of_is_refused(
+    layout: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    place = Place(world_size=2, layout={**layout, "start_method": "fork"})
+    with pytest.raises(MisconfigurationException, match=f"BackboneFinetuning.*{words}"):
+        make_trainer(place, callbacks=[BackboneFinetuning()], **settings).fit(LitTunable(), loader())
 
 
 @pytest.mark.usefixtures("nothing_starts")

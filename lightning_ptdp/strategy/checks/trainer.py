@@ -99,6 +99,7 @@ def _check_backward(asked: Asked) -> None:
 
 def _check_callbacks(asked: Asked) -> None:
     _check_pruning(asked)
+    _check_finetuning(asked)
     if asked.layout.model_parallel_size == 1:
         return
     whole = (*asked.names.WeightAveragingCallbacks, *asked.names.TunerCallbacks)
@@ -119,12 +120,32 @@ def _check_pruning(asked: Asked) -> None:
             f"the callback {name} compares weights of the whole model, of which a rank would see and prune its own part only. Use it with "
             "tensor_parallel_size=1 and pipeline_parallel_size=1, or prune before fit"
         )
-    shards = asked.config.shard_optimizer and asked.layout.data_parallel_size * asked.layout.context_parallel_size > 1
-    if shards or (asked.config.master_weights and _is_half(asked)):
+    if _steps_on_copies(asked):
         raise asked.refuse(
             f"the callback {name} puts new values into parameters, but the optimizer steps on shards (shard_optimizer=True) or float32 "
             "copies of them. Use shard_optimizer=False and precision='32-true' or 'bf16-mixed', or prune before fit"
         )
+
+
+def _check_finetuning(asked: Asked) -> None:
+    name = next((type(c).__name__ for c in asked.trainer.callbacks if isinstance(c, asked.names.BaseFinetuning)), None)
+    if name is None or not asked.fits:
+        return
+    if asked.layout.pipeline_parallel_size > 1:
+        raise asked.refuse(
+            f"the callback {name} gives the optimizer a group of parameters when it unfreezes them, which only some pipeline stages hold. "
+            "Use it with pipeline_parallel_size=1, or give the optimizer all parameters and set their requires_grad yourself"
+        )
+    if _steps_on_copies(asked):
+        raise asked.refuse(
+            f"the callback {name} lets parameters be trained that the optimizer has no shards (shard_optimizer=True) or float32 copies of. "
+            "Use shard_optimizer=False, and precision='32-true', 'bf16-mixed', or master_weights=False"
+        )
+
+
+def _steps_on_copies(asked: Asked) -> bool:
+    shards = asked.config.shard_optimizer and asked.layout.data_parallel_size * asked.layout.context_parallel_size > 1
+    return shards or (asked.config.master_weights and _is_half(asked))
 
 
 def _check_batch_norm(asked: Asked) -> None:

@@ -1,0 +1,86 @@
+"""What is frozen at first and trained later, and the other way round, as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch.utils.data import DataLoader, Subset
+
+from tests.conformance.test_resuming import LitBackbone
+from tests.conformance.toys import PLACES, LitNet, Losses, Place, assert_weights, make_trainer, samples, weights
+from tests.pool import Pool
+
+ONE = Place(reference="auto")
+
+
+def own(rank: int, place: Place) -> DataLoader:
+    """This replica's part of batches that are the same in all places."""
+    replicas = 1 if "pipeline_parallel_size" in place.layout else place.world_size
+    return DataLoader(Subset(samples(), range(rank if replicas > 1 else 0, 32, replicas)), batch_size=8 // replicas)
+
+
+class Turns(L.Callback):
+    """Trains the first layer in the odd epochs and the last one in the even ones."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        odd = trainer.current_epoch % 2 == 1
+        for name, parameter in module.net.named_parameters():
+            if name[0] in "06":
+                parameter.requires_grad_((name[0] == "0") == odd)
+
+
+def in_turns(rank: int, place: Place, clip: float | None, accumulate: int) -> Any:
+    L.seed_everything(1, verbose=False)
+    losses = Losses()
+    trainer = make_trainer(
+        place,
+        max_epochs=3,
+        use_distributed_sampler=False,
+        callbacks=[Turns(), losses],
+        gradient_clip_val=clip,
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(LitNet(), own(rank, place))
+    return losses.values, weights(trainer)
+
+
+@pytest.mark.parametrize(("clip", "accumulate"), [(0.05, 1), (None, 2)])
+@pytest.mark.parametrize("name", ["m3", "d2", "d2 m2", "p2"])
+def test_layers_that_are_frozen_in_turn(name: str, clip: float | None, accumulate: int, pool: Pool) -> None:
+    place = PLACES[name][0]
+    ((losses, expected),) = pool.run(in_turns, world_size=1, args=(ONE, clip, accumulate))
+    for other, found in pool.run(in_turns, world_size=place.world_size, args=(place, clip, accumulate)):
+        if not name.startswith("d2"):
+            assert other == pytest.approx(losses, rel=1e-5)
+        assert_weights(found, expected)
+
+
+def unfreeze(rank: int, place: Place, path: str) -> Any:
+    file = Path(path, "half.ckpt")
+    L.seed_everything(1, verbose=False)
+    first = make_trainer(
+        place, use_distributed_sampler=False, max_epochs=2, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
+    )
+    first.fit(LitBackbone(), own(rank, place))
+    first.save_checkpoint(file)
+    second = make_trainer(
+        place, use_distributed_sampler=False, max_epochs=3, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
+    )
+    second.fit(LitBackbone(), own(rank, place), ckpt_path=file)
+    sizes = [sum(p.numel() for p in group["params"]) for group in second.optimizers[0].param_groups]
+    return sizes, weights(second)
+
+
+@pytest.mark.parametrize("name", ["m3", "d2", "d2 m2"])
+def test_a_backbone_that_is_unfrozen_trains(name: str, pool: Pool, tmp_path: Path) -> None:
+    place = PLACES[name][0]
+    (tmp_path / "one").mkdir()
+    ((groups, expected),) = pool.run(unfreeze, world_size=1, args=(ONE, str(tmp_path / "one")))
+    for sizes, found in pool.run(unfreeze, world_size=place.world_size, args=(place, str(tmp_path))):
+        assert sizes == groups
+        assert len(sizes) == 2
+        assert_weights(found, expected)
