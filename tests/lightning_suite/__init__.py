@@ -6,7 +6,11 @@ From the root of this repository, with a checkout of the installed version of Li
 
 ``Trainer(...)`` calls that name no strategy, accelerator or number of devices of their own get ``PTDPStrategy(**options)``. Tests look into
 checkpoints with ``torch.load`` and write them back with ``torch.save``; here both take the folders that the strategy writes.
-``exceptions.toml`` says, with a reason each, which tests are left alone and which are known to fail.
+``exceptions.toml`` says, with a reason each, which tests are left alone and which are known to fail. A test that ends with a refusal of the
+strategy before the first batch counts as an expected failure too, with the refusal's words as the reason; the summary counts the reasons.
+
+With ``--ptdp-processes 2`` every test runs in two processes at once; with ``--ptdp-off`` too, under Lightning's ``ddp``: what fails
+there as well assumes one process.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import json
 import os
 import shutil
 import tomllib
+import traceback
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,8 +31,10 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import read_full, read_state
+from tests.lightning_suite.processes import Processes
 
 _EXCEPTIONS = Path(__file__).with_name("exceptions.toml")
+_STRATEGY = os.path.join("lightning_ptdp", "strategy")
 _torch_load, _torch_save = torch.load, torch.save
 _OURS: dict[str, tuple[Any, ...]] = {
     "accelerator": ("auto", "cpu"),
@@ -40,24 +48,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the strategy, and a way to run without it."""
     group = parser.getgroup("ptdp", "Lightning's tests through PTDPStrategy")
     group.addoption("--ptdp-options", default="{}", help="JSON of PTDPStrategy's arguments")
+    group.addoption("--ptdp-processes", type=int, default=1, help="processes in which each test runs at once")
     group.addoption("--ptdp-off", action="store_true", help="run the same tests without the strategy, to compare")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the substitution."""
     config.addinivalue_line("markers", "flaky: tests that pytest-rerunfailures, if it is installed, runs again")
-    if not config.getoption("--ptdp-off"):
-        config.pluginmanager.register(_Substitution(json.loads(config.getoption("--ptdp-options"))), "ptdp-substitution")
+    off, count = config.getoption("--ptdp-off"), config.getoption("--ptdp-processes")
+    if off and count == 1:
+        return
+    substitution = _Substitution(json.loads(config.getoption("--ptdp-options")), count=count, off=off)
+    config.pluginmanager.register(substitution, "ptdp-substitution")
+    if count > 1:
+        config.pluginmanager.register(Processes(count, substitution.leaves_alone), "ptdp-processes")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How often each reason for an expected failure was met."""
+    reasons = Counter(report.wasxfail for report in terminalreporter.stats.get("xfailed", ()))
+    for reason, times in reasons.most_common():
+        terminalreporter.write_line(f"{times:4d} expected: {reason}")
 
 
 class _Substitution:
     """Gives trainers the strategy while a test runs that is not left alone."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
+    def __init__(self, options: dict[str, Any], *, count: int, off: bool) -> None:
+        self._options, self._count, self._off = options, count, off
         exceptions = tomllib.loads(_EXCEPTIONS.read_text())
         self._left_alone: dict[str, list[str]] = exceptions["left_alone"]
         self._fails: dict[str, list[str]] = exceptions["one_process"] | (exceptions["options"] if options else {})
+        if off:
+            self._fails = {}
+
+    def leaves_alone(self, item: pytest.Item) -> bool:
+        """Whether a test runs as it is."""
+        return _found(item, self._left_alone) is not None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Known failures are run; of a pattern that names a parametrized test, some parameters may pass."""
@@ -68,14 +95,23 @@ class _Substitution:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         """Around fixtures too, which make trainers."""
-        if _found(item, self._left_alone) is not None:
+        if self.leaves_alone(item):
             return (yield)
         with pytest.MonkeyPatch.context() as patch:
             self._substitute(patch)
             return (yield)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[Any]:
+        """A refusal is an expected failure."""
+        report = yield
+        if report.failed and call.excinfo is not None and (refusal := _refusal(call.excinfo.value)) is not None:
+            report.outcome, report.wasxfail = "skipped", f"refused: {refusal}"
+        return report
+
     def _substitute(self, patch: pytest.MonkeyPatch) -> None:
         from lightning.pytorch import Trainer
+        from lightning.pytorch.demos.boring_classes import BoringModel
 
         from lightning_ptdp import PTDPStrategy
 
@@ -84,12 +120,38 @@ class _Substitution:
         @functools.wraps(init)
         def with_strategy(trainer: Any, *args: Any, **kwargs: Any) -> None:
             if _names_nothing_else(kwargs):
-                kwargs["strategy"] = PTDPStrategy(**self._options)
+                kwargs["strategy"] = "ddp" if self._off else PTDPStrategy(**self._options)
+                kwargs |= {"accelerator": "cpu", "devices": self._count} if self._count > 1 else {}
             init(trainer, *args, **kwargs)
 
         patch.setattr(Trainer, "__init__", with_strategy)
-        patch.setattr(torch, "load", _load_file_or_folder)
-        patch.setattr(torch, "save", _save_file)
+        if not self._off:
+            patch.setattr(torch, "load", _load_file_or_folder)
+            patch.setattr(torch, "save", _save_file)
+        if self._options.get("pipeline_parallel_size", 1) > 1:
+            patch.setattr(BoringModel, "__init__", _deeper(BoringModel.__init__))
+
+
+def _deeper(init: Any) -> Any:
+    """Of a model of one layer: something to cut."""
+
+    @functools.wraps(init)
+    def with_layers(model: Any) -> None:
+        init(model)
+        model.layer = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
+
+    return with_layers
+
+
+def _refusal(error: BaseException | None) -> str | None:
+    """What the strategy said if it refused to begin, also where a test expected another error."""
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        begins = any(_STRATEGY in frame.filename and frame.name in ("check_before_launch", "setup") for frame in frames)
+        if begins and "lightning_ptdp" in frames[-1].filename:
+            return f"{error}"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _load_file_or_folder(file: Any, map_location: Any = None, **kwargs: Any) -> Any:

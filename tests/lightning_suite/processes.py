@@ -1,0 +1,122 @@
+"""Every test in several processes at once, one a rank, forked from the process that collected the tests."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+_LIMIT_S = 90.0
+_GRACE_S = 15.0  # for the others, when the first has failed
+_LOST = ("PeerError", "Connection closed by peer", "Connection reset by peer")
+_ASSERTIONS = ("assert", "Failed")  # AssertionError is shown as its text; what is asserted is often only said on rank 0
+
+
+class Processes:
+    """Runs each test in ``count`` ranks; the test fails if rank 0 does, or if what another runs raises an error.
+
+    Args:
+        count: World size.
+        leaves_alone: Tests that run in this process as they are.
+    """
+
+    def __init__(self, count: int, leaves_alone: Callable[[pytest.Item], bool]) -> None:
+        self._count, self._leaves_alone = count, leaves_alone
+        self._folder = Path()
+
+    @pytest.fixture
+    def tmp_path(self) -> Path:
+        """One folder for all ranks."""
+        folder = self._folder / "tmp_path"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Fork, wait, tell."""
+        if self._leaves_alone(item):
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            self._folder, port = Path(folder), _free_port()
+            children = {self._start(rank, port, item): rank for rank in range(self._count)}
+            self._wait(children)
+            reports = [self._read(rank, item) for rank in range(self._count)]
+        for report in min(reports, key=_importance):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _start(self, rank: int, port: int, item: pytest.Item) -> int:
+        child = os.fork()
+        if child:
+            return child
+        try:
+            from lightning.fabric.utilities.rank_zero import rank_zero_only as of_fabric
+            from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+            os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            rank_zero_only.rank = of_fabric.rank = rank
+            reports = runtestprotocol(item, log=False, nextitem=None)
+            told = [item.config.hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports]
+            self._file(rank).with_suffix(".part").write_bytes(pickle.dumps(told))
+            self._file(rank).with_suffix(".part").rename(self._file(rank))
+        finally:
+            os._exit(0)
+
+    def _wait(self, children: dict[int, int]) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while children and time.monotonic() < deadline:
+            for child, rank in list(children.items()):
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    del children[child]
+                    if not self._file(rank).exists() or b"failed" in self._file(rank).read_bytes():
+                        deadline = min(deadline, time.monotonic() + _GRACE_S)
+            time.sleep(0.01)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}"
+
+    def _read(self, rank: int, item: pytest.Item) -> list[Any]:
+        if not self._file(rank).exists():
+            text = f"PeerError: rank {rank} ended or was ended without a result"
+            return [
+                pytest.TestReport(item.nodeid, item.location, {}, "failed" if when == "call" else "passed", text, when)  # type: ignore[arg-type]
+                for when in ("setup", "call", "teardown")
+            ]
+        told = pickle.loads(self._file(rank).read_bytes())
+        reports = [item.config.hook.pytest_report_from_serializable(config=item.config, data=data) for data in told]
+        for report in reports:
+            report.sections.append(("rank", str(rank)))
+        return reports
+
+
+def _importance(reports: list[Any]) -> int:
+    """Who failed by itself before who lost the others, before who passed; a mere assertion of rank 1 behind rank 0's success."""
+    failed = [report for report in reports if report.failed]
+    if not failed:
+        return 2
+    texts = [getattr(report.longrepr, "reprcrash", None) for report in failed]
+    messages = [crash.message if crash is not None else str(report.longrepr) for crash, report in zip(texts, failed, strict=True)]
+    if all(message.startswith(_ASSERTIONS) for message in messages):
+        return 3 if ("rank", "0") not in failed[0].sections else 0
+    return 1 if all(any(word in message for word in _LOST) for message in messages) else 0
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
