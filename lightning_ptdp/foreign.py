@@ -11,7 +11,7 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-__all__ = ["inside", "parse_json", "read_bytes", "read_json"]
+__all__ = ["inside", "parse_json", "read_bytes", "read_json", "reason"]
 
 _MOST_BYTES = 1 << 24
 _MOST_VALUES = 500_000  # a file of 3-byte lists would become 25 times its size
@@ -78,6 +78,11 @@ def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
     if any(isinstance(value, dict | list) for value in level):
         raise ValueError(f"its brackets are more than {_MOST_DEPTH} deep")
     return content
+
+
+def reason(error: Exception) -> str:
+    """What is wrong with a file, for a message: the words of a ValueError; of a missing key and the like, the kind too."""
+    return str(error) if type(error) is ValueError else _short(repr(error))
 
 
 def _is_relative(name: str) -> bool:

@@ -86,8 +86,8 @@ class BertStream(Dataset[dict[str, torch.Tensor]]):
         self._vocabulary = Vocabulary.of(Tokenizer.load(folder))
         self._folder = Path(folder, split)
         self._chunks: tuple[int, ChunkMap] | None = None
-        self._dtype = np.dtype(manifest.splits[split].dtype)
-        chunks = self._open().chunks if manifest.splits[split].tokens else []
+        self._record = manifest.splits[split]
+        chunks = self._open() if self._record.tokens else ()
         words = self._vocabulary
         self._windows = find_windows(chunks, end=words.end, newline=words.newline, longest=self._room)
         windows = len(self._windows.starts)
@@ -192,7 +192,7 @@ class BertStream(Dataset[dict[str, torch.Tensor]]):
     def _open(self) -> ChunkMap:
         # Maps of files must not be shared by a forked worker with its parent.
         if self._chunks is None or self._chunks[0] != os.getpid():
-            self._chunks = (os.getpid(), ChunkMap(self._folder, self._dtype))
+            self._chunks = (os.getpid(), ChunkMap(self._folder, self._record.dtype, vocabulary_size=len(self._vocabulary.begins)))
         return self._chunks[1]
 
     def __getstate__(self) -> dict[str, Any]:

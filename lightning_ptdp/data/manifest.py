@@ -1,22 +1,37 @@
-"""The record beside a token store: what is in it, from what it was made, and the hash of every file."""
+"""The record beside a token store: what is in it, from what it was made, and the hash of every file.
+
+It may have been written by anybody: names lead to files inside of the folder only, numbers are compared with what is stored, and the
+record has a digest of its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
+import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ptdp.data.errors import StoreError
-from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.data.store import INDEX_FILE, TOKEN_TYPES, Chunk, read_chunks
+from lightning_ptdp.data.tokenizer import MODEL_FILE, RECORD_FILE, Tokenizer
+from lightning_ptdp.foreign import inside, read_json, reason
 
-__all__ = ["CorpusRecord", "FileRecord", "Manifest", "SplitName", "SplitRecord", "record_files", "verify_store"]
+__all__ = ["CorpusRecord", "FileRecord", "Manifest", "SplitName", "SplitRecord", "check_file", "record_files", "verify_store"]
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+_WITHOUT_DIGEST = 1
+_MEND = "prepare the data again with overwrite, or copy the folder again"
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+_log = logging.getLogger(__name__)
 SplitName = Literal["train", "validation"]
+SPLITS: tuple[SplitName, ...] = ("train", "validation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,38 +92,60 @@ class Manifest:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def write(self, folder: str | Path) -> None:
-        """Write ``manifest.json`` into ``folder``."""
-        Path(folder, MANIFEST_FILE).write_text(
-            json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n", "utf-8"
-        )
+        """Write ``manifest.json`` into ``folder``, with a digest of itself."""
+        values = {"format": FORMAT, **asdict(self)}
+        text = json.dumps({**values, "sha256": _digest(values)}, indent=1, sort_keys=True)
+        Path(folder, MANIFEST_FILE).write_text(f"{text}\n", "utf-8")
 
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
         """Read ``manifest.json`` from ``folder``.
 
         Raises:
-            StoreError: It is missing, not JSON, of another format, or incomplete.
+            StoreError: It is missing, damaged, of another format, or names what cannot be.
         """
         path = Path(folder, MANIFEST_FILE)
         try:
-            values = json.loads(path.read_text("utf-8"))
+            values = read_json(path)
+            if not isinstance(values, dict):
+                raise ValueError("not a JSON object")
         except FileNotFoundError as error:
             raise StoreError(f"{path} is missing: {folder} is not a prepared data folder; run `ptdp prepare`") from error
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise StoreError(f"{path} is damaged: not JSON ({error})") from error
-        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise StoreError(f"{path} is not of format {FORMAT}: prepare the data again with overwrite")
+            raise StoreError(f"{path} is damaged: {error}; {_MEND}") from error
+        written = values.get("format")
+        if written not in (_WITHOUT_DIGEST, FORMAT) or isinstance(written, bool):
+            raise StoreError(f"{path} is not of format {FORMAT}: {_MEND}")
+        if written == _WITHOUT_DIGEST:
+            _log.info("%s is of an older release and has no digest of itself: damage of its numbers may go unnoticed", path)
+        elif values.pop("sha256", None) != _digest(values):
+            raise StoreError(f"{path} is damaged, or was edited: its content does not have the sha256 that it names; {_MEND}")
         try:
-            nested = {
+            return cls._of({name: value for name, value in values.items() if name != "format"})
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise StoreError(f"{path} is damaged: {reason(error)}; {_MEND}") from error
+
+    @classmethod
+    def _of(cls, values: dict[str, Any]) -> Manifest:
+        """Checked: what is no number of a manifest is none of ours."""
+        manifest = cls(
+            **{
+                **values,
                 "corpus": CorpusRecord(**values["corpus"]),
                 "splits": {name: SplitRecord(**value) for name, value in values["splits"].items()},
                 "files": {name: FileRecord(**value) for name, value in values["files"].items()},
             }
-            return cls(**{**values, **nested})
-        except (TypeError, KeyError, AttributeError) as error:
-            raise StoreError(f"{path} is damaged: {error!r}") from error
+        )
+        for record in (manifest, manifest.corpus, *manifest.splits.values(), *manifest.files.values()):
+            _check_types(record)
+        wrong = {name for name, record in manifest.files.items() if not _SHA256.fullmatch(record.sha256) or name == MANIFEST_FILE}
+        if wrong:
+            raise ValueError(f"it has no sha256 of {min(wrong)!r}")
+        if set(manifest.splits) != set(SPLITS) or any(split.dtype not in TOKEN_TYPES for split in manifest.splits.values()):
+            raise ValueError(f"its splits are not {' and '.join(SPLITS)} of {' or '.join(TOKEN_TYPES)}")
+        return manifest
 
 
 def record_files(folder: str | Path) -> dict[str, FileRecord]:
@@ -130,26 +167,80 @@ def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
     """
     manifest = Manifest.read(folder)
     for name, record in manifest.files.items():
-        path = Path(folder, name)
-        try:
-            size = path.stat().st_size
-            if size != record.size:
-                raise StoreError(f"{path} has {size} bytes, {record.size} were written: prepare the data again with overwrite")
-            if hashes and _sha256(path) != record.sha256:
-                raise StoreError(
-                    f"{path} is damaged: its sha256 is not that of the manifest; prepare the data again with overwrite"
-                )
-        except FileNotFoundError as error:
-            raise StoreError(f"{path} is missing: prepare the data again with overwrite") from error
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+        check_file(_member(folder, name), record, hashes=hashes)
+    for split, held in manifest.splits.items():
+        named = {f"{split}/{chunk.path.name}" for chunk in _chunks(folder, split, held)}
+        unknown = ({f"{split}/{INDEX_FILE}", *named} if named else named) - set(manifest.files)
+        if unknown:
+            raise StoreError(f"{Path(folder, min(unknown))} is not listed in {MANIFEST_FILE}: {_MEND}")
+    missing = {MODEL_FILE, RECORD_FILE} - set(manifest.files)
+    if missing:
+        raise StoreError(f"{Path(folder, min(missing))} is not listed in {MANIFEST_FILE}: {_MEND}")
     tokenizer = Tokenizer.load(folder)
-    if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
+    if (tokenizer.fingerprint, tokenizer.vocabulary_size) != (manifest.tokenizer_fingerprint, manifest.vocabulary_size):
         raise StoreError(
             f"{folder} holds tokens of tokenizer {manifest.tokenizer_fingerprint[:12]}, but its tokenizer.model is "
             f"{tokenizer.fingerprint[:12]}: another tokenizer was put in its place"
         )
     return manifest
+
+
+def check_file(path: Path, record: FileRecord, *, hashes: bool = True, said: str | None = None) -> None:
+    """Compare a file with its record.
+
+    Args:
+        path: Where it is.
+        record: What it should be.
+        hashes: Compare its hash too.
+        said: What the message calls the file; its path by default.
+
+    Raises:
+        StoreError: It is missing, of another size, or damaged.
+    """
+    said = said or str(path)
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreError(f"{said} is not a file: {_MEND}")
+        if found.st_size != record.size:
+            raise StoreError(f"{said} has {found.st_size} bytes, {record.size} were written: {_MEND}")
+        if hashes and _sha256(path) != record.sha256:
+            raise StoreError(f"{said} is damaged: its sha256 is not that of the manifest; {_MEND}")
+    except FileNotFoundError as error:
+        raise StoreError(f"{said} is missing: {_MEND}") from error
+    except OSError as error:
+        raise StoreError(f"{said} cannot be read: {error.strerror}") from error
+
+
+def _member(folder: str | Path, name: str) -> Path:
+    try:
+        return inside(folder, name)
+    except (ValueError, OSError) as error:
+        raise StoreError(f"{Path(folder, MANIFEST_FILE)}: {error}; get the folder from whoever made it") from error
+
+
+def _chunks(folder: str | Path, split: str, held: SplitRecord) -> tuple[Chunk, ...]:
+    """Those of a split, which together hold the tokens of its record."""
+    chunks = read_chunks(Path(folder, split), held.dtype) if held.tokens else ()
+    tokens = sum(chunk.tokens for chunk in chunks)
+    if tokens != held.tokens:
+        raise StoreError(f"{Path(folder, split)} holds {tokens} tokens, {held.tokens} were written: {_MEND}")
+    return chunks
+
+
+def _check_types(record: Any) -> None:
+    """Raise ValueError for what is no size, text, list or mapping where one belongs."""
+    kinds: dict[str, type] = {"int": int, "str": str, "list[str]": list, "Mapping[str, Any]": dict}
+    for field in fields(record):
+        value, kind = getattr(record, field.name), kinds.get(str(field.type))
+        if kind is None:
+            continue
+        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
+            raise ValueError(f"its {field.name} is {str(value)[:60]!r}")
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

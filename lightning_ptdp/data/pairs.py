@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +44,7 @@ class Windows:
     documents: np.ndarray
 
 
-def find_windows(chunks: Sequence[np.ndarray], *, end: int, newline: int, longest: int) -> Windows:
+def find_windows(chunks: Iterable[np.ndarray], *, end: int, newline: int, longest: int) -> Windows:
     """All windows of at most ``longest`` tokens, in the order of the store.
 
     Args:

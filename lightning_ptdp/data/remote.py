@@ -7,14 +7,18 @@ checked, and a rank never waits for a network.
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.data.errors import DataError, StoreError
-from lightning_ptdp.data.manifest import MANIFEST_FILE, Manifest, verify_store
+from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, verify_store
 from lightning_ptdp.data.work_folder import work_folder
+from lightning_ptdp.foreign import inside
 
 __all__ = ["fetch"]
+
+_LOCAL = "local:"
 
 
 def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
@@ -34,21 +38,65 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with work_folder(output, {"remote": remote}) as work:
-            copy = work / "store"
-            copy.mkdir(exist_ok=True)
-            downloader = _downloader(remote, copy)
-            _copy(downloader, remote, copy, MANIFEST_FILE)
-            for name in Manifest.read(copy).files:
-                _copy(downloader, remote, copy, name)
-            try:
-                manifest = verify_store(copy)
-            except DataError:
-                shutil.rmtree(copy)  # else the next call would find the damaged file
-                raise
+            copy, incoming = work / "store", work / "incoming"
+            shutil.rmtree(incoming, ignore_errors=True)
+            incoming.mkdir()
+            store = _Store(remote=remote.rstrip("/"), downloader=_downloader(remote, incoming), incoming=incoming)
+            # Anew in every call: the store may have been mended since.
+            manifest_file = store.fetch(MANIFEST_FILE)
+            files = [(_target(copy, name, remote), name, record) for name, record in Manifest.read(incoming).files.items()]
+            for target, name, record in files:
+                store.copy(name, record, target)
+            manifest_file.replace(copy / MANIFEST_FILE)
+            manifest = verify_store(copy, hashes=False)  # the hashes were compared one by one
             copy.rename(output)
     except OSError as error:
+        if output.exists():  # another process was faster
+            return verify_store(output)
         raise StoreError(f"{output} cannot be written: {error}. What was copied is kept for the next call") from error
     return manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Store:
+    """Files come one by one into a folder of their own under a name of ours, whatever the store calls them."""
+
+    remote: str
+    downloader: Any
+    incoming: Path
+
+    def fetch(self, name: str) -> Path:
+        """A file as it is in the store."""
+        target = self.incoming / (MANIFEST_FILE if name == MANIFEST_FILE else "file")
+        try:
+            if self.remote.startswith(_LOCAL):
+                file = inside(self.remote.removeprefix(_LOCAL), name)
+                if file.exists() and not file.is_file():
+                    raise ValueError(f"{file} is not a file")
+            # Whatever the store's client raises, the user needs to know which file it was.
+            self.downloader.download_file(f"{self.remote}/{name}", str(target))
+        except Exception as error:
+            raise StoreError(f"{self.remote}/{name} cannot be fetched: {error!r}") from error
+        if not target.is_file():
+            raise StoreError(f"{self.remote}/{name} was not fetched: another process may be fetching it, try again")
+        return target
+
+    def copy(self, name: str, record: FileRecord, target: Path) -> None:
+        """Put a file in its place, unless it is there; it is compared with its record before."""
+        try:
+            check_file(target, record)
+        except StoreError:
+            fetched = self.fetch(name)
+            check_file(fetched, record, said=f"{self.remote}/{name}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fetched.replace(target)
+
+
+def _target(folder: Path, name: str, remote: str) -> Path:
+    try:
+        return inside(folder, name)
+    except (ValueError, OSError) as error:
+        raise StoreError(f"{remote}: {MANIFEST_FILE}: {error}; nothing was copied") from error
 
 
 def _downloader(remote: str, folder: Path) -> Any:
@@ -58,16 +106,3 @@ def _downloader(remote: str, folder: Path) -> Any:
         return get_downloader(remote, str(folder), [])
     except Exception as error:
         raise StoreError(f"{remote} cannot be opened: {error!r}") from error
-
-
-def _copy(downloader: Any, remote: str, folder: Path, name: str) -> None:
-    target = folder / name
-    target.parent.mkdir(exist_ok=True)
-    # Whatever the store's client raises, the user needs to know which file it was.
-    try:
-        downloader.download_file(f"{remote.rstrip('/')}/{name}", str(target))
-    except Exception as error:
-        raise StoreError(f"{remote.rstrip('/')}/{name} cannot be fetched: {error!r}") from error
-    target.with_name(f"{target.name}.lock").unlink(missing_ok=True)
-    if not target.is_file():
-        raise StoreError(f"{remote.rstrip('/')}/{name} was not fetched: another process may be fetching it, try again")

@@ -1,33 +1,35 @@
 """Tokens on disk: litdata chunks, written in this process and read by block number.
 
-litdata is used as a container only. It would shard what it reads by *global* rank, which differs between tensor- and
-pipeline-parallel peers of one replica, and name what it writes by rank; both are switched off by telling it, while its objects
-are made, that this process is alone.
+litdata is used as a container only. It would name what it writes by rank, which is switched off by telling it, while its writer is made,
+that this process is alone. Its reader is not used: it shards by *global* rank, which differs between tensor- and pipeline-parallel peers
+of one replica, and believes the index whatever it says.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.foreign import inside, read_json, reason
 
-__all__ = ["BlockReader", "ChunkMap", "ChunkWriter", "count_blocks", "longest_block", "open_blocks", "token_dtype"]
+__all__ = ["TOKEN_TYPES", "Chunk", "ChunkMap", "ChunkWriter", "read_chunks", "token_dtype"]
 
 INDEX_FILE = "index.json"
+TOKEN_TYPES = ("uint16", "int32")
+_HEADER_BYTES = 12  # number of items (one), its first byte and the byte behind it, four bytes each; then the tokens
+_MOST_TOKENS = 1 << 30  # of a chunk, whose bytes are counted in four
+_MAPPED = 64  # chunks at a time: each takes an open file
 _ALONE = {"DATA_OPTIMIZER_GLOBAL_RANK": "0", "DATA_OPTIMIZER_NUM_WORKERS": "1", "DATA_OPTIMIZER_NUM_NODES": "1"}
-
-
-class BlockReader(Protocol):
-    """Random access to blocks of tokens."""
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -87,60 +89,89 @@ class ChunkWriter:
         self._chunks += 1
 
 
-class ChunkMap:
-    """The chunks as arrays over the mapped files, for reading runs of any length.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A file of a split: its path, and the tokens that it holds."""
 
-    Args:
-        folder: A split's folder.
-        dtype: How a token is stored.
+    path: Path
+    tokens: int
 
-    Attributes:
-        chunks: One array a chunk, in the order of writing.
+
+def read_chunks(folder: str | Path, dtype: str | np.dtype) -> tuple[Chunk, ...]:
+    """The chunks that the index of a split names, in the order of writing; each is there, in the folder, and of its size.
 
     Raises:
         StoreError: The index or a chunk is missing or damaged.
     """
+    path, width = Path(folder, INDEX_FILE), np.dtype(dtype).itemsize
+    try:
+        named = [(inside(folder, entry["filename"]), entry["dim"]) for entry in read_json(path)["chunks"]]
+        if any(type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS for _, tokens in named):
+            raise ValueError("a chunk's number of tokens is none")
+        for file, tokens in named:
+            found = file.stat()
+            if not stat.S_ISREG(found.st_mode) or found.st_size != _HEADER_BYTES + tokens * width:
+                raise ValueError(f"{file} has {found.st_size} bytes, {_HEADER_BYTES + tokens * width} are said to be there")
+    except OSError as error:
+        raise StoreError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{path} is damaged: {reason(error)}; prepare the data again with overwrite") from error
+    return tuple(Chunk(file, tokens) for file, tokens in named)
 
-    def __init__(self, folder: str | Path, dtype: np.dtype) -> None:
-        index = _read_index(folder)
-        try:
-            # A chunk is its number of items (one), that many offsets and one more, four bytes each, and then the tokens.
-            self.chunks = [
-                np.memmap(Path(folder, chunk["filename"]), dtype, "r", offset=12, shape=(int(chunk["dim"]),))
-                for chunk in index["chunks"]
-            ]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{folder} cannot be read: {error!r}; prepare the data again with overwrite") from error
-        self._ends = np.cumsum([len(chunk) for chunk in self.chunks])
 
-    def read(self, start: int, length: int) -> np.ndarray:
-        """``length`` tokens of one chunk from token ``start`` on, counted over all chunks; int32."""
+class ChunkMap:
+    """Random access to the tokens of a split, in blocks of ``block_size``; a block never spans two chunks.
+
+    A few chunks are mapped into memory at a time.
+
+    Args:
+        folder: A split's folder.
+        dtype: How a token is stored.
+        vocabulary_size: What is read is compared with it.
+        block_size: Tokens of a block; the tokens of a chunk that fill none are left out.
+
+    Attributes:
+        chunks: In the order of writing.
+
+    Raises:
+        StoreError: The index or a chunk is missing or damaged; and from reading, a token is outside the vocabulary.
+    """
+
+    def __init__(self, folder: str | Path, dtype: str | np.dtype, *, vocabulary_size: int, block_size: int = 1) -> None:
+        self.chunks = read_chunks(folder, dtype)
+        self._dtype, self._vocabulary_size, self._block_size = np.dtype(dtype), vocabulary_size, block_size
+        self._ends = np.cumsum([chunk.tokens // block_size for chunk in self.chunks], dtype=np.int64)
+        self._map = lru_cache(_MAPPED)(self._open)
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """The stored tokens of every chunk."""
+        return map(self._open, range(len(self.chunks)))
+
+    def read(self, start: int, count: int = 1) -> np.ndarray:
+        """``count`` blocks of one chunk from block ``start`` on, counted over all chunks; 1-D, int32."""
         number = int(np.searchsorted(self._ends, start, side="right"))
-        begin = start - (int(self._ends[number - 1]) if number else 0)
-        assert begin + length <= len(self.chunks[number]), "a run never spans two chunks"
-        return self.chunks[number][begin : begin + length].astype(np.int32)
+        begin = (start - (int(self._ends[number - 1]) if number else 0)) * self._block_size
+        stop = begin + count * self._block_size
+        assert stop <= self.chunks[number].tokens, "a run never spans two chunks"
+        tokens: np.ndarray = self._map(number)[begin:stop].astype(np.int32)
+        if count and not (tokens.min() >= 0 and tokens.max() < self._vocabulary_size):
+            wrong = int(tokens[(tokens < 0) | (tokens >= self._vocabulary_size)][0])
+            raise StoreError(
+                f"{self.chunks[number].path} holds token {wrong}, outside the vocabulary of {self._vocabulary_size}: the tokens are not "
+                "of the tokenizer beside them; prepare the data again with overwrite"
+            )
+        return tokens
 
-
-def count_blocks(folder: str | Path, block_size: int) -> int:
-    """How many blocks of ``block_size`` tokens the chunks hold; a block never spans two chunks."""
-    return sum(dim // block_size for dim in _chunk_tokens(folder))
-
-
-def longest_block(folder: str | Path) -> int:
-    """Tokens of the longest chunk."""
-    return max(_chunk_tokens(folder), default=0)
-
-
-def open_blocks(folder: str | Path, block_size: int) -> BlockReader:
-    """Open chunks for random access by block number, 0 to ``count_blocks - 1``, in the order of writing."""
-    from litdata import StreamingDataset, TokensLoader
-
-    with _alone():
-        # Absolute, because litdata takes some relative paths for addresses.
-        reader: BlockReader = StreamingDataset(
-            str(Path(folder).resolve()), item_loader=TokensLoader(block_size=block_size), shuffle=False, drop_last=False
-        )
-    return reader
+    def _open(self, number: int) -> np.ndarray:
+        chunk = self.chunks[number]
+        try:
+            return np.memmap(chunk.path, self._dtype, "r", offset=_HEADER_BYTES, shape=(chunk.tokens,))
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{chunk.path} cannot be read: {error}") from error
 
 
 @contextmanager
@@ -163,20 +194,3 @@ def _settle_index(path: Path) -> None:
     index = json.loads(path.read_text("utf-8"))
     index["updated_at"] = "0"
     path.write_text(json.dumps(index, sort_keys=True) + "\n", "utf-8")
-
-
-def _chunk_tokens(folder: str | Path) -> list[int]:
-    try:
-        return [int(chunk["dim"]) for chunk in _read_index(folder)["chunks"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{Path(folder, INDEX_FILE)} is damaged: {error!r}") from error
-
-
-def _read_index(folder: str | Path) -> Any:
-    path = Path(folder, INDEX_FILE)
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise StoreError(f"{path} is damaged: {error!r}") from error

@@ -21,7 +21,7 @@ from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.order import sample_visits
-from lightning_ptdp.data.store import BlockReader, count_blocks, longest_block, open_blocks
+from lightning_ptdp.data.store import ChunkMap
 
 __all__ = ["IGNORE_INDEX", "PADDING", "BlockStream", "SampleStream", "TokenStream"]
 
@@ -147,12 +147,14 @@ class TokenStream(BlockStream):
         check_integer("sequence_length", sequence_length)
         if max_samples is not None:
             check_integer("max_samples", max_samples)
-        self._folder = Path(folder, split)
         manifest = Manifest.read(folder)
-        tokens = manifest.splits[split].tokens
-        blocks = count_blocks(self._folder, sequence_length + 1) if tokens else 0
+        self._folder, self._record, self._vocabulary_size = Path(folder, split), manifest.splits[split], manifest.vocabulary_size
+        self._map: tuple[int, ChunkMap] | None = None
+        self._block_size = sequence_length + 1
+        chunks = self._open().chunks if self._record.tokens else ()
+        blocks = sum(chunk.tokens // self._block_size for chunk in chunks)
         if not blocks:
-            longest = longest_block(self._folder) if tokens else 0
+            tokens, longest = self._record.tokens, max((chunk.tokens for chunk in chunks), default=0)
             raise StoreError(
                 f"{folder}: no {split} sample of sequence_length={sequence_length} (+ 1 label): the split has {tokens} tokens in "
                 f"chunks of at most {longest}; use sequence_length <= {max(longest - 1, 0)}, more text"
@@ -161,13 +163,18 @@ class TokenStream(BlockStream):
         super().__init__(
             blocks=blocks, sequence_length=sequence_length, max_samples=max_samples, fingerprint=manifest.fingerprint(split)
         )
-        self._reader: tuple[int, BlockReader] | None = None
 
     def _read(self, index: int) -> np.ndarray:
-        # A reader holds maps of files, which a forked worker must not share with its parent.
-        if self._reader is None or self._reader[0] != os.getpid():
-            self._reader = (os.getpid(), open_blocks(self._folder, self.sequence_length + 1))
-        return self._reader[1][index]
+        return self._open().read(index)
+
+    def _open(self) -> ChunkMap:
+        # Maps of files must not be shared by a forked worker with its parent.
+        if self._map is None or self._map[0] != os.getpid():
+            chunks = ChunkMap(
+                self._folder, self._record.dtype, vocabulary_size=self._vocabulary_size, block_size=self._block_size
+            )
+            self._map = (os.getpid(), chunks)
+        return self._map[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None}
+        return {**self.__dict__, "_map": None}

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.data.errors import TokenizerError
+from lightning_ptdp.foreign import read_bytes, read_json, reason
 
 __all__ = ["Tokenizer"]
 
 MODEL_FILE = "tokenizer.model"
 RECORD_FILE = "tokenizer.json"
+_RECORD_BYTES = 1 << 16
+_MEND = "copy it again, or prepare the data again with overwrite"
 _PAD, _UNKNOWN, _BOS, _EOS = 0, 1, 2, 3
 # sentencepiece marks spaces with this character, and would read it in a text as a space.
 _SPACE_MARK = "\u2581"
@@ -112,17 +115,28 @@ class Tokenizer:
             TokenizerError: A file is missing or damaged; the message names it.
         """
         model_file, record_file = Path(folder, MODEL_FILE), Path(folder, RECORD_FILE)
+        reading = model_file
         try:
-            model = model_file.read_bytes()
-            record = json.loads(record_file.read_text("utf-8"))
+            model = read_bytes(model_file)
+            reading = record_file
+            record = read_json(record_file, most_bytes=_RECORD_BYTES)
             digest = record["sha256"]
         except OSError as error:
-            raise TokenizerError(f"tokenizer file {error.filename} cannot be read: {error.strerror}") from error
+            raise TokenizerError(f"tokenizer file {reading} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError, KeyError) as error:
-            raise TokenizerError(f"tokenizer file {record_file} is damaged: {error!r}") from error
+            raise TokenizerError(f"tokenizer file {reading} is damaged: {reason(error)}; {_MEND}") from error
         if hashlib.sha256(model).hexdigest() != digest:
-            raise TokenizerError(f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 is not {digest}")
-        return cls(model)
+            raise TokenizerError(
+                f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 is not that of {RECORD_FILE}; {_MEND}"
+            )
+        try:
+            tokenizer = cls(model)
+        except TokenizerError as error:
+            raise TokenizerError(f"tokenizer file {model_file} is damaged: {error}; {_MEND}") from error
+        said = (record.get("vocabulary_size"), record.get("fingerprint"))
+        if said != (tokenizer.vocabulary_size, tokenizer.fingerprint):
+            raise TokenizerError(f"tokenizer file {record_file} is damaged: it is the record of another tokenizer; {_MEND}")
+        return tokenizer
 
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.model``, and beside it ``tokenizer.json`` with its hash, fingerprint and size."""

@@ -13,13 +13,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +28,7 @@ from lightning_ptdp.data.errors import CorpusError, TokenizerError
 __all__ = ["read_record", "work_folder", "write_record"]
 
 
-@contextmanager
+@contextlib.contextmanager
 def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:
     """A folder to work in, which is removed after success, and after an error with which it would be of no use.
 
@@ -57,7 +57,7 @@ def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:
         raise
     finally:
         if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         if lock is not None:
             lock.close()
 
@@ -101,6 +101,14 @@ def _is_at(stream: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _remove(folder: Path) -> None:
+    """Under another name: a process that begins meanwhile would take up a folder of which the rest is being removed."""
+    gone = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.removed")
+    with contextlib.suppress(OSError):
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _empty(folder: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_parts_of_a_sample(folder: Path, vocabulary: Vocabulary) -> None:
 def test_windows_hold_whole_lines_of_one_document_and_cover_it(folder: Path, vocabulary: Vocabulary) -> None:
     """Unmasked and in order, the samples are the documents of the store."""
     made = stream(folder, split="validation")
-    chunks = [np.array(chunk) for chunk in made._open().chunks]
+    chunks = [np.array(chunk) for chunk in made._open()]
     documents = "|".join(" ".join(map(str, chunk)) for chunk in chunks)
     text = " ".join(map(str, np.concatenate(chunks)))
     batch = rows(made)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lightning_ptdp.data import (
@@ -23,8 +25,9 @@ from lightning_ptdp.data import (
     verify_store,
 )
 from lightning_ptdp.data.build import Builder
+from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.progress import Reporter
-from lightning_ptdp.data.store import open_blocks
+from lightning_ptdp.data.store import ChunkMap
 from tests.data.conftest import config_of, write_corpus
 
 
@@ -36,8 +39,9 @@ def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Pat
     tokenizer = Tokenizer.load(prepared.folder)
     texts: dict[str, list[str]] = {}
     for split in ("train", "validation"):
-        reader = open_blocks(prepared.folder / split, 1)
-        ids = [int(reader[number][0]) for number in range(prepared.manifest.splits[split].tokens)]
+        reader = ChunkMap(prepared.folder / split, "uint16", vocabulary_size=320)
+        assert len(reader) == prepared.manifest.splits[split].tokens
+        ids = np.concatenate(list(reader)).tolist()
         assert ids[-1] == tokenizer.eos_id
         documents = "".join("\0" if token == tokenizer.eos_id else f"{token} " for token in ids).split("\0")[:-1]
         texts[split] = [tokenizer.decode([int(token) for token in document.split()]) for document in documents]
@@ -192,12 +196,8 @@ def truncate(path: Path) -> None:
 
 def put_another_tokenizer(path: Path) -> None:
     """A sound tokenizer, put in place with a manifest that agrees with the files but not with the tokens."""
-    from lightning_ptdp.data.manifest import record_files
-
     Tokenizer.train(["other words entirely " * 50], vocabulary_size=280).save(path.parent)
-    values = json.loads((path.parent / "manifest.json").read_text())
-    values["files"] = {name: vars(record) for name, record in record_files(path.parent).items()}
-    (path.parent / "manifest.json").write_text(json.dumps(values))
+    dataclasses.replace(Manifest.read(path.parent), files=record_files(path.parent)).write(path.parent)
 
 
 @pytest.mark.parametrize("name", ["train/chunk-0-1.bin", "train/index.json", "validation/chunk-0-0.bin", "tokenizer.model"])
@@ -239,16 +239,82 @@ def test_damaged_folders_are_refused_until_overwritten(corpus: Path, prepared: P
     ("text", "words"),
     [
         ("{", "not JSON"),
-        ("[]", "format"),
-        ('{"format": 99}', "format 1"),
+        ("[]", "not a JSON object"),
+        ('{"format": 99}', "format 2"),
+        ('{"format": true}', "format 2"),
         ('{"format": 1}', "damaged"),
         ('{"format": 1, "files": 3}', "damaged"),
+        ('{"format": 2, "files": 3}', "does not have the sha256"),
+        ("[" * 100_000, "64 deep"),
     ],
 )
 def test_damaged_manifests_are_named(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(StoreError, match=rf"manifest\.json.*{words}"):
         Manifest.read(tmp_path)
+
+
+def test_damage_of_the_manifest_itself_is_noticed(prepared: PreparedData, tmp_path: Path) -> None:
+    shutil.copytree(prepared.folder, tmp_path / "store")
+    file = tmp_path / "store" / "manifest.json"
+    text = file.read_text()
+    digits = [place for place, letter in enumerate(text) if letter.isdigit()]
+    for place in digits[:: len(digits) // 40]:
+        file.write_text(f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}")
+        with pytest.raises(StoreError, match=r"manifest\.json is"):
+            Manifest.read(file.parent)
+
+
+def test_a_manifest_without_a_digest_is_of_an_older_release_and_read(
+    prepared: PreparedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(prepared.folder, tmp_path / "store")
+    with_old_manifest(tmp_path / "store")
+    with caplog.at_level("INFO"):
+        assert verify_store(tmp_path / "store") == prepared.manifest
+    assert "has no digest of itself" in caplog.text
+
+
+def with_old_manifest(folder: Path, **changes: object) -> None:
+    """As the release before wrote it, or anybody might."""
+    values = json.loads((folder / "manifest.json").read_text())
+    del values["sha256"]
+    (folder / "manifest.json").write_text(json.dumps({**values, **changes, "format": 1}))
+
+
+def record_of(path: Path) -> dict[str, object]:
+    return vars(record_files(path.parent)[path.name])
+
+
+@pytest.mark.parametrize("name", ["../secret", "train/../../secret", "{absolute}"])
+def test_names_in_a_manifest_stay_inside_and_are_no_links(prepared: PreparedData, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(prepared.folder, folder)
+    (tmp_path / "secret").write_text("secret")
+    files = {name.format(absolute=tmp_path / "secret"): record_of(tmp_path / "secret")}
+    with_old_manifest(folder, files={**json.loads((folder / "manifest.json").read_text())["files"], **files})
+    with pytest.raises(StoreError, match=r"manifest\.json: .*secret' is not the name of a file inside"):
+        verify_store(folder)
+
+
+def test_a_link_in_a_prepared_folder_is_named(prepared: PreparedData, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(prepared.folder, folder)
+    chunk = folder / "train" / "chunk-0-0.bin"
+    chunk.rename(tmp_path / "elsewhere")
+    chunk.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=r"chunk-0-0\.bin is a link"):
+        verify_store(folder)
+
+
+def test_files_that_the_manifest_does_not_list_are_not_read(prepared: PreparedData, tmp_path: Path) -> None:
+    listed = json.loads((prepared.folder / "manifest.json").read_text())["files"]
+    for name in ("train/chunk-0-0.bin", "train/index.json", "tokenizer.json"):
+        folder = tmp_path / name.replace("/", "-")
+        shutil.copytree(prepared.folder, folder)
+        with_old_manifest(folder, files={other: record for other, record in listed.items() if other != name})
+        with pytest.raises(StoreError, match=f"{name} is not listed in manifest.json"):
+            verify_store(folder)
 
 
 def test_another_tokenizer_and_no_data_at_all(prepared: PreparedData, tmp_path: Path) -> None:

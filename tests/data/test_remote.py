@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import pytest
 
 from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, TextDataModule
 from lightning_ptdp.data.remote import fetch
-from tests.data.test_prepare import contents, flip
+from tests.data.test_prepare import contents, flip, with_old_manifest
 
 
 def test_a_copy_is_the_folder_and_is_made_once(prepared: PreparedData, tmp_path: Path) -> None:
@@ -52,6 +53,57 @@ def test_a_damaged_copy_is_not_kept(prepared: PreparedData, tmp_path: Path) -> N
         fetch(f"local:{store}", tmp_path / "copy")
     (store / "train" / "chunk-0-0.bin").write_bytes(whole)
     assert fetch(f"local:{store}", tmp_path / "copy") == prepared.manifest
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "train/../../../escaped", "{absolute}", "..", "a/./b", "local:x"])
+def test_nothing_is_written_outside_of_the_copy(prepared: PreparedData, tmp_path: Path, name: str) -> None:
+    store = tmp_path / "deep" / "store"
+    shutil.copytree(prepared.folder, store)
+    payload = tmp_path / "deep" / "payload"
+    payload.write_text("payload")
+    name = name.format(absolute=tmp_path / "escaped")
+    record = {"size": 7, "sha256": hashlib.sha256(b"payload").hexdigest()}
+    with_old_manifest(store, files={name: record, **json.loads((store / "manifest.json").read_text())["files"]})
+    (store / "escaped").write_text("payload")
+    before = contents(tmp_path)
+    (tmp_path / "user").mkdir()
+    with pytest.raises(
+        StoreError, match=r"manifest\.json: .* is not the name of a file inside of the folder; nothing was copied"
+    ):
+        fetch(f"local:{store}", tmp_path / "user" / "copy")
+    assert os.listdir(tmp_path / "user") == [".copy.preparing"]
+    shutil.rmtree(tmp_path / "user")
+    assert contents(tmp_path) == before
+
+
+def test_a_link_or_a_pipe_in_the_store_is_not_followed(prepared: PreparedData, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(prepared.folder, store)
+    chunk = store / "train" / "chunk-0-0.bin"
+    chunk.rename(tmp_path / "elsewhere")
+    chunk.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=r"chunk-0-0\.bin cannot be fetched.*is a link"):
+        fetch(f"local:{store}", tmp_path / "copy")
+    chunk.unlink()
+    os.mkfifo(chunk)
+    with pytest.raises(StoreError, match=r"chunk-0-0\.bin cannot be fetched.*is not a file"):
+        fetch(f"local:{store}", tmp_path / "copy")
+
+
+def test_what_does_not_have_its_hash_is_never_in_its_place(prepared: PreparedData, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(prepared.folder, store)
+    flip(store / "train" / "chunk-0-1.bin")
+    with pytest.raises(StoreError, match=r"store/train/chunk-0-1\.bin is damaged"):
+        fetch(f"local:{store}", tmp_path / "copy")
+    work = tmp_path / ".copy.preparing" / "store"
+    assert (work / "train" / "chunk-0-0.bin").exists()
+    assert not (work / "train" / "chunk-0-1.bin").exists()
+    # Nor is what was damaged since: the place is not trusted, the hash is.
+    flip(work / "train" / "chunk-0-0.bin")
+    flip(store / "train" / "chunk-0-1.bin")
+    fetch(f"local:{store}", tmp_path / "copy")
+    assert contents(tmp_path / "copy") == contents(prepared.folder)
 
 
 def test_a_data_module_copies_instead_of_preparing(prepared: PreparedData, tmp_path: Path) -> None:

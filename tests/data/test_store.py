@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ptdp.data import StoreError
-from lightning_ptdp.data.store import ChunkWriter, count_blocks, longest_block, open_blocks, token_dtype
+from lightning_ptdp.data.store import ChunkMap, ChunkWriter, read_chunks, token_dtype
 from tests.pool import Pool
 
 
@@ -30,9 +32,9 @@ def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]
     own = Path(folder, str(rank))
     environment = dict(os.environ)
     written = write(own, [1, 250, 0, 80, 1000], chunk_tokens=100, dtype=np.dtype(np.uint16))
-    reader = open_blocks(own, 30)
+    reader = ChunkMap(own, "uint16", vocabulary_size=1331, block_size=30)
     # 13 chunks of 100 tokens and one of 31: three whole blocks a chunk, then one.
-    blocks = [reader[number] for number in range(count_blocks(own, 30))]
+    blocks = [reader.read(number) for number in range(len(reader))]
     starts = [100 * chunk + 30 * block for chunk in range(13) for block in range(3)] + [1300]
     assert [block.tolist() for block in blocks] == [list(range(start, start + 30)) for start in starts]
     assert os.environ == environment
@@ -43,7 +45,7 @@ def test_blocks_are_the_tokens_in_order(tmp_path: Path) -> None:
     written, _, files = check_written_and_read(0, str(tmp_path))
     assert written == 1331
     assert files == sorted([f"chunk-0-{number}.bin" for number in range(14)] + ["index.json"])
-    assert longest_block(tmp_path / "0") == 100
+    assert [chunk.tokens for chunk in read_chunks(tmp_path / "0", "uint16")] == [100] * 13 + [31]
 
 
 @pytest.mark.parametrize("env", [{}, {"GLOBAL_RANK": "1", "NNODES": "2"}])
@@ -66,9 +68,8 @@ def test_equal_tokens_are_equal_files_however_they_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize("total", [99, 100, 101, 200])
 def test_chunks_at_their_edges(tmp_path: Path, total: int) -> None:
     assert write(tmp_path / "x", [total], chunk_tokens=100, dtype=np.dtype(np.int32)) == total
-    assert count_blocks(tmp_path / "x", 1) == total
-    reader = open_blocks(tmp_path / "x", 1)
-    assert [int(reader[number][0]) for number in range(total)] == list(range(total))
+    reader = ChunkMap(tmp_path / "x", "int32", vocabulary_size=total)
+    assert [int(reader.read(number)[0]) for number in range(len(reader))] == list(range(total))
 
 
 def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
@@ -77,14 +78,69 @@ def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     writer = ChunkWriter(tmp_path / "x", chunk_tokens=100, dtype=token_dtype(200_000))
     writer.add([0, 70_000, 199_999])
     writer.close()
-    assert open_blocks(tmp_path / "x", 3)[0].tolist() == [0, 70_000, 199_999]
+    assert ChunkMap(tmp_path / "x", "int32", vocabulary_size=200_000).read(0, 3).tolist() == [0, 70_000, 199_999]
+    with pytest.raises(StoreError, match=r"chunk-0-0\.bin holds token 199999, outside the vocabulary of 199999"):
+        ChunkMap(tmp_path / "x", "int32", vocabulary_size=199_999).read(0, 3)
 
 
 def test_nothing_written_and_damaged_indices(tmp_path: Path) -> None:
     assert write(tmp_path / "x", [0], chunk_tokens=100, dtype=np.dtype(np.uint16)) == 0
     assert not (tmp_path / "x").exists()
     with pytest.raises(StoreError, match=r"index\.json cannot be read"):
-        count_blocks(tmp_path / "x", 3)
-    (tmp_path / "index.json").write_text("{")
-    with pytest.raises(StoreError, match=r"index\.json is damaged"):
-        count_blocks(tmp_path, 3)
+        read_chunks(tmp_path / "x", "uint16")
+
+
+def renamed(name: object) -> Callable[[Path], object]:
+    return lambda folder: change_index(folder, "filename", name)
+
+
+def resized(tokens: object) -> Callable[[Path], object]:
+    return lambda folder: change_index(folder, "dim", tokens)
+
+
+def change_index(folder: Path, key: str, value: object) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    index["chunks"][0][key] = value
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def link_chunk(folder: Path) -> None:
+    (folder / "chunk-0-0.bin").rename(folder.parent / "outside.bin")
+    (folder / "chunk-0-0.bin").symlink_to(folder.parent / "outside.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "index.json").write_text("{"), "not JSON"),
+        (lambda folder: (folder / "index.json").write_text("[]"), "TypeError"),
+        (lambda folder: (folder / "index.json").write_text("[" * 10**6), "damaged"),
+        (lambda folder: (folder / "index.json").write_text('{"chunks": [{"filename": "chunk-0-0.bin"}]}'), "dim"),
+        (renamed("../outside.bin"), "not the name of a file inside"),
+        (renamed("/etc/passwd"), "not the name of a file inside"),
+        (renamed("gone.bin"), "cannot be read"),
+        (link_chunk, "is a link"),
+        (resized(10**13), "number of tokens is none"),
+        (resized(10**8), "are said to be there"),
+        (resized(99), "are said to be there"),
+        (resized(-1), "number of tokens is none"),
+        (resized(True), "number of tokens is none"),
+        (resized("100"), "number of tokens is none"),
+        (resized(1e999), "Infinity is no number"),
+    ],
+)  # fmt: skip
+def test_an_index_that_lies_is_named(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+    folder = tmp_path / "x"
+    write(folder, [250], chunk_tokens=100, dtype=np.dtype(np.uint16))
+    damage(folder)
+    with pytest.raises(StoreError, match=words):
+        read_chunks(folder, "uint16")
+
+
+def test_more_chunks_than_open_files(tmp_path: Path) -> None:
+    write(tmp_path / "x", [300], chunk_tokens=2, dtype=np.dtype(np.uint16))
+    before = len(os.listdir("/proc/self/fd"))
+    reader = ChunkMap(tmp_path / "x", "uint16", vocabulary_size=300)
+    assert [int(reader.read(number)[0]) for number in range(300)] == list(range(300))
+    assert len(os.listdir("/proc/self/fd")) - before < 100
+    assert np.concatenate(list(reader)).tolist() == list(range(300))
