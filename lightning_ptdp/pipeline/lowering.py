@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect
 from collections import deque
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -45,10 +44,7 @@ def lower(order: Schedule) -> Schedule:
         ScheduleError: An order is illegal or comes to stand still. Completeness is for ``verify_schedule``.
     """
     times, ends = run_compute_order(order)
-    programs = []
-    for rank, computations in enumerate(order.programs):
-        receives = _receives(order, rank, times, ends[rank])
-        programs.append(_program(order, computations, receives))
+    programs = (_program(order, rank, _receives(order, rank, times, ends[rank])) for rank in range(len(order.programs)))
     return dataclasses.replace(order, programs=tuple(programs))
 
 
@@ -58,44 +54,54 @@ def compute_order(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, programs=programs)
 
 
-class _Receive(NamedTuple):
-    """A message to a rank, and where its receive goes: slot i is before the rank's i-th computation."""
-
-    slot: int
-    sent: int
-    """When the message is sent in the run on paper."""
-    earliest: int
-    """The first possible slot."""
-    action: Action
+_Receive = tuple[int, int, int]
+"""A message to a rank: the slot of its receive (i is before the rank's i-th computation), when the message is sent in the run on paper, and
+the place of the computation that needs it. Plain tuples: there are as many as messages."""
 
 
-def _receives(order: Schedule, rank: int, times: UnitTimes, ends: tuple[int, ...]) -> list[_Receive]:
+def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> list[_Receive]:
     """The receives of ``rank``, in order."""
     sources = {(kind, stage): _source(order, kind, stage) for kind in (_F, _B) for stage in order.stages_of(rank)}
-    messages: dict[Channel, list[_Receive]] = {source.channel: [] for source in sources.values() if source is not None}
+    messages: dict[Channel, list[tuple[int, int, int, int]]] = {
+        source.channel: [] for source in sources.values() if source is not None
+    }
+    steps = {
+        (kind, stage): (times.block(kind, source.stage), times.block(_F, stage), messages[source.channel])
+        for (kind, stage), source in sources.items()
+        if source is not None
+    }
+    ended, done_by = times.ends, _done_by(ends)
     for index, action in enumerate(order.programs[rank]):
-        source = sources.get((action.kind, action.stage))
-        if source is None:
+        step = steps.get((action.kind, action.stage))
+        if step is None:
             continue
-        kind, stage, microbatch = action.kind, action.stage, action.microbatch or 0
-        sent = times.end(kind, source.stage, microbatch)
-        # On paper, the rank has ended bisect(ends, sent) computations by then, and receives come before what it sends itself.
-        slot = min(max(index - 1, 0), bisect(ends, sent))
-        earliest = bisect(ends, times.end(_F, stage, microbatch)) if kind is _B else 0
-        messages[source.channel].append(_Receive(slot, sent, earliest, Action(_RECEIVE[kind], stage, microbatch)))
+        sender, forward, queue = step
+        microbatch = action.microbatch or 0
+        sent = ended[sender + microbatch]
+        # On paper, the rank has ended done_by[sent] computations by then, and receives come before what it sends itself.
+        latest = min(max(index - 1, 0), done_by[sent])
+        queue.append((sent, latest, 0 if action.kind is _F else done_by[ended[forward + microbatch]], index))
     placed = [receive for receives in messages.values() for receive in _in_order_of_sends(receives)]
-    return sorted(placed, key=itemgetter(0, 1))
+    placed.sort(key=itemgetter(0, 1))
+    return placed
 
 
-def _in_order_of_sends(receives: list[_Receive]) -> list[_Receive]:
-    """The receives of one channel, none in a later slot than one that is sent later."""
-    receives = sorted(receives, key=itemgetter(1))
-    latest = list(accumulate((receive.slot for receive in reversed(receives)), min))[::-1]
-    earliest = accumulate((receive.earliest for receive in receives), max)
-    slots = map(max, latest, earliest)
-    return [
-        receive if slot == receive.slot else receive._replace(slot=slot) for slot, receive in zip(slots, receives, strict=True)
-    ]
+def _done_by(ends: list[int]) -> list[int]:
+    """How many computations of a rank have ended, by time, as long as there are any to come."""
+    done = [0] * ends[0] if ends else [0]
+    for count, (end, following) in enumerate(pairwise(ends), start=1):
+        done += [count] * (following - end)
+    return [*done, len(ends)]
+
+
+def _in_order_of_sends(receives: list[tuple[int, int, int, int]]) -> list[_Receive]:
+    """The receives of one channel, each as (sent, latest slot, earliest slot, place), none in a later slot than one that is sent later."""
+    if not receives:
+        return []
+    receives.sort()
+    sent, latest, earliest, places = zip(*receives, strict=True)
+    first = list(accumulate(reversed(latest), min))[::-1]
+    return list(zip(map(max, first, accumulate(earliest, max)), sent, places, strict=True))
 
 
 class _Source(NamedTuple):
@@ -118,22 +124,26 @@ def _sends(order: Schedule, kind: ActionKind, stage: int) -> bool:
     return target in range(order.num_stages) and order.rank_of(target) != order.rank_of(stage)
 
 
-def _program(order: Schedule, computations: tuple[Action, ...], receives: list[_Receive]) -> tuple[Action, ...]:
-    sends = {(kind, stage) for kind in (_F, _B) for stage in range(order.num_stages) if _sends(order, kind, stage)}
+def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Action, ...]:
+    computations = order.programs[rank]
+    sends = {(kind, stage): _SEND[kind] for kind in (_F, _B) for stage in order.stages_of(rank) if _sends(order, kind, stage)}
     last_gradient = {action.stage: index for index, action in enumerate(computations) if action.kind is not _F}
-    waiting = deque(receives)
     program: list[Action] = []
+    waiting = deque(receives)
 
     def post(slot: int) -> None:
-        while waiting and waiting[0].slot <= slot:
-            program.append(waiting.popleft().action)
+        while waiting and waiting[0][0] <= slot:
+            needed = computations[waiting.popleft()[2]]
+            program.append(Action(_RECEIVE[needed.kind], needed.stage, needed.microbatch))
 
     post(0)
     for index, action in enumerate(computations):
         program.append(action)
-        post(index + 1)
-        if (action.kind, action.stage) in sends:
-            program.append(Action(_SEND[action.kind], action.stage, action.microbatch))
+        if waiting and waiting[0][0] <= index + 1:
+            post(index + 1)
+        send = sends.get((action.kind, action.stage))
+        if send is not None:
+            program.append(Action(send, action.stage, action.microbatch))
         if last_gradient.get(action.stage) == index:
             program.append(Action(ActionKind.REDUCE, action.stage))
     return tuple(program)

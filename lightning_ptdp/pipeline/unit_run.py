@@ -5,8 +5,10 @@ That gives all computations one global order, from which lowering.py places comm
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
-from lightning_ptdp.pipeline.schedule_error import schedule_error
+from lightning_ptdp.pipeline.schedule_error import ScheduleError, schedule_error
 
 __all__ = ["COMPUTE", "UnitTimes", "run_compute_order"]
 
@@ -17,6 +19,8 @@ COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 class UnitTimes:
     """When each computation ended, as far as the run has come.
 
+    A computation is a number here: of kind k, stage s and microbatch i, ``block(k, s) + i``.
+
     Args:
         num_stages: p * v.
         num_microbatches: m.
@@ -24,43 +28,54 @@ class UnitTimes:
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         forward, backward, weight = COMPUTE
-        self._ends = {kind: [[0] * num_microbatches for _ in range(num_stages)] for kind in COMPUTE}
-        self._needs: dict[ActionKind, list[tuple[tuple[ActionKind, int], ...]]] = {
-            forward: [((forward, stage - 1),) if stage else () for stage in range(num_stages)],
-            backward: [((forward, stage), (backward, stage + 1)) for stage in range(num_stages - 1)],
-            weight: [((backward, stage),) for stage in range(num_stages)],
+        stages = range(num_stages)
+        self._blocks = {
+            (kind, stage): (at * num_stages + stage) * num_microbatches for at, kind in enumerate(COMPUTE) for stage in stages
         }
-        self._needs[backward].append(((forward, num_stages - 1),))
+        needs: dict[ActionKind, Callable[[int], tuple[tuple[ActionKind, int], ...]]] = {
+            forward: lambda stage: ((forward, stage - 1),) if stage else (),
+            backward: lambda stage: ((forward, stage), *(((backward, stage + 1),) if stage + 1 < num_stages else ())),
+            weight: lambda stage: ((backward, stage),),
+        }
+        self.num_microbatches = num_microbatches
+        self.ends = [0] * (len(COMPUTE) * num_stages * num_microbatches)
+        """When each ended, 1 or later; 0 if it has not run yet."""
+        self.needs = [
+            tuple(self._blocks[needed] - block for needed in needs[kind](stage)) for (kind, stage), block in self._blocks.items()
+        ]
+        """For each block in turn, what a computation in it needs: how far that is from its own number."""
 
-    def end(self, kind: ActionKind, stage: int, microbatch: int) -> int:
-        """When a computation ended; 0 if it has not run yet."""
-        return self._ends[kind][stage][microbatch]
+    def block(self, kind: ActionKind, stage: int) -> int:
+        """The number of a stage's computation of the first microbatch."""
+        return self._blocks[kind, stage]
+
+    def number(self, action: Action) -> int:
+        """The number of a computation."""
+        return self._blocks[action.kind, action.stage] + (action.microbatch or 0)
+
+    def action(self, number: int) -> Action:
+        """The computation of a number."""
+        block, microbatch = divmod(number, self.num_microbatches)
+        at, stage = divmod(block, len(self.needs) // len(COMPUTE))
+        return Action(COMPUTE[at], stage, microbatch)
 
     def record(self, action: Action, end: int) -> None:
         """``action`` ended at ``end`` (1 or later)."""
-        self._ends[action.kind][action.stage][action.microbatch or 0] = end
+        self.ends[self.number(action)] = end
 
     def ready(self, action: Action) -> int | None:
         """From when on ``action`` can run; None if something that it needs has not run yet."""
-        latest, microbatch = 0, action.microbatch or 0
-        for kind, stage in self._needs[action.kind][action.stage]:
-            end = self._ends[kind][stage][microbatch]
+        latest, number = 0, self.number(action)
+        for distance in self.needs[number // self.num_microbatches]:
+            end = self.ends[number + distance]
             if not end:
                 return None
             if end > latest:
                 latest = end
         return latest
 
-    def missing(self, action: Action) -> Action:
-        """The first thing that ``action`` needs and that has not run yet; call it where ``ready`` is None."""
-        return next(
-            Action(kind, stage, action.microbatch)
-            for kind, stage in self._needs[action.kind][action.stage]
-            if not self._ends[kind][stage][action.microbatch or 0]
-        )
 
-
-def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[tuple[int, ...], ...]]:
+def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]]:
     """Run the computations of all ranks.
 
     Args:
@@ -72,62 +87,85 @@ def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[tuple[int, ...]
     Raises:
         ScheduleError: An action is illegal, on the wrong rank or repeated, or the ranks come to stand still; the reason says where.
     """
-    existing = _check_actions(order)
     times = UnitTimes(order.num_stages, order.num_microbatches)
-    ends: list[list[int]] = [[] for _ in order.programs]
-    waiting: dict[Action, int] = {}
-    ready = list(range(len(order.programs)))
+    programs, existing = _numbered(order, times)
+    done: tuple[list[int], ...] = tuple([] for _ in programs)
+    waiting: dict[int, int] = {}
+    ready = list(range(len(programs)))
     while ready:
         rank = ready.pop()
-        program, done = order.programs[rank], ends[rank]
-        while len(done) < len(program):
-            action = program[len(done)]
-            start = times.ready(action)
-            if start is None:
-                missing = times.missing(action)
-                if order.rank_of(missing.stage) == rank:
-                    raise schedule_error(order, {rank: len(done)}, f"{action} needs {missing} before it")
-                waiting[missing] = rank
-                break
-            done.append(max(start, done[-1] if done else 0) + 1)
-            times.record(action, done[-1])
-            if waiting and action in waiting:
-                ready.append(waiting.pop(action))
+        missing = _advance(programs[rank], done[rank], times, waiting, ready)
+        if missing is None:
+            continue
+        if order.rank_of(times.action(missing).stage) == rank:
+            at = len(done[rank])
+            raise schedule_error(order, {rank: at}, f"{order.programs[rank][at]} needs {times.action(missing)} before it")
+        waiting[missing] = rank
     if waiting:
-        stuck = {rank: len(ends[rank]) for rank in sorted(waiting.values())}
-        awaited = {rank: action for action, rank in waiting.items()}
-        what = ", ".join(
-            f"rank {rank} at {order.programs[rank][at]} waits for {awaited[rank]}"
-            + ("" if awaited[rank] in existing else ", which is missing")
-            for rank, at in stuck.items()
-        )
-        raise schedule_error(order, stuck, f"the order of computation comes to stand still: {what}")
-    return times, tuple(tuple(done) for done in ends)
+        raise _standing_still(order, {rank: len(done[rank]) for rank in sorted(waiting.values())}, times, waiting, existing)
+    return times, done
 
 
-def _check_actions(order: Schedule) -> set[Action]:
-    """Every action is a computation that exists, on its rank, once; returns them all."""
-    ranks = [order.rank_of(stage) for stage in range(order.num_stages)]
+def _advance(program: list[int], ended: list[int], times: UnitTimes, waiting: dict[int, int], ready: list[int]) -> int | None:
+    """Run what a rank can run now, and wake who waits for it; what is missing for the next one, or None at the end."""
+    ends, needs, m = times.ends, times.needs, times.num_microbatches
+    now = ended[-1] if ended else 0
+    for position in range(len(ended), len(program)):
+        number = program[position]
+        for distance in needs[number // m]:
+            end = ends[number + distance]
+            if not end:
+                return number + distance
+            if end > now:
+                now = end
+        now += 1
+        ends[number] = now
+        ended.append(now)
+        if number in waiting:
+            ready.append(waiting.pop(number))
+    return None
+
+
+def _standing_still(
+    order: Schedule, stuck: dict[int, int], times: UnitTimes, waiting: dict[int, int], existing: bytearray
+) -> ScheduleError:
+    awaited = {rank: number for number, rank in waiting.items()}
+    what = ", ".join(
+        f"rank {rank} at {order.programs[rank][at]} waits for {times.action(awaited[rank])}"
+        + ("" if existing[awaited[rank]] else ", which is missing")
+        for rank, at in stuck.items()
+    )
+    return schedule_error(order, stuck, f"the order of computation comes to stand still: {what}")
+
+
+def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytearray]:
+    """The numbers of all computations in the ranks' orders, and which numbers there are. Every action is a computation that exists,
+    on its rank, once."""
     if len(order.programs) != order.pipeline_parallel_size:
         raise schedule_error(order, {}, f"there are {len(order.programs)} compute orders: one a rank is needed")
-    stages, microbatches = range(order.num_stages), range(order.num_microbatches)
-    seen: set[Action] = set()
+    microbatches = range(order.num_microbatches)
+    existing = bytearray(len(times.ends))
+    programs: list[list[int]] = []
     for rank, program in enumerate(order.programs):
-        for position, action in enumerate(program):
-            at = {rank: position}
-            if action.kind not in COMPUTE:
-                raise schedule_error(
-                    order, at, f"{action} is not a computation: communication and reductions are added by lowering"
-                )
-            if action.microbatch not in microbatches or action.stage not in stages:
-                raise schedule_error(
-                    order, at, f"{action} does not exist: stages are 0 to {stages[-1]}, microbatches are 0 to {microbatches[-1]}"
-                )
-            if ranks[action.stage] != rank:
-                raise schedule_error(
-                    order, at, f"{action} is on rank {rank}, but stage {action.stage} is on rank {ranks[action.stage]}"
-                )
-            if action in seen:
-                raise schedule_error(order, at, f"{action} happens twice")
-            seen.add(action)
-    return seen
+        blocks = {(kind, stage): times.block(kind, stage) for kind in COMPUTE for stage in order.stages_of(rank)}
+        numbers: list[int] = []
+        for action in program:
+            block, microbatch = blocks.get((action.kind, action.stage)), action.microbatch
+            if block is None or microbatch is None or microbatch not in microbatches:
+                raise schedule_error(order, {rank: len(numbers)}, _why_illegal(order, action, rank))
+            number = block + microbatch
+            if existing[number]:
+                raise schedule_error(order, {rank: len(numbers)}, f"{action} happens twice")
+            existing[number] = 1
+            numbers.append(number)
+        programs.append(numbers)
+    return programs, existing
+
+
+def _why_illegal(order: Schedule, action: Action, rank: int) -> str:
+    if action.kind not in COMPUTE:
+        return f"{action} is not a computation: communication and reductions are added by lowering"
+    if action.microbatch not in range(order.num_microbatches) or action.stage not in range(order.num_stages):
+        last = order.num_stages - 1, order.num_microbatches - 1
+        return f"{action} does not exist: stages are 0 to {last[0]}, microbatches are 0 to {last[1]}"
+    return f"{action} is on rank {rank}, but stage {action.stage} is on rank {order.rank_of(action.stage)}"

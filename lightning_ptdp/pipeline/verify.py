@@ -6,6 +6,7 @@ the rank at the other end of its channel. The work is linear in the number of ac
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from lightning_ptdp.pipeline.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
@@ -127,7 +128,7 @@ class _Codes:
     codes: list[list[int]]
     needs: list[list[int]]
     happened: bytearray
-    """Indexed by code: which actions the schedule has; the last byte, index -1, is always set."""
+    """Indexed by code: which actions the schedule has; the last byte, index -1, is always set, the one before it never."""
     sent: dict[Channel, list[int]]
     """The messages of each channel in the order of their sends: the codes of their receives."""
     received: dict[Channel, list[int]]
@@ -137,39 +138,67 @@ def _check_each_rank(schedule: Schedule) -> _Codes:
     """Every action is legal, on the right rank, not repeated, after what it needs from its own rank, and before its reduction."""
     rules = _rules(schedule)
     m = schedule.num_microbatches
-    seen = bytearray(len(ActionKind) * schedule.num_stages * m + 1)
+    seen = bytearray(len(ActionKind) * schedule.num_stages * m + 2)
     seen[-1] = 1
-    channels = {rule.channel for rule in rules.values() if rule.channel is not None}
+    channels = dict.fromkeys(rule.channel for rule in rules.values() if rule.channel is not None)
     result = _Codes([], [], seen, {channel: [] for channel in channels}, {channel: [] for channel in channels})
     for rank, program in enumerate(schedule.programs):
+        here = _steps(rules, rank, m, result)
         codes: list[int] = []
         needs: list[int] = []
-        for position, action in enumerate(program):
-            rule = rules.get((action.kind, action.stage))
-            microbatch = action.microbatch
-            if rule is None or rule.rank != rank or not _has_microbatch(action, m):
-                raise schedule_error(schedule, {rank: position}, _why_illegal(schedule, action, rank))
-            microbatch = microbatch or 0
-            code = rule.code + microbatch
-            if seen[code]:
-                raise schedule_error(schedule, {rank: position}, f"{action} happens twice")
-            for before, kind, stage in rule.here:
-                if not seen[before + microbatch]:
-                    raise schedule_error(
-                        schedule, {rank: position}, f"{action} needs {Action(kind, stage, microbatch)} before it"
-                    )
-            if rule.reduced is not None and seen[rule.reduced]:
-                why = f"{action} comes after R{action.stage}: its gradient would not be reduced"
-                raise schedule_error(schedule, {rank: position}, why)
-            if rule.channel is not None:
-                queues = result.received if rule.there is None else result.sent
-                queues[rule.channel].append(rule.message + microbatch)
+        for action in program:
+            step = here.get((action.kind, action.stage))
+            if step is None or action.microbatch not in step[0]:
+                raise schedule_error(schedule, {rank: len(codes)}, _why_illegal(schedule, action, rank))
+            _, first, before, there, reduced, queue, message = step
+            microbatch = action.microbatch or 0
+            code = first + microbatch
+            wrong = seen[code] or seen[reduced]
+            for needed in before:
+                wrong |= not seen[needed + microbatch]
+            if wrong:
+                why = _why_wrong(rules[action.kind, action.stage], action, seen)
+                raise schedule_error(schedule, {rank: len(codes)}, why)
+            if queue is not None:
+                queue.append(message + microbatch)
             seen[code] = 1
             codes.append(code)
-            needs.append(-1 if rule.there is None else rule.there + microbatch)
+            needs.append(-1 if there is None else there + microbatch)
         result.codes.append(codes)
         result.needs.append(needs)
     return result
+
+
+_Step = tuple[Container[int | None], int, tuple[int, ...], int | None, int, list[int] | None, int]
+
+
+def _steps(rules: dict[tuple[ActionKind, int], _Rule], rank: int, m: int, codes: _Codes) -> dict[tuple[ActionKind, int], _Step]:
+    """A rank's rules as the loop over its actions reads them: microbatches, code, codes before, code there, code of the reduction (or one
+    that never happens), queue of its channel, code of the message."""
+    never = len(codes.happened) - 2
+    return {
+        (kind, stage): (
+            (None,) if kind is _R else range(m),
+            rule.code,
+            tuple(code for code, _, _ in rule.here),
+            rule.there,
+            never if rule.reduced is None else rule.reduced,
+            None if rule.channel is None else (codes.received if rule.there is None else codes.sent)[rule.channel],
+            rule.message,
+        )
+        for (kind, stage), rule in rules.items()
+        if rule.rank == rank
+    }
+
+
+def _why_wrong(rule: _Rule, action: Action, seen: bytearray) -> str:
+    microbatch = action.microbatch or 0
+    if seen[rule.code + microbatch]:
+        return f"{action} happens twice"
+    for before, kind, stage in rule.here:
+        if not seen[before + microbatch]:
+            return f"{action} needs {Action(kind, stage, microbatch)} before it"
+    return f"{action} comes after R{action.stage}: its gradient would not be reduced"
 
 
 def _has_microbatch(action: Action, m: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -150,3 +151,15 @@ def test_the_placement_decides_who_sends() -> None:
         verify_schedule(dataclasses.replace(loop, placement="v"))
     with pytest.raises(ScheduleError, match="is on rank"):
         lower(dataclasses.replace(compute_order(loop), placement="v"))
+
+
+def test_the_work_of_building_grows_with_the_actions() -> None:
+    """Every rank builds the whole schedule, and large ones have millions of actions: eight times as many take about eight times as long."""
+
+    def seconds(m: int) -> float:
+        order = compute_order(build("interleaved_1f1b", 16, 4, m))
+        started = time.process_time()
+        verify_schedule(lower(order))
+        return time.process_time() - started
+
+    assert min(seconds(256) for _ in range(2)) < 24 * min(seconds(32) for _ in range(3))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -96,9 +98,10 @@ def build_schedule(
         group_size=group_size,
     )
     _check_sizes(num_microbatches=m)
-    if not training:
-        return _forward_only(p, v, m, schedule_placement(name))
-    return _build(_resolved(name, v), p, v, m, group_size)
+    with _without_collections():
+        if not training:
+            return _forward_only(p, v, m, schedule_placement(name))
+        return _build(_resolved(name, v), p, v, m, group_size)
 
 
 def check_schedule(
@@ -279,6 +282,18 @@ def _proven(order: Schedule, *, training: bool) -> Schedule:
     schedule = lower(order)
     verify_schedule(schedule, training=training)
     return schedule
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A large schedule is millions of objects that all stay: each collection of garbage would look at all of them again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @functools.lru_cache(maxsize=8)
