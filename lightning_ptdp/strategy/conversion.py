@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_ptdp._lightning import LightningNames, layer_sync
+from lightning_ptdp.materialize import Materializer
 from lightning_ptdp.mesh import ProcessMesh
 
 __all__ = ["convert", "replacing"]
@@ -20,7 +22,15 @@ def replacing(plugin: Any, names: LightningNames) -> Callable[[nn.Module], nn.Mo
 
 
 def convert(strategy: Any, mesh: ProcessMesh) -> Any:
-    """Convert the strategy's model, in place where its plugins do."""
+    """Convert the strategy's model, in place where its plugins do.
+
+    Those that replace modules may copy values, which what ``configure_model`` built has not yet: it is given them where a rank holds all
+    of it anyway.
+    """
+    if replacing(strategy.precision_plugin, strategy._names) is not None and strategy.ranks_hold_all:
+        give_value = Materializer(strategy.model, seed=strategy._seed, device=torch.device("cpu"))
+        for name, module in strategy.model.named_modules():
+            give_value(module, name)
     model = strategy.precision_plugin.convert_module(strategy.model)
     replicas = mesh.group("replica_sum")
     if layer_sync(strategy) is not None and replicas.size > 1:

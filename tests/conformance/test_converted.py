@@ -45,6 +45,18 @@ class Converts(Precision):
         return module
 
 
+class Copies(Converts):
+    """Makes layers with memory of their own and copies the values, as Transformer Engine's plugin does."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        for name, child in list(module.named_modules()):
+            if type(child) is nn.Linear:
+                new = Fresh(child.in_features, child.out_features)
+                new.weight.data, new.bias.data = child.weight.data.clone(), child.bias.data.clone()
+                module.set_submodule(name, new)
+        return module
+
+
 def fresh(old: nn.Linear) -> nn.Linear:
     new = Fresh(old.in_features, old.out_features, device=old.weight.device)
     new.weight, new.bias = nn.Parameter(old.weight.detach().clone()), nn.Parameter(old.bias.detach().clone())
@@ -118,15 +130,44 @@ class LitLate(LitSplit):
             self.net = layers()
 
 
-def run_late(rank: int, place: Place, converted: bool) -> Any:
+def run_late(rank: int, place: Place, plugin: type[Converts] | None, module: type[LitSplit] = LitLate) -> Any:
     L.seed_everything(1, verbose=False)
-    trainer = make_trainer(place, plugins=[Converts(Fresh)] if converted else None)
-    trainer.fit(LitLate(), loader())
+    trainer = make_trainer(place, plugins=[plugin(Fresh)] if plugin is not None else None)
+    trainer.fit(module(), loader())
     return weights(trainer)
 
 
 @pytest.mark.parametrize("place", [PLACES["p2"][0], T2], ids=["p2", "t2"])
 def test_a_module_on_the_meta_device_is_converted_too(place: Place, pool: Pool) -> None:
-    (expected,) = pool.run(run_late, world_size=1, args=(Place(), False))
-    for found in pool.run(run_late, world_size=place.world_size, args=(place, True)):
+    (expected,) = pool.run(run_late, world_size=1, args=(Place(), None))
+    for found in pool.run(run_late, world_size=place.world_size, args=(place, Converts)):
         assert_weights(found, expected)
+
+
+@pytest.mark.parametrize("name", ["one", "d2", "one m2"])
+def test_who_copies_values_is_given_a_module_that_has_them(name: str, pool: Pool) -> None:
+    place, _ = PLACES[name]
+    expected = pool.run(run_late, world_size=place.world_size, args=(place, None))[0]
+    for found in pool.run(run_late, world_size=place.world_size, args=(place, Copies)):
+        assert_weights(found, expected)
+
+
+def test_a_module_with_values_is_converted_on_every_stage(pool: Pool) -> None:
+    place, reference = PLACES["p2"]
+    (expected,) = pool.run(run_late, world_size=1, args=(reference, Copies, LitSplit))
+    for found in pool.run(run_late, world_size=2, args=(place, Copies, LitSplit)):
+        assert_weights(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("place", "module", "way"),
+    [(PLACES["p2"][0], LitLate, r"meta_init=False"), (T2, LitSplit, r"tensor_parallel_size=1")],
+    ids=["p2", "t2"],
+)
+def test_who_cannot_be_given_values_is_refused_before_launch(
+    place: Place, module: type[LitSplit], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.multiprocessing.start_processes", None)
+    place = Place(world_size=2, layout={**place.layout, "start_method": "fork"})
+    with pytest.raises(ValueError, match=rf"Copies\.convert_module.*{way}"):
+        make_trainer(place, plugins=[Copies(Fresh)]).fit(module(), loader())

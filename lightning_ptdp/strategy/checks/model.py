@@ -76,7 +76,8 @@ def check_model(
         )
     whole = _whole_model(module, config)
     if convert is not None:
-        whole = convert(_copy_without_tensors(whole))
+        late = config.meta_init and whole is not module
+        whole = _converted(whole, convert, config, late=late)
     _check_compiled(whole)
     if config.meta_init:
         _check_parametrized(whole, built={name for name, parameter in module.named_parameters() if not parameter.is_meta})
@@ -117,6 +118,22 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig) -> None:
             "device. Use num_microbatches=1 where nothing is cut into stages, or a normalization that does not look at other samples",
             stacklevel=2,
         )
+
+
+def _converted(
+    whole: nn.Module, convert: Callable[[nn.Module], nn.Module], config: PTDPConfig, *, late: bool
+) -> nn.Module:
+    try:
+        return convert(_copy_without_tensors(whole))
+    except RuntimeError as error:
+        name = getattr(convert, "__qualname__", "convert_module")
+        if late:
+            way = "what configure_model built. Build it in __init__, or use PTDPStrategy(meta_init=False)"
+        elif config.tensor_parallel_size > 1:
+            way = "the copy that is checked before launch. Use tensor_parallel_size=1"
+        else:
+            return whole  # the ranks have values, and what becomes of modules matters to tensor parallelism alone
+        raise ValueError(f"the plugin's {name} needs values ({error}), which are not there yet in {way}") from error
 
 
 def _check_parametrized(model: nn.Module, *, built: Collection[str]) -> None:
