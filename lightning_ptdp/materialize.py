@@ -17,13 +17,18 @@ from torch import Tensor, nn
 from lightning_ptdp.initializers import Initializers
 from lightning_ptdp.random import derive_seed, seeded
 
-__all__ = ["Materializer", "agree_on_values", "is_meta"]
+__all__ = ["Materializer", "agree_on_values", "awaits_values", "is_meta"]
 
 
 def is_meta(module: nn.Module) -> bool:
     """Whether any of the module's own parameters or buffers is on the meta device."""
     own = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+def awaits_values(model: nn.Module) -> bool:
+    """Whether any of its modules is on the meta device."""
+    return any(is_meta(module) for module in model.modules())
 
 
 class Materializer:
@@ -45,7 +50,7 @@ class Materializer:
             for key, parameter in module._parameters.items():
                 if parameter is not None and self._owners.setdefault(id(parameter), (name, key)) != (name, key):
                     self._others.setdefault(name, set()).add(key)
-        self._initialize = Initializers(model) if any(is_meta(module) for module in model.modules()) else None
+        self._initialize = Initializers(model) if awaits_values(model) else None
 
     def __call__(self, module: nn.Module, name: str) -> None:
         """Replace the module's own meta tensors by their initial values, in place.

@@ -20,6 +20,7 @@ from lightning_ptdp.data_parallel import check_elementwise
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.engine.arrivals import overlaps_gather
 from lightning_ptdp.keyed_dropout import KeyedDropout
+from lightning_ptdp.materialize import awaits_values
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize
 from lightning_ptdp.pipeline.schedules import may_split_backward
@@ -256,7 +257,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
                 self._engine.close()
         if self._watchdog is not None:
             self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
-        if self.lightning_module is not None and any(value.is_meta for value in self.lightning_module.parameters()):
+        if self.lightning_module is not None and awaits_values(self.lightning_module):
             return  # setup failed before there were values: moving what is not there would hide why
         super().teardown()
 

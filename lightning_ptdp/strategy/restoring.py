@@ -27,6 +27,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, names_in, reads_as_huggingface
+from lightning_ptdp.materialize import awaits_values
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, ModelSpace
 from lightning_ptdp.tensor_parallel import slice_full
 
@@ -85,7 +86,7 @@ class ModelSpaceRestoring(ModelSpace):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fill this rank's part from the whole model's state, as the hooks of ``on_load_checkpoint`` left it."""
-        if not self._is_cut_here and any(value.is_meta for value in self.lightning_module.parameters()):
+        if not self._is_cut_here and awaits_values(self.lightning_module):
             self._awaiting_values = (checkpoint, strict)
             return
         state = checkpoint["state_dict"]

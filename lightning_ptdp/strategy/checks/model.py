@@ -120,9 +120,7 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig) -> None:
         )
 
 
-def _converted(
-    whole: nn.Module, convert: Callable[[nn.Module], nn.Module], config: PTDPConfig, *, late: bool
-) -> nn.Module:
+def _converted(whole: nn.Module, convert: Callable[[nn.Module], nn.Module], config: PTDPConfig, *, late: bool) -> nn.Module:
     try:
         return convert(_copy_without_tensors(whole))
     except RuntimeError as error:

@@ -1,0 +1,48 @@
+"""``configure_model`` may build nothing but buffers, which are as much without values as parameters are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conformance.toys import FEATURES, LitNet, Place, loader, make_trainer
+
+
+class LitStatistics(LitNet):
+    """Its parameters are there; the statistics that it keeps are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: Any = None
+
+    def configure_model(self) -> None:
+        if self.norm is None:
+            self.norm = nn.BatchNorm1d(FEATURES, affine=False)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((self.norm(batch[0]), batch[1]))
+
+
+def test_buffers_that_are_built_late_are_restored(tmp_path: Path) -> None:
+    module, path = LitStatistics(), str(tmp_path / "last.ckpt")
+    trainer = make_trainer(Place(), max_epochs=1)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    found = LitStatistics()
+    make_trainer(Place()).validate(found, loader(), ckpt_path=path, verbose=False)
+    assert torch.equal(found.state_dict()["norm.running_mean"], module.state_dict()["norm.running_mean"])
+    assert found.state_dict()["norm.running_mean"].abs().sum() > 0
+
+
+class LitBuffer(LitNet):
+    def configure_model(self) -> None:
+        self.register_buffer("scale", torch.rand(2))
+
+
+def test_what_nothing_gives_a_value_is_the_error_that_is_shown() -> None:
+    with pytest.raises(ValueError, match=r"LitBuffer.*meta device.*reset_parameters.*meta_init=False"):
+        make_trainer(Place()).fit(LitBuffer(), loader())
