@@ -20,6 +20,7 @@ from lightning_ptdp.checkpoint.boxes import Box, Placed, boxes_of
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
 from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError
 from lightning_ptdp.checkpoint.files import local_path
+from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
 from lightning_ptdp.checkpoint.load import Stored, load_tensors, open_folder
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "FileEntry",
+    "Keeper",
     "MissingCheckpointError",
     "OnDamage",
     "Placed",

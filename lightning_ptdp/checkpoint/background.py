@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.boxes import Box, Tensors, boxes_of
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.metadata import Json
 from lightning_ptdp.checkpoint.save import checked_content, save_boxes
 
@@ -30,10 +31,11 @@ class BackgroundSaver:
 
     Args:
         limit: Of every wait for another rank, and for a save to end.
+        keeper: What the training knows of its folders; None: nothing yet.
     """
 
-    def __init__(self, *, limit: timedelta) -> None:
-        self._limit = limit
+    def __init__(self, *, limit: timedelta, keeper: Keeper | None = None) -> None:
+        self._limit, self._keeper = limit, keeper or Keeper()
         self._group: Any = None
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=limit)
@@ -134,7 +136,7 @@ class BackgroundSaver:
 
     def _write(self, boxes: list[Box], content: bytes, metadata: Mapping[str, Json]) -> None:
         try:
-            save_boxes(self._target, boxes=boxes, content=content, metadata=metadata, group=self._group)
+            save_boxes(self._target, boxes=boxes, content=content, metadata=metadata, keeper=self._keeper, group=self._group)
             while True:
                 with self._lock:
                     if not self._then:

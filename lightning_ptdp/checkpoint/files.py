@@ -18,19 +18,23 @@ from lightning_ptdp.checkpoint.errors import CheckpointError
 __all__ = [
     "EarlySync",
     "check_replaceable",
+    "discard",
+    "kind_of",
     "leftover_of",
     "leftovers",
     "local_path",
+    "lock_name",
     "open_synced",
     "part_name",
     "remove",
     "replace",
+    "settled",
     "sha256",
     "sync_folder",
 ]
 
-_PART, _OLD = ".tmp-", ".old-"
-_TEMPORARY = re.compile(rf"(.+)(?:{re.escape(_PART)}|{re.escape(_OLD)})[0-9a-f]+")
+_PART, _OLD, _GONE, _LOCK = "tmp", "old", "gone", ".lock"
+_TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]+(?:{re.escape(_LOCK)})?")
 _SYNC_BYTES = 1 << 25
 
 
@@ -112,11 +116,20 @@ def sync_folder(path: Path) -> None:
 
 def part_name(target: Path) -> str:
     """A fresh name beside ``target`` to write under."""
-    return f"{target}{_PART}{uuid.uuid4().hex[:12]}"
+    return _fresh(target, _PART)
+
+
+def _fresh(target: Path, kind: str) -> str:
+    return f"{target}.{kind}-{uuid.uuid4().hex[:12]}"
+
+
+def lock_name(path: Path) -> Path:
+    """The file that is locked while the process lives whose save writes under this name."""
+    return path if path.suffix == _LOCK else path.with_name(path.name + _LOCK)
 
 
 def leftovers(target: Path) -> list[Path]:
-    """What a save of ``target`` that was killed left beside it."""
+    """What saves and removals of ``target`` that were cut off, or go on, have beside it, with the locks."""
     if not target.parent.is_dir():
         return []
     return sorted(entry for entry in target.parent.iterdir() if leftover_of(entry) == target)
@@ -126,6 +139,19 @@ def leftover_of(path: Path) -> Path | None:
     """What is saved, where ``path`` is a name that a save writes under or moves the old one to; None for other names."""
     name = _TEMPORARY.fullmatch(path.name)
     return path.with_name(name[1]) if name is not None else None
+
+
+def kind_of(path: Path) -> str:
+    """ "tmp" for the name of what is being written, "old" of what was there before it, "gone" of what is being removed, however whole
+    it still is; "" for other names."""
+    name = _TEMPORARY.fullmatch(path.name)
+    return name[2] if name is not None else ""
+
+
+def settled(path: Path) -> Path:
+    """``path``, or the name that it has by now if it was a temporary one."""
+    target = leftover_of(path)
+    return path if target is None or path.exists() else target
 
 
 def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lambda _: None) -> None:
@@ -138,7 +164,7 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
         target: The name that it shall have.
         follow: Is given where one of the two stands, before the other one is renamed: a link that is moved there always leads to one.
     """
-    aside = Path(f"{target}{_OLD}{uuid.uuid4().hex[:12]}") if os.path.lexists(target) else None
+    aside = Path(_fresh(target, _OLD)) if os.path.lexists(target) else None
     try:
         if aside is not None:
             follow(part)
@@ -154,8 +180,18 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
         raise
     follow(target)
     sync_folder(target.parent)
+    if aside is not None:
+        remove(aside)
     for path in leftovers(target):
-        remove(path)
+        if not lock_name(path).exists():
+            remove(path)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder so that at no instant a part of it stands under its name."""
+    gone = Path(_fresh(path, _GONE))
+    os.rename(path, gone)
+    remove(gone)
 
 
 def remove(path: Path) -> None:

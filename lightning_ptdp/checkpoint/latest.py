@@ -24,8 +24,10 @@ __all__ = [
     "OnDamage",
     "choose_checkpoint",
     "complete_checkpoints",
+    "is_folder_of_checkpoints",
     "latest_follows",
     "latest_leaves",
+    "leads_nowhere",
     "mark_latest",
     "newest_checkpoint",
 ]
@@ -75,6 +77,12 @@ def _led_to(folder: Path) -> Path | None:
     return folder / os.readlink(link) if link.is_symlink() else None
 
 
+def leads_nowhere(folder: Path) -> bool:
+    """Whether ``latest`` leads to a name that nothing has any more: what had it was cut off while it was given another one."""
+    link = folder / LATEST
+    return link.is_symlink() and not link.exists()
+
+
 def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[Path]:
     """The checkpoints in a folder whose metadata is whole and whose files are there, the newest first.
 
@@ -86,7 +94,9 @@ def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = Fa
     """
     found: list[tuple[float, Path]] = []
     for path, names, held in os.walk(folder):
-        if METADATA_FILE in held:
+        if files.kind_of(Path(path)) == "gone":
+            names.clear()
+        elif METADATA_FILE in held:
             names.clear()
             try:
                 found.append((read_metadata(path).created, Path(path)))
@@ -143,7 +153,7 @@ def choose_checkpoint(
 
 def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
     """The checkpoint that is meant, and how to find those that were written before it."""
-    folder = given if _holds_checkpoints(given) else given.parent
+    folder = given if is_folder_of_checkpoints(given) else given.parent
     if folder == given or (given.name == LATEST and _was_cut_off(given)):
         found = complete_checkpoints(folder)
         if not found:
@@ -164,10 +174,10 @@ def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
 def _was_cut_off(latest: Path) -> bool:
     """Whether ``latest`` leads to nothing, or to the temporary name of a save that was cut off."""
     led = _led_to(latest.parent)
-    return not latest.exists() or (led is not None and files.leftover_of(led) is not None)
+    return leads_nowhere(latest.parent) or (led is not None and files.leftover_of(led) is not None)
 
 
-def _holds_checkpoints(path: Path) -> bool:
+def is_folder_of_checkpoints(path: Path) -> bool:
     """A folder of checkpoints: not one itself, not even a torn one, which has no metadata but looks like one."""
     if not path.is_dir() or (path / METADATA_FILE).exists():
         return False

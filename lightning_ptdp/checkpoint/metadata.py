@@ -68,7 +68,8 @@ class CheckpointMetadata:
         packages: Versions of Python and of the packages that wrote the checkpoint.
         tensors: Every full tensor by its global name.
         files: Every other file of the folder by its name.
-        created: When it was written, in seconds since 1970; orders the checkpoints of a folder.
+        created: When it was written, in seconds since 1970, later than what was in its folder by then, whatever the clock said
+            (keeper.py): orders checkpoints.
         format_version: Version of the format.
     """
 
@@ -89,13 +90,15 @@ class CheckpointMetadata:
         return {name for name in self.tensors if name.startswith(prefix)}
 
 
-def describe_folder(folder: Path, *, run: Mapping[str, Json], tensors: Mapping[str, TensorEntry]) -> CheckpointMetadata:
-    """The metadata of a folder that holds everything but ``metadata.json``."""
+def describe_folder(
+    folder: Path, *, run: Mapping[str, Json], tensors: Mapping[str, TensorEntry], created: float | None = None
+) -> CheckpointMetadata:
+    """The metadata of a folder that holds everything but ``metadata.json``, written ``created`` or (None) now."""
     found = {}
     for path in sorted(folder.iterdir()):
         digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
         found[path.name] = FileEntry(size=path.stat().st_size, sha256=digest)
-    return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found, created=time.time())
+    return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found, created=created or time.time())
 
 
 def write_metadata(folder: Path, metadata: CheckpointMetadata) -> None:

@@ -51,7 +51,8 @@ def reshard_checkpoint(
     reader = TensorReader(source)
     state = {key: value for key, value in read_state(source).items() if not (weights_only and key in _TRAINING)}
     boxes = _boxes(reader, dtype, weights_only)
-    write_checkpoint(destination, boxes=boxes, state=state, metadata=dict(reader.metadata.run), num_files=num_files)
+    run, created = dict(reader.metadata.run), reader.metadata.created
+    write_checkpoint(destination, boxes=boxes, state=state, metadata=run, num_files=num_files, created=created)
 
 
 def _boxes(reader: TensorReader, dtype: torch.dtype | None, weights_only: bool) -> Iterator[Box]:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from lightning_ptdp.checkpoint import _dcp, files
 from lightning_ptdp.checkpoint.agreement import from_rank_zero, is_rank_zero, same_outcome
 from lightning_ptdp.checkpoint.boxes import Box, Tensors, boxes_of, cut_strips
+from lightning_ptdp.checkpoint.claims import Claim
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.latest import latest_follows
 from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
@@ -43,6 +45,7 @@ def save_checkpoint(
     tensors: Tensors,
     state: dict[str, Any],
     metadata: Mapping[str, Json],
+    keeper: Keeper | None = None,
 ) -> None:
     """Write a checkpoint folder; collective over the default process group, if there is one.
 
@@ -56,13 +59,14 @@ def save_checkpoint(
         state: What else belongs to the checkpoint; rank 0's is written. For its types see :func:`portable`.
         metadata: Facts about the run in JSON types, such as the layout. ``"aliases"``, if there, maps names of tied parameters
             to the names that they are stored under (both without ``model/``): :func:`read_full` gives them back.
+        keeper: What the training knows of its folders; None: it has only this checkpoint.
 
     Raises:
         CheckpointError: On every rank, if anything failed on any; what was at ``path`` is untouched, nothing else is left.
     """
     with same_outcome(_doing(path)):
         boxes = boxes_of(tensors)
-    write_checkpoint(path, boxes=boxes, state=state, metadata=metadata)
+    write_checkpoint(path, boxes=boxes, state=state, metadata=metadata, keeper=keeper)
 
 
 def write_checkpoint(
@@ -71,16 +75,22 @@ def write_checkpoint(
     boxes: Iterable[Box],
     state: dict[str, Any],
     metadata: Mapping[str, Json],
+    keeper: Keeper | None = None,
     num_files: int = 1,
+    created: float | None = None,
 ) -> None:
     """As :func:`save_checkpoint`, from rectangles: those of one process may come from anywhere, such as a file that is mapped, and are
-    asked for their values one after the other. A rank writes ``num_files`` files, in as many threads.
+    asked for their values one after the other. A rank writes ``num_files`` files, in as many threads. What is as old as another
+    checkpoint says so with its ``created``.
 
     Raises:
         CheckpointError: As :func:`save_checkpoint`.
     """
     content = checked_content(path, state=state, metadata=metadata)
-    save_boxes(Path(os.path.abspath(path)), boxes=boxes, content=content, metadata=metadata, num_files=num_files)
+    target = Path(os.path.abspath(path))
+    save_boxes(
+        target, boxes=boxes, content=content, metadata=metadata, keeper=keeper or Keeper(), num_files=num_files, created=created
+    )
 
 
 def checked_content(path: str | os.PathLike[str], *, state: dict[str, Any], metadata: Mapping[str, Json]) -> bytes:
@@ -104,8 +114,10 @@ def save_boxes(
     boxes: Iterable[Box],
     content: bytes,
     metadata: Mapping[str, Json],
+    keeper: Keeper,
     group: dist.ProcessGroup | None = None,
     num_files: int = 1,
+    created: float | None = None,
 ) -> None:
     """Write rectangles and a checked state; collective over ``group`` (None: all ranks), which spans all ranks.
 
@@ -114,7 +126,11 @@ def save_boxes(
     """
     doing = _doing(target)
     part = Path(from_rank_zero(lambda: files.part_name(target), group))
+    claim = Claim(part)
     try:
+        with same_outcome(doing, group):
+            if is_rank_zero():
+                keeper.take(claim)
         with same_outcome(doing, group):
             entries = _dcp.write_boxes(part, cut_strips(boxes), group, num_files)
         with same_outcome(doing, group):
@@ -122,14 +138,19 @@ def save_boxes(
                 for name, small in ((STATE_FILE, content), (README_FILE, README.encode())):
                     with files.open_synced(part / name) as stream:
                         stream.write(small)
-                write_metadata(part, describe_folder(part, run=metadata, tensors=entries))
+                time = keeper.time_of_next(target.parent) if created is None else created
+                write_metadata(part, describe_folder(part, run=metadata, tensors=entries, created=time))
                 files.sync_folder(part)
                 files.replace(part, target, follow=latest_follows(target))
+                claim.release()
     except CheckpointError:
         with same_outcome(f"cleaning up after {doing}", group):
             if is_rank_zero():
                 files.remove(part)
+                claim.release()
         raise
+    finally:
+        claim.release()
 
 
 def _doing(path: str | os.PathLike[str]) -> str:

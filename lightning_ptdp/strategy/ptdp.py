@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ptdp._lightning import LightningNames, lightning_names
+from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import check_elementwise
 from lightning_ptdp.engine import Engine
@@ -77,6 +78,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self._stop_request: StopRequest | None = None
         self._interruption: Interruption | None = None
         self._seed = 0
+        self._keeper = Keeper()
 
     # ---- before launch ------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.checkpoint import (
     CheckpointError,
+    Keeper,
     Stored,
     StoredOptimizers,
     StoredWeights,
     choose_checkpoint,
+    files,
     load_optimizer,
     load_tensors,
     local_path,
@@ -26,6 +28,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, names_in, reads_as_huggingface
 from lightning_ptdp.materialize import awaits_values
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, ModelSpace
@@ -42,6 +45,7 @@ class ModelSpaceRestoring(ModelSpace):
     """
 
     _names: LightningNames
+    _keeper: Keeper
     _awaiting_values: tuple[Mapping[str, Any], bool] | None = None
 
     @property
@@ -67,8 +71,12 @@ class ModelSpaceRestoring(ModelSpace):
             and trainer.state.fn == self._names.TrainerFn.FITTING
             and str(trainer.ckpt_path) == str(checkpoint_path)
         )
+        if resuming:
+            path = self._settled(path)
         with self.waiting_in(f"verifying the checkpoint {path}"):
             path = choose_checkpoint(path, on_damage=self.config.on_damage if resuming else "refuse", verify=self._verify)
+        if resuming and self.global_rank == 0:
+            self._keeper.go_on_from(path)
         state = read_state(path)
         if resuming and "optimizer_states" not in state:
             raise CheckpointError(
@@ -78,6 +86,14 @@ class ModelSpaceRestoring(ModelSpace):
         if "optimizer_states" in state:
             state["optimizer_states"] = StoredOptimizers(state["optimizer_states"], path)
         return {**state, "state_dict": StoredWeights(path)}
+
+    def _settled(self, path: Path) -> Path:
+        """Finish or remove what saves that were cut off left beside the checkpoint; the name that it has then."""
+        doing = f"finishing what saves that were cut off left beside {path}"
+        with self.waiting_in(doing), same_outcome(doing):
+            if self.global_rank == 0:
+                self._keeper.tidy(path if is_folder_of_checkpoints(path) else path.parent)
+        return files.settled(path)
 
     def _verify(self, path: Path) -> None:
         """Every rank reads a share."""

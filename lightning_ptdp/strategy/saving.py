@@ -16,7 +16,9 @@ from torch import Tensor
 from lightning_ptdp.checkpoint import (
     BackgroundSaver,
     CheckpointError,
+    Keeper,
     Placed,
+    files,
     local_path,
     mark_latest,
     merge_groups,
@@ -45,6 +47,7 @@ class ModelSpaceSaving(ModelSpace):
         ranks_failed: Whether the ranks that this process forked or spawned last ended with an exception.
     """
 
+    _keeper: Keeper
     _saver: BackgroundSaver | None = None
     _is_training: bool = False  # else nobody would wait for a save in the background
     ranks_failed = False
@@ -116,10 +119,10 @@ class ModelSpaceSaving(ModelSpace):
         done = partial(mark_latest, target) if self.global_rank == 0 else _nothing
         if self.config.async_save and self._is_training:
             if self._saver is None:
-                self._saver = BackgroundSaver(limit=self.config.timeout)
+                self._saver = BackgroundSaver(limit=self.config.timeout, keeper=self._keeper)
             self._saver.save(path, tensors=tensors, state=state, metadata=metadata, then=done)
         else:
-            save_checkpoint(path, tensors=tensors, state=state, metadata=metadata)
+            save_checkpoint(path, tensors=tensors, state=state, metadata=metadata, keeper=self._keeper)
             done()
 
     def _weights_to_save(self, state: Mapping[str, Any]) -> tuple[dict[str, tuple[Tensor, Placed]], set[str]]:
@@ -174,9 +177,12 @@ class ModelSpaceSaving(ModelSpace):
             self._remove_now(filepath)
 
     def _remove_now(self, filepath: Any) -> None:
-        if self.global_rank == 0:
-            latest_leaves(Path(os.path.abspath(local_path(filepath))))
-        super().remove_checkpoint(filepath)
+        path = Path(os.path.abspath(local_path(filepath)))
+        if not path.is_dir():
+            super().remove_checkpoint(filepath)
+        elif self.global_rank == 0:
+            latest_leaves(path)
+            files.discard(path)
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:

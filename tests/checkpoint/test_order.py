@@ -1,0 +1,78 @@
+"""What was written later is newer, whatever the clocks say and whatever a copy did to the files' times."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ptdp.checkpoint import (
+    Keeper,
+    complete_checkpoints,
+    newest_checkpoint,
+    read_metadata,
+    reshard_checkpoint,
+    save_checkpoint,
+)
+from lightning_ptdp.cli.resume import find_newest
+from lightning_ptdp.tensor_parallel.sharding import Sharding
+from tests.conformance.toys import LitNet, Place, loader, make_trainer
+
+HOUR, DAY = 3600.0, 86400.0
+CLOCK = time.time
+
+
+def _save(path: Path, step: int, keeper: Keeper | None = None) -> Path:
+    tensors = {"model/w": (torch.full((5,), float(step)), Sharding.replicated((5,)))}
+    save_checkpoint(path, tensors=tensors, state={}, metadata={"global_step": step}, keeper=keeper)
+    return path
+
+
+@pytest.mark.parametrize("of_one_training", [True, False])
+def test_a_clock_that_is_set_back_between_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_one_training: bool) -> None:
+    keeper = Keeper() if of_one_training else None
+    for step, offset in enumerate((0.0, -HOUR, DAY, -DAY, -DAY)):
+        monkeypatch.setattr(time, "time", lambda offset=offset: CLOCK() + offset)
+        newest = _save(tmp_path / f"{9 - step}.ckpt", step, keeper)
+        assert newest_checkpoint(tmp_path) == newest
+    assert [read_metadata(path).run["global_step"] for path in complete_checkpoints(tmp_path)] == [4, 3, 2, 1, 0]
+
+
+def test_a_copy_keeps_the_order_and_a_rewritten_one_its_place(tmp_path: Path) -> None:
+    old, new = _save(tmp_path / "runs" / "a", 1), _save(tmp_path / "runs" / "b", 2)
+    reshard_checkpoint(old, tmp_path / "runs" / "a again")
+    for path in (new, *new.iterdir()):
+        os.utime(path, (1, 1))
+    assert newest_checkpoint(shutil.copytree(tmp_path / "runs", tmp_path / "copy")) == tmp_path / "copy" / "b"
+
+
+def _fit(folder: Path, steps: int, ckpt_path: Path | None = None, **saves: Any) -> L.Trainer:
+    saver = ModelCheckpoint(folder, filename="{step}", **{"every_n_train_steps": 1, "save_top_k": -1} | saves)
+    trainer = make_trainer(Place(), callbacks=[saver], enable_checkpointing=True, max_epochs=-1, max_steps=steps)
+    trainer.fit(LitNet(), loader(), ckpt_path=None if ckpt_path is None else str(ckpt_path))
+    return trainer
+
+
+def test_what_goes_on_is_newer_wherever_it_is_saved_and_so_is_a_new_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second machine whose clock is a day behind goes on in another folder; then the user goes back, and begins again."""
+    L.seed_everything(1, verbose=False)
+    _fit(tmp_path / "one", 3)
+    monkeypatch.setattr(time, "time", lambda: CLOCK() - DAY)
+    _fit(tmp_path / "two", 5, newest_checkpoint(tmp_path))
+    assert newest_checkpoint(tmp_path) == tmp_path / "two" / "step=5.ckpt"
+    _fit(tmp_path / "two", 3, tmp_path / "two" / "step=4.ckpt", every_n_train_steps=2)
+    trainer = _fit(tmp_path / "two", 2, every_n_train_steps=2)
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.parent == tmp_path / "two"
+    assert read_metadata(found).run["global_step"] == 2
+    assert find_newest(trainer) == found
