@@ -28,6 +28,9 @@ _UNKNOWN = re.compile(
     r"|unrecognized arguments: --(?P<flag>[\w.+-]+)"
 )
 _WRONG_TYPE = re.compile(r'Parser key "(?P<key>[^"]+)":\s+(?P<reason>Expected a [^\n]+)\s*(?:\n|$)')
+_UNION = re.compile(
+    r"^ *Errors:\n(?P<errors>.+?)^ *Given value type: .*?\n *Given value: (?P<value>[^\n]*)", re.MULTILINE | re.DOTALL
+)
 
 
 def readable(message: str, known: Iterable[str]) -> str:
@@ -46,7 +49,11 @@ def readable(message: str, known: Iterable[str]) -> str:
     if missing:
         names = [kind.__name__ for kind in _subclasses(_BASES[key])] if key in _BASES else []
         return f"{key}={missing.group(1)}: there is no such class{nearest(missing.group(1), names)}"
-    said = [reason for reason in re.findall(r"^  - (.+)$", message, re.MULTILINE) if not reason.startswith("Expected a ")]
+    said = [
+        reason
+        for reason in re.findall(r"^  - (.+)$", message, re.MULTILINE)
+        if not reason.startswith(("Expected a ", "Does not validate"))
+    ]
     if len(said) == 1:  # a class's own words, among the types that the value is not
         return f"{key}: {said[0]}" if key else said[0]
     wrong = list(_WRONG_TYPE.finditer(message))
@@ -55,7 +62,17 @@ def readable(message: str, known: Iterable[str]) -> str:
         name = key if inner == key else f"{key}.{inner}"
         reason = re.sub(r"<class '(.+?)'>", r"\1", wrong[-1]["reason"].strip())
         return f"{name}: {reason}"
-    return message
+    union = _UNION.search(message)
+    return _of_union(key, union["errors"], union["value"]) if union else message
+
+
+def _of_union(key: str, errors: str, value: str) -> str:
+    """The words of the first type that has more to say than its name; else the types."""
+    reasons = [" ".join(reason.split()) for reason in re.findall(r"^ +- (.+(?:\n {8,}[^ -].+)?)", errors, re.MULTILINE)]
+    said = next((reason for reason in reasons if not reason.startswith(("Expected a ", "Does not validate"))), None)
+    kinds = dict.fromkeys(kind.rpartition(".")[2] for kind in re.findall(r"<class '(.+?)'>", errors))
+    wanted = f"Expected {' or '.join(kinds)}"
+    return f"{key}: {said or wanted}. Got value: {value[:80]}"
 
 
 def _unknown_key(message: str, key: str, match: re.Match[str], known: Iterable[str]) -> str:

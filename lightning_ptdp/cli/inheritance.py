@@ -15,7 +15,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from lightning_ptdp.cli.bounded_yaml import load_yaml_file
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder
 
@@ -116,15 +116,18 @@ def _find_base(files: list[Path], name: Any) -> Path:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+        values = load_yaml_file(file)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise UserError(
             f"{file} holds a {type(values).__name__}; a configuration is a mapping, such as trainer: {{max_steps: 20}}"
         )
+    wrong = [key for key in values if not isinstance(key, str)]
+    if wrong:
+        raise UserError(f"{file}: the key {wrong[0]!r} is no text: put it in quotes, or take it out")
     return values
 
 
@@ -166,14 +169,3 @@ def _is_same_class(base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
         str(tree["class_path"].value).rpartition(".")[2] for tree in (base, over) if isinstance(tree.get("class_path"), _Given)
     ]
     return len(set(names)) < 2
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number, as for jsonargparse; PyYAML's own wants 1.0e-4."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, get_loader, set_loader
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -25,6 +25,7 @@ from lightning_ptdp.callbacks import (
     TrainPerplexity,
     ValidateAtEnd,
 )
+from lightning_ptdp.cli.bounded_yaml import bounded
 from lightning_ptdp.cli.config_errors import dotted, readable
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import SampleOptions
@@ -52,7 +53,12 @@ class PTDPCLI(LightningCLI):
             save_config_callback=None,
             seed_everything_default=1234,
             auto_configure_optimizers=False,
-            parser_kwargs={"prog": f"ptdp {verb}", "description": _DESCRIPTIONS[verb], "exit_on_error": False},
+            parser_kwargs={
+                "prog": f"ptdp {verb}",
+                "description": _DESCRIPTIONS[verb],
+                "exit_on_error": False,
+                "parser_mode": _BOUNDED,
+            },
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -140,6 +146,10 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = yaml.safe_load(_ParsedOnly("fit", arguments).text)
     return values
 
+
+# For every file that a configuration names too, such as --model model.yaml.
+_BOUNDED = "bounded yaml"
+set_loader(_BOUNDED, lambda text: bounded(text, lambda: get_loader("yaml")(text)), exceptions=(ValueError,))
 
 _CKPT_HELP = "Checkpoint to continue from (fit: with the whole state of training) or to evaluate."
 _RESUME_HELP = (

@@ -46,12 +46,19 @@ def find_config(name: str, *, said: str = "--config ", beside: Path | None = Non
         UserError: Neither a file nor a recipe; the message names the nearest recipe.
     """
     path = Path(name) if beside is None else beside / name
-    if path.is_file():
+    if _is_file(path):
         return path
     short = name.removeprefix("recipes/").removesuffix(".yaml")
     if short in recipe_names(shared=True):
         return recipe_folder() / f"{short}.yaml"
     raise UserError(
-        f"{said}{name}: there is no such file, and no such recipe{nearest(short, recipe_names(shared=True))} "
+        f"{said}{name[:200]}: there is no such file, and no such recipe{nearest(short, recipe_names(shared=True))} "
         "(ptdp recipes list shows all)"
     )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long for a path: a text that was given for a name
+        return False

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from lightning_ptdp.cli.bounded_yaml import load_yaml, load_yaml_file
 
 __all__ = ["keep_strategy_options"]
 
@@ -47,8 +47,7 @@ def keep_strategy_options(arguments: Sequence[str]) -> list[str]:
 
 
 def _strategy_of(config: str, before: Any) -> Any:
-    text = config if "\n" in config else Path(config).read_text(encoding="utf-8") if Path(config).is_file() else ""
-    values = yaml.safe_load(text)
+    values = load_yaml(config) if "\n" in config else load_yaml_file(config) if Path(config).is_file() else None
     trainer = values.get("trainer") if isinstance(values, Mapping) else None
     return trainer["strategy"] if isinstance(trainer, Mapping) and "strategy" in trainer else before
 

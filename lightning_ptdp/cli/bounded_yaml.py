@@ -1,0 +1,106 @@
+"""YAML whose size is known before anything is built of it: aliases make a small file a big one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_ptdp.foreign import read_bytes
+
+__all__ = ["bounded", "load_yaml", "load_yaml_file"]
+
+_MOST_BYTES = 1 << 20
+_MOST_VALUES = 20_000
+_MOST_DEPTH = 64
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def load_yaml_file(file: str | Path) -> Any:
+    """The values of a file of at most a megabyte.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not YAML, or grows by its aliases; see ``load_yaml``.
+    """
+    return load_yaml(read_bytes(file, most_bytes=_MOST_BYTES).decode("utf-8"))
+
+
+def load_yaml(text: str) -> Any:
+    """The values of a text: plain types only, at most 20,000 of them, 64 deep, with what its aliases stand for.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    return bounded(text, lambda: yaml.load(text, Loader=_Loader))
+
+
+def bounded(text: str, load: Callable[[], Any]) -> Any:
+    """What ``load`` makes of a text that is small enough; whatever it raises is a ValueError.
+
+    Raises:
+        ValueError: The text is no YAML, or too much.
+    """
+    try:
+        _check_size(text)
+        return load()
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from error
+    except (LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        # Of constructors, which do not expect that `!!int ""` or `!!bool maybe` is no such thing.
+        raise ValueError(f"a value is not of the type that it says ({error!r})") from error
+
+
+@dataclass(slots=True)
+class _Size:
+    """Values of a node and below, with what aliases stand for; and how deep they lie."""
+
+    anchor: str | None
+    values: int = 1
+    depth: int = 1
+
+    def add(self, entry: _Size) -> None:
+        self.values += entry.values
+        self.depth = max(self.depth, entry.depth + 1)
+
+
+def _check_size(text: str) -> None:
+    """In one pass over the events, in which no alias is followed."""
+    known: dict[str, _Size] = {}
+    open_: list[_Size] = [_Size(None)]
+    for event in yaml.parse(text, Loader=_Base):
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_.append(_Size(event.anchor))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            _close(open_.pop(), open_[-1], known)
+        elif isinstance(event, yaml.ScalarEvent):
+            _close(_Size(event.anchor), open_[-1], known)
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in known:
+                raise ValueError(f"the alias *{event.anchor} stands inside of what it stands for, or for nothing")
+            open_[-1].add(known[event.anchor])
+        if len(open_) > _MOST_DEPTH + 1 or open_[-1].depth > _MOST_DEPTH + 1:
+            raise ValueError(f"it is more than {_MOST_DEPTH} deep")
+        if sum(size.values for size in open_) > _MOST_VALUES:
+            raise ValueError(f"with its aliases it holds more than {_MOST_VALUES} values")
+
+
+def _close(size: _Size, parent: _Size, known: dict[str, _Size]) -> None:
+    if size.anchor is not None:
+        known[size.anchor] = size
+    parent.add(size)
+
+
+class _Loader(_Base):
+    """YAML in which 1e-4 is a number, as for jsonargparse; PyYAML's own wants 1.0e-4."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
