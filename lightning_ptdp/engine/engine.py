@@ -16,7 +16,7 @@ from lightning_ptdp.engine.agreement import check_same_batch, has_same_length
 from lightning_ptdp.engine.batch import batch_size, iterate_tensors, microbatch_sizes, split_batch
 from lightning_ptdp.engine.evaluations import check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_keeper import GradientKeeper
-from lightning_ptdp.engine.gradients import check_recorded
+from lightning_ptdp.engine.gradients import check_held, check_recorded
 from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, sum_over_replicas
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, weigh_over_replicas, weigh_recorded
@@ -114,14 +114,16 @@ class Engine:
         """Make what keeps and sums gradients, and give the optimizer what it steps on.
 
         Raises:
-            ValueError: The module has trainable parameters that were not there when it was cut; names them. Or the optimizer needs more
-                than a rank has.
+            ValueError: The module has trainable parameters that were not there when it was cut, or the optimizer one that it has not;
+                names them. Or the optimizer needs more than a rank has.
         """
         check_recorded(self._module, self._parallel)
         for child in self._module.modules():
             if "weight_gradients" in vars(child):
                 child.weight_gradients = self._weight_gradients
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
+        if apart:
+            check_held(optimizer, self._parallel)
         self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps)
         if isinstance(optimizer, torch.optim.LBFGS):
             self._check_evaluates_again(optimizer)

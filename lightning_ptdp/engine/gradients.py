@@ -24,7 +24,7 @@ from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.tensor_parallel import Sharding
 
-__all__ = ["check_recorded", "counted_gradients", "make_gradients", "make_stepped", "needs_masters", "sharding_of"]
+__all__ = ["check_held", "check_recorded", "counted_gradients", "make_gradients", "make_stepped", "needs_masters", "sharding_of"]
 
 
 def needs_masters(config: PTDPConfig, parallel: ParallelModel) -> bool:
@@ -43,6 +43,22 @@ def check_recorded(module: nn.Module, parallel: ParallelModel) -> None:
         raise ValueError(
             f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced after the model was laid out over the "
             "ranks, so nothing would sum or save it. Make parameters in __init__ or configure_model, before the optimizer"
+        )
+
+
+def check_held(optimizer: Optimizer, parallel: ParallelModel) -> None:
+    """Check that what the optimizer steps on was laid out over the ranks.
+
+    Raises:
+        ValueError: A parameter of it was not, so that it would never change, or change differently on each replica.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    unknown = next((parameter for parameter in held if parameter not in parallel.records), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds a parameter of shape {tuple(unknown.shape)} that is not in the model which this rank "
+            "trains: make the optimizer in configure_optimizers, from self.parameters(), and not before fit. A loss with parameters has "
+            "to be an attribute of the LightningModule"
         )
 
 

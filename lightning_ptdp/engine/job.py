@@ -40,7 +40,8 @@ def loss_and_weight(output: Any) -> tuple[Tensor, Tensor | None]:
         return loss, None if tokens is None else torch.as_tensor(tokens, dtype=torch.float32, device=loss.device)
     raise ValueError(
         f"training_step returned {type(output).__name__}; under this strategy it must return the loss tensor or a dictionary with "
-        "'loss' (and 'num_tokens' to weight microbatches by their tokens); skipping a step with None is not possible"
+        "'loss' (and 'num_tokens' to weight microbatches by their tokens). A batch cannot be skipped with None where others train on "
+        "theirs at the same time: return the loss times zero"
     )
 
 

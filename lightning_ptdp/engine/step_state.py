@@ -49,10 +49,17 @@ class Owner:
     ignored: frozenset[str]
 
     def attributes(self) -> dict[str, Any]:
-        """Watched attributes and buffers."""
-        found = {name: value for name, value in vars(self.module).items() if name not in self.ignored}
+        """Watched attributes and buffers; containers that a class holds for all of its objects are appended to as if they were."""
+        of_classes = {} if self.name else _class_containers(type(self.module))
+        found = {name: value for name, value in (of_classes | vars(self.module)).items() if name not in self.ignored}
         found.update(self.module._buffers)
         return found
+
+
+def _class_containers(kind: type) -> dict[str, Any]:
+    bodies = [vars(base) for base in reversed(kind.__mro__) if base.__module__.partition(".")[0] not in _LIBRARIES]
+    named = {name: value for body in bodies for name, value in body.items() if not name.startswith("__")}
+    return {name: value for name, value in named.items() if isinstance(value, (list, dict, set, deque))}
 
 
 def find_owners(module: Any) -> list[Owner]:

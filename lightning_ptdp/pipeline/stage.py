@@ -35,6 +35,11 @@ from lightning_ptdp.pipeline.shell import forget
 
 __all__ = ["ModelParts", "PipelineCut", "Placeholder", "StageError", "WholeModel"]
 
+_WHOLE_MODEL_ONCE = (
+    "every step, in evaluation too, must run the whole model once: what needs no model belongs into a hook such as "
+    "on_validation_epoch_end, and a batch that shall teach nothing returns its loss times zero. Or use pipeline_parallel_size=1"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
@@ -158,10 +163,10 @@ class PipelineCut:
         if stage != self.num_stages - 1:
             raise StageError(
                 f"the step returned on pipeline stage {stage} of {self.num_stages} without calling the next block of "
-                f"{self.parts.shown}; every step must run the whole model once"
+                f"{self.parts.shown}; {_WHOLE_MODEL_ONCE}"
             )
         if received is not None and not behind:
-            raise StageError(f"the step did not call the blocks of {self.parts.shown}; every step must run the whole model once")
+            raise StageError(f"the step did not call the blocks of {self.parts.shown}; {_WHOLE_MODEL_ONCE}")
         return known(output), True
 
     def _with_gradients(self, stage: int, crossing: Crossing) -> Crossing:

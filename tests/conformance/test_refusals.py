@@ -22,10 +22,12 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_ptdp import ParallelPlan
 from tests.conformance.toys import P2, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
 from tests.pool import Pool
 
 PIPELINE = Place(world_size=2, layout={**P2, "start_method": "fork"})
+HALVES = ParallelPlan(tensor={"net.2": "column", "net.4": "row"})
 TWO_BY_TWO = Place(world_size=4, layout={**P2, "start_method": "fork"})
 
 
@@ -151,6 +153,94 @@ def test_an_overridden_backward_runs_where_lightning_runs_it() -> None:
     module = LitBackward()
     make_trainer(Place(), max_epochs=1).fit(module, loader())
     assert module.calls == len(loader())
+
+
+class LitIterates(LitNet):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+class LitIteratesValidation(LitNet):
+    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        self.log("val_loss", self.loss(batch), batch_size=8)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_an_iterator_over_batches_cannot_be_cut() -> None:
+    with pytest.raises(MisconfigurationException, match=r"training_step\(dataloader_iter\).*\(batch, batch_idx\)"):
+        make_trainer(Place(layout={"num_microbatches": 2})).fit(LitIterates(), loader())
+    with pytest.raises(MisconfigurationException, match=r"validation_step\(dataloader_iter\)"):
+        make_trainer(PIPELINE).fit(LitIteratesValidation(), loader(), loader())
+    make_trainer(Place(), max_epochs=1).fit(LitIterates(), loader())
+    make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(LitIteratesValidation(), loader(), loader())
+
+
+class LitManual(LitNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("nothing trains")
+
+
+def evaluate(rank: int, place: Place, folder: str) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place)
+    found = trainer.validate(LitManual(), loader(), verbose=False)
+    return found[0]["val_loss"]
+
+
+@pytest.mark.parametrize("name", ["one m2", "d2", "p2"])
+def test_what_cannot_be_trained_so_is_evaluated(name: str, pool: Pool) -> None:
+    for found, expected in both(pool, evaluate, name):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+class LitMadeBefore(LitNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+class LitOutside(LitNet):
+    """A loss with a parameter that Lightning does not know."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([*self.parameters(), torch.nn.Parameter(torch.ones(3))], lr=1e-2)
+
+
+def step_on_others(rank: int, place: Place, kind: Any) -> str:
+    try:
+        make_trainer(place, max_epochs=1).fit(kind(), loader())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (LitMadeBefore, Place(world_size=2, layout=P2)),
+        (LitMadeBefore, Place(world_size=2, layout={"tensor_parallel_size": 2, "plan": HALVES})),
+        (LitOutside, Place(world_size=2)),
+        (LitOutside, Place(layout={"num_microbatches": 2})),
+    ],
+    ids=["p2", "t2", "d2", "m2"],
+)
+def test_an_optimizer_of_other_parameters_is_refused(kind: Any, place: Place, pool: Pool) -> None:
+    found = pool.run(step_on_others, world_size=place.world_size, args=(place, kind))
+    assert any("make the optimizer in configure_optimizers" in text for text in found)
+
+
+@pytest.mark.parametrize("place", [Place(), Place(layout={"num_microbatches": 2}), Place(world_size=2)], ids=["one", "m2", "d2"])
+def test_an_optimizer_that_was_made_before_trains_where_the_model_is_whole(place: Place, pool: Pool) -> None:
+    assert pool.run(step_on_others, world_size=place.world_size, args=(place, LitMadeBefore)) == [""] * place.world_size
 
 
 class LitNormalized(LitNet):

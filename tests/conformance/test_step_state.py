@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
@@ -37,6 +37,7 @@ class Collects(LitNet):
     """Every documented way of collecting in a step what a hook uses at the end of the epoch."""
 
     total: Tensor
+    of_the_class: ClassVar[list[Tensor]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +56,7 @@ class Collects(LitNet):
         self.train_error.update(prediction, y)
         self.losses.append((prediction - y).square().detach())
         self.total += len(x)
+        self.of_the_class.append(prediction.detach())
         return nn.functional.mse_loss(prediction, y)
 
     def on_train_epoch_end(self) -> None:
@@ -62,7 +64,9 @@ class Collects(LitNet):
         self.train_error.reset()
         self.log("train_mean", torch.cat(self.losses).mean(), sync_dist=True)
         self.log("train_total", self.total, sync_dist=True)
+        self.log("train_count", float(sum(map(len, self.of_the_class))), sync_dist=True)
         self.losses.clear()
+        self.of_the_class.clear()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         x, y = batch

@@ -5,6 +5,7 @@ Each check looks at one thing; add another to ``_CHECKS``.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +53,13 @@ def check_trainer(module: Any, trainer: Any, config: PTDPConfig, layout: Paralle
 
 
 def _check_manual_optimization(asked: Asked) -> None:
-    if asked.module.automatic_optimization:
+    if asked.module.automatic_optimization or not asked.fits:
         return
     if asked.layout.world_size > 1:
         raise asked.refuse(
             "automatic_optimization=False (manual optimization) cannot run under the ptdp strategy with several processes: the "
-            "schedule, not training_step, decides when backward runs. Use automatic optimization"
+            "schedule, not training_step, decides when backward runs. Use automatic optimization, or train in one process (validate, test "
+            "and predict run in any layout)"
         )
     if asked.config.runs_backward:
         raise asked.refuse(
@@ -69,7 +71,7 @@ def _check_manual_optimization(asked: Asked) -> None:
             f"automatic_optimization=False (manual optimization) with check_finite={asked.config.check_finite!r}, which looks at the one "
             "backward of a batch: look at the loss in training_step, and leave check_finite out"
         )
-    if asked.fits and asked.config.master_weights and _is_half(asked):
+    if asked.config.master_weights and _is_half(asked):
         raise asked.refuse(
             "automatic_optimization=False (manual optimization) with parameters in half precision and master_weights=True: "
             "toggle_optimizer and zero_grad would see the float32 copies, not the parameters. Use master_weights=False, or "
@@ -89,12 +91,24 @@ def _microbatches(config: PTDPConfig) -> str:
 
 
 def _check_backward(asked: Asked) -> None:
-    if asked.config.runs_backward and asked.names.is_overridden("backward", asked.module):
+    if asked.fits and asked.config.runs_backward and asked.names.is_overridden("backward", asked.module):
         raise asked.refuse(
             "LightningModule.backward is overridden, but the schedule runs the backward where there are pipeline stages, microbatches or "
             "context parallelism. Use torch.autograd hooks or on_after_backward instead, or num_microbatches=1 without a pipeline and "
             "context parallelism"
         )
+
+
+def _check_iterators(asked: Asked) -> None:
+    hooks = ["training_step"] if asked.fits and asked.config.runs_backward else []
+    if asked.layout.pipeline_parallel_size * asked.layout.context_parallel_size > 1:
+        hooks += ["validation_step", "test_step", "predict_step"]
+    for hook in hooks:
+        if "dataloader_iter" in inspect.signature(getattr(asked.module, hook)).parameters:
+            raise asked.refuse(
+                f"{hook}(dataloader_iter) takes its batches itself, but the schedule cuts them into microbatches or along time. Take "
+                "(batch, batch_idx), or use num_microbatches=1 without a pipeline and context parallelism"
+            )
 
 
 def _check_callbacks(asked: Asked) -> None:
@@ -212,6 +226,7 @@ def _check_precision(asked: Asked) -> None:
 _CHECKS = (
     _check_manual_optimization,
     _check_backward,
+    _check_iterators,
     _check_callbacks,
     _check_batch_norm,
     _check_checkpoint_plugin,
