@@ -134,6 +134,23 @@ def layer_sync(strategy: Any) -> Any:
     return strategy._layer_sync
 
 
+def validation_interval(trainer: Any) -> float | None:
+    """Seconds between validations, if ``val_check_interval`` is a time."""
+    seconds: float | None = trainer._val_check_time_interval
+    return seconds
+
+
+def last_validation(trainer: Any) -> float:
+    """By ``time.monotonic()``, when the last validation ended or the fit began; only where there is a ``validation_interval``."""
+    last: float = trainer._last_val_time
+    return last
+
+
+def set_last_validation(trainer: Any, last: float) -> None:
+    """Lightning validates at the end of a batch if that is as long ago as ``validation_interval``."""
+    trainer._last_val_time = last
+
+
 def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None]) -> None:
     """Have ``trainer`` register ``notifier`` for SIGTERM, which it does after the strategy's ``setup``, instead of its own."""
     assert hasattr(trainer._signal_connector, "_sigterm_notifier_fn")

@@ -26,6 +26,14 @@ def test_names_exist_and_take_what_we_pass(namespace: str) -> None:
     assert "_layer_sync" in inspect.getsource(names.ParallelStrategy.__init__)
 
 
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_validation_by_the_clock_is_decided_by_what_we_set(namespace: str) -> None:
+    loop = importlib.import_module(f"{namespace}.loops.training_epoch_loop")
+    text = inspect.getsource(loop._TrainingEpochLoop._should_check_val_fx)
+    assert "interval = self.trainer._val_check_time_interval" in text
+    assert "now - self.trainer._last_val_time >= interval" in text
+
+
 def test_the_namespaces_are_two_class_hierarchies() -> None:
     one, other = (lightning_names(namespace) for namespace in NAMESPACES)
     assert one.ParallelStrategy is not other.ParallelStrategy

@@ -51,6 +51,7 @@ from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.summarize import summarize
+from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.strategy.world import World
 from lightning_ptdp.summary import StrategySummary
 from lightning_ptdp.weight_gradients import WeightGradients
@@ -76,6 +77,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self._keyed_dropout: KeyedDropout | None = None
         self._watchdog: Watchdog | None = None
         self._stop_request: StopRequest | None = None
+        self._validation_clock: ValidationClock | None = None
         self._interruption: Interruption | None = None
         self._seed = 0
         self._keeper = Keeper()
@@ -130,7 +132,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
         assert self.mesh is not None
         if self.layout.world_size > 1:
-            self._stop_request = StopRequest(trainer)
+            self._stop_request, self._validation_clock = StopRequest(trainer), ValidationClock(trainer)
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
         if not self._is_cut_here:
@@ -272,6 +274,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             "_engine",
             "_watchdog",
             "_stop_request",
+            "_validation_clock",
             "_interruption",
             "_context_parallel",
             "_keyed_dropout",

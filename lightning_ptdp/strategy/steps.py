@@ -21,6 +21,7 @@ from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.precision import loss_scale
 from lightning_ptdp.strategy.stopping import StopRequest
+from lightning_ptdp.strategy.validation_clock import ValidationClock
 
 __all__ = ["ScheduledSteps"]
 
@@ -36,6 +37,7 @@ class ScheduledSteps(WorldCollectives):
     _engine: Engine | None
     _watchdog: Watchdog | None
     _stop_request: StopRequest | None
+    _validation_clock: ValidationClock | None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, and under a schedule backward too, of one batch."""
@@ -43,6 +45,8 @@ class ScheduledSteps(WorldCollectives):
         with self._during("step"):
             if self._stop_request is not None:
                 self._stop_request.heed(dist.group.WORLD, self.root_device)
+            if self._validation_clock is not None:
+                self._validation_clock.agree(self.reduce_boolean_decision)
             context = partial(self.one_step, "training_step", self.precision_plugin.train_step_context)
             scale = loss_scale(self.precision_plugin)
             values = (*args, *kwargs.values())

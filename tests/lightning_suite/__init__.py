@@ -54,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the substitution."""
+    if "LOCAL_RANK" in os.environ:
+        pytest.exit("this is the script that a test started once more, as a launcher does")
     config.addinivalue_line("markers", "flaky: tests that pytest-rerunfailures, if it is installed, runs again")
     off, count = config.getoption("--ptdp-off"), config.getoption("--ptdp-processes")
     if off and count == 1:

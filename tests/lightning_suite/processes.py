@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -60,6 +61,7 @@ class Processes:
         child = os.fork()
         if child:
             return child
+        os.setsid()
         try:
             from lightning.fabric.utilities.rank_zero import rank_zero_only as of_fabric
             from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -74,7 +76,7 @@ class Processes:
             os._exit(0)
 
     def _wait(self, children: dict[int, int]) -> None:
-        deadline = time.monotonic() + _LIMIT_S
+        deadline, started = time.monotonic() + _LIMIT_S, list(children)
         while children and time.monotonic() < deadline:
             for child, rank in list(children.items()):
                 if os.waitpid(child, os.WNOHANG)[0]:
@@ -85,6 +87,9 @@ class Processes:
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+        for child in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # whatever the test started
 
     def _file(self, rank: int) -> Path:
         return self._folder / f"rank{rank}"

@@ -1,0 +1,44 @@
+"""A validation by the clock begins at the same batch on all ranks, whatever their clocks say."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+
+from lightning_ptdp._lightning import set_last_validation
+from tests.conformance.toys import P2, LitNet, Place, loader, make_trainer
+from tests.pool import Pool
+
+
+class Ahead(L.Callback):
+    """From batch 2 on the clock of rank 1 says that it is time, from batch 4 on that of rank 0 too."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.validated_behind = rank, list[int]()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == (4, 2)[self.rank]:
+            set_last_validation(trainer, time.monotonic() - 2000)
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        self.validated_behind.append(trainer.fit_loop.epoch_loop.batch_idx)
+
+
+def validate(rank: int, place: Place) -> list[int]:
+    L.seed_everything(1, verbose=False)
+    clock = Ahead(rank)
+    trainer = make_trainer(
+        place, max_epochs=1, val_check_interval=timedelta(seconds=1000), callbacks=[clock], num_sanity_val_steps=0
+    )
+    trainer.fit(LitNet(), loader(128), loader(16))
+    return clock.validated_behind
+
+
+@pytest.mark.parametrize("layout", [{}, P2], ids=["d2", "p2"])
+def test_all_ranks_validate_behind_the_same_batch(layout: dict[str, Any], pool: Pool) -> None:
+    place = Place(world_size=2, layout={**layout, "timeout_s": 20.0})
+    assert pool.run(validate, world_size=2, args=(place,)) == [[4], [4]]
