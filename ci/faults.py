@@ -1,17 +1,23 @@
-"""A training that is killed again and again, and checkpoints that are damaged: what survives.
+"""A training whose ranks are killed or frozen again and again, and checkpoints that are damaged: what survives.
 
-    python ci/faults.py [--kills 50] [--seed 0] [--layouts d2,p2] [--kinds "save: renames,load"] [--timeout-s 20] [--folder DIR]
+    python ci/faults.py [--kills 50] [--seed 0] [--layouts d2,p2] [--kinds "save: renames,load"] [--faults kill,stop] [--timeout-s 20]
+                        [--allow-s 0] [--folder DIR] [--verbose]
 
-In every layout a tiny GPT is trained by real processes over gloo, with a checkpoint every few steps. One rank, drawn at random, dies by
-SIGKILL at an instant of a drawn kind (fault_campaign/kinds.py); the training goes on from the newest complete checkpoint or from
-`latest`, and so forth. Checked after every kill:
+In every layout a tiny GPT is trained by real processes over gloo, with a checkpoint every few steps, as torchrun, Lightning or SLURM would
+start them. One rank, drawn at random, is lost at an instant of a drawn kind (fault_campaign/kinds.py), by SIGKILL or SIGSTOP; the training
+goes on from the newest complete checkpoint, from `latest` or from the folder, and so forth. Every process has a clock of its own, up to a
+day off, as on other machines. Checked every time:
 
-- the other ranks end by themselves within the strategy's limit with an error that names the lost rank;
+- the other ranks end by themselves with an error that names the lost one: within 2 s if it was killed, within 1.3 times the strategy's
+  limit if it was frozen (or killed before it had told anybody that it is there). Who had finished before has nothing to say;
 - `latest` is a whole checkpoint (every byte is compared with its checksum), and neither it nor the newest whole one is older than before;
-- what stands under a checkpoint's own name is whole, or older than the newest and being removed.
+- what stands under a checkpoint's own name is whole.
 
-At the end the weights must be those of a training that nobody disturbed, bit for bit. Then every file of a checkpoint is damaged, and all
-of that must be noticed. The exit code is 1 if anything was not as it should be; what the ranks of a wrong attempt printed is shown.
+At the end the weights must be those of a training that nobody disturbed, bit for bit, and nothing may be left under a temporary name. Then
+every file of a checkpoint is damaged, and all of that must be noticed. The exit code is 1 if anything was not as it should be; what the
+ranks of a wrong attempt printed is shown. On a machine with other work `--allow-s` is what may be added to the two bounds. One after the
+other 300 take about an hour and a half with `--timeout-s 20`, most of it waiting for limits; several runs with a layout each go beside each
+other.
 """
 
 from __future__ import annotations
@@ -28,22 +34,28 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fault_campaign.damage import damage_every_file
-from fault_campaign.folder import Standing, look
-from fault_campaign.kinds import KINDS, Trap
-from fault_campaign.processes import Ended, Processes, agent_store, own_store
+from fault_campaign.folder import Standing, leftovers, look
+from fault_campaign.kinds import FAULTS, KINDS, Trap
+from fault_campaign.processes import LAUNCHERS, Ended, Processes, Shot
 from fault_campaign.training import LAYOUTS, SAVE_EVERY, Attempt, world_size_of
 
-_LONGEST_S = 4.0  # after which a rank that is to die at any time has died
-_LOADED_S = 15.0  # what a loaded machine may take longer than the strategy's limit, and torch to give up on a store that is gone
-_GUARD = 40  # steps after which an attempt ends if nobody died
+_LONGEST_S = 4.0  # after which a rank that is to be lost at any time has been
+_KILLED_S, _STOPPED = 2.0, 1.3  # until who was killed is named, in s; who is frozen, in limits
+_HANGING_S = 30.0  # behind these bounds
+_DAY_S = 86400.0
+_GUARD = 40  # steps after which an attempt ends if nobody was lost
 _REST = 4  # steps that the last attempt makes
 _PLACES = 40
 _PRINTED = "\nIt printed:\n"
-# Where rank 0 keeps the store it has named the lost rank and ended, and those who asked after that hear of nobody any more.
-_STORE_GONE = "rank 0, which keeps the store"
+# In a rank's last words: who is blamed. What merely lists all ranks blames nobody.
+_TABLE = "What each rank did last:"
+_BLAMED = re.compile(
+    r"rank (\d+): (?:last heard|has told nothing)|rank (\d+), which keeps the store"
+    r"|(?:[Nn]o answer from|did not hear from|without) ranks? ([\d, ]+)"
+    r"|ranks? ([\d, ]+?) (?:did not come|came and was lost|does not answer|do not answer|is gone|are gone|was lost|has ended|was killed)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +64,14 @@ class Kill:
 
     Attributes:
         kind: A key of ``KINDS``.
-        after_s: Until the other ranks had ended.
+        fault: A key of ``FAULTS``.
+        named_after_s: By rank that was left, until it had named the lost one.
         steps_lost: That the next attempt has to make again.
     """
 
     kind: str
-    after_s: float
+    fault: str
+    named_after_s: tuple[float, ...]
     steps_lost: int
 
 
@@ -69,6 +83,7 @@ class Campaign:
     folder: Path
     draw: random.Random
     timeout_s: float
+    allow_s: float
     kills: list[Kill] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     standing: Standing = field(default_factory=Standing)
@@ -77,29 +92,44 @@ class Campaign:
         self._processes = Processes(self.folder)
         (self.folder / "checkpoints").mkdir()
 
-    def kill(self, kind: str) -> None:
+    def kill(self, kind: str, fault: str) -> None:
         """One attempt that loses a rank."""
         victim = self.draw.randrange(world_size_of(self.layout)) if KINDS[kind].anyone else 0
         if kind == "load" and self.standing.newest is None:
             self._attempt(SAVE_EVERY)
             self.standing = look(self.folder / "checkpoints", self.standing)
         first = max(self.standing.newest_step, 0)
-        trap, kill = None, None
+        trap, shot = None, None
         if KINDS[kind].calls:
-            call, behind = self.draw.randint(1, KINDS[kind].most), self.draw.random() < 0.5
-            trap = Trap(kind=kind, victim=victim, step=first + self.draw.randrange(SAVE_EVERY + 1), call=call, behind=behind)
+            note = self.folder / "lost.txt"
+            note.unlink(missing_ok=True)
+            call = self.draw.randint(1, KINDS[kind].most)
+            behind = self.draw.random() < 0.5 and not KINDS[kind].alone
+            step = first + self.draw.randrange(SAVE_EVERY + 1)
+            trap = Trap(kind=kind, fault=fault, note=note, victim=victim, step=step, call=call, behind=behind)
         else:
-            kill = (victim, self.draw.uniform(0.0, _LONGEST_S))
-        ended = self._attempt(first + _GUARD, trap=trap, kill=kill, async_save=KINDS[kind].saves == "beside")
-        what = f"{self.layout}, {kind}: {trap or f'rank {victim} after {kill[1]:.2f} s' if kill else trap}"
-        if ended.killed is None:
-            self.wrong.append(f"{what}: nobody died; {ended.errors}{_PRINTED}{ended.printed}")
+            shot = Shot(fault=fault, victim=victim, after_s=self.draw.uniform(0.0, _LONGEST_S))
+        launcher = self.draw.choice(list(LAUNCHERS))
+        slowly = self.allow_s + _STOPPED * self.timeout_s
+        ended = self._attempt(
+            first + _GUARD,
+            trap=trap,
+            shot=shot,
+            launcher=launcher,
+            async_save=KINDS[kind].saves == "beside",
+            patience_s=slowly + _HANGING_S,
+        )
+        what = f"{self.layout} by {launcher}, {kind}, {fault}: {trap or shot}"
+        if ended.lost is None:
+            self.wrong.append(f"{what}: nobody was lost; {ended.errors}{_PRINTED}{ended.printed}")
             return
-        self._judge(what, victim, ended)
+        was_alone = KINDS[kind].alone or (shot is not None and victim not in ended.began)
+        bound = self.allow_s + _KILLED_S if fault == "kill" and not was_alone else slowly
+        named = self._judge(what, victim, ended, bound=bound)
         self.standing = look(self.folder / "checkpoints", self.standing)
         self.wrong += [f"{what}: {text}" for text in self.standing.wrong]
         lost = max(ended.steps[victim], 0) - max(self.standing.newest_step, 0)
-        self.kills.append(Kill(kind=kind, after_s=ended.after_s, steps_lost=max(lost, 0)))
+        self.kills.append(Kill(kind=kind, fault=fault, named_after_s=named, steps_lost=max(lost, 0)))
 
     def finish(self) -> None:
         """Train undisturbed to the end, and from the beginning, and compare."""
@@ -107,6 +137,7 @@ class Campaign:
         killed = self._attempt(steps)
         self.standing = look(self.folder / "checkpoints", self.standing)
         self.wrong += [f"{self.layout}, at the end: {text}" for text in self.standing.wrong]
+        self.wrong += [f"{self.layout}, at the end: {name} is left" for name in leftovers(self.folder / "checkpoints")]
         whole = self._attempt(steps, folder=self.folder / "undisturbed")
         for name, ended in (("the last attempt", killed), ("the undisturbed training", whole)):
             if len(ended.weights) != world_size_of(self.layout):
@@ -114,41 +145,63 @@ class Campaign:
         if {*killed.weights.values()} != {*whole.weights.values()} or len({*whole.weights.values()}) != 1:
             self.wrong.append(f"{self.layout}: after {steps} steps the weights are not those of an undisturbed training")
 
-    def _attempt(self, steps: int, *, folder: Path | None = None, **how: Any) -> Ended:
+    def _attempt(
+        self,
+        steps: int,
+        *,
+        folder: Path | None = None,
+        trap: Trap | None = None,
+        shot: Shot | None = None,
+        launcher: str = "popen",
+        async_save: bool = False,
+        patience_s: float = _HANGING_S,
+    ) -> Ended:
         where = folder or self.folder / "checkpoints"
         resume = None
         if folder is None and self.standing.newest is not None:
-            resume = (
-                self.draw.choice([self.standing.newest, where / "latest"])
-                if self.standing.latest_step >= 0
-                else self.standing.newest
-            )
-        kill = how.pop("kill", None)
-        store = self.draw.choice([agent_store, own_store])
-        with store(world_size_of(self.layout)) as environment:
+            ways = [self.standing.newest, where] + [where / "latest"] * (self.standing.latest_step >= 0)
+            resume = self.draw.choice(ways)
+        ranks = range(world_size_of(self.layout))
+        with LAUNCHERS[launcher](len(ranks)) as environment:
             attempt = Attempt(
                 layout=self.layout,
                 folder=where,
                 resume=resume,
                 steps=steps,
                 timeout_s=self.timeout_s,
+                async_save=async_save,
+                trap=trap,
+                clocks=[self.draw.uniform(-_DAY_S, _DAY_S) for _ in ranks],
                 environment=environment,
-                **({"trap": None, "async_save": False} | how),
             )
-            return self._processes.run(attempt, kill=kill, patience_s=2 * self.timeout_s + _LOADED_S)
+            return self._processes.run(attempt, shot=shot, patience_s=patience_s)
 
-    def _judge(self, what: str, victim: int, ended: Ended) -> None:
-        if ended.after_s > self.timeout_s + _LOADED_S and not ended.hanging:
-            self.wrong.append(f"{what}: the others ended after {ended.after_s:.1f} s, the limit is {self.timeout_s:g} s")
-        named = {rank for rank, said in ended.errors.items() if re.search(rf"\brank {victim}\b", said)}
-        for rank in {*ended.steps} - {victim}:
-            said, printed = ended.errors.get(rank, "nothing"), ended.printed.get(rank, "nothing")
+    def _judge(self, what: str, victim: int, ended: Ended, *, bound: float) -> tuple[float, ...]:
+        """How long each of the others took to name the lost one."""
+        times = []
+        for rank in {*ended.steps} - {victim, *ended.finished}:
+            said, printed = ended.said(rank), ended.printed.get(rank, "nothing")
+            after_s = ended.said_at(rank) - max(ended.lost_at, ended.began.get(rank, 0.0))
             if rank in ended.hanging:
                 self.wrong.append(f"{what}: rank {rank} hangs{_PRINTED}{printed}")
-            elif rank not in named and not (named and _STORE_GONE in said):
+                continue
+            times.append(after_s)
+            if victim not in blamed(said, by=rank):
+                self.wrong.append(f"{what}: rank {rank} does not name the lost rank {victim}. It said: {said}{_PRINTED}{printed}")
+            elif after_s > bound:
                 self.wrong.append(
-                    f"{what}: rank {rank} does not name the lost rank {victim}. It said: {said}\nIt printed:\n{printed}"
+                    f"{what}: rank {rank} named the lost rank after {after_s:.1f} s, the bound is {bound:g} s: {said}"
                 )
+        return tuple(times)
+
+
+def blamed(said: str, *, by: int) -> set[int]:
+    """The ranks that the last words of rank ``by`` blame."""
+    head, table, _ = said.partition(_TABLE)
+    ranks = {int(rank) for rank in re.findall(r"\brank (\d+)\b", head if table else "")}
+    for groups in _BLAMED.findall(said):
+        ranks |= {int(rank) for rank in re.findall(r"\d+", " ".join(groups))}
+    return ranks - {by}
 
 
 def main() -> int:
@@ -164,13 +217,19 @@ def main() -> int:
             folder = root / layout.replace(" ", "-")
             folder.mkdir()
             campaigns.append(
-                Campaign(layout=layout, folder=folder, draw=random.Random(draw.random()), timeout_s=options.timeout_s)
+                Campaign(
+                    layout=layout,
+                    folder=folder,
+                    draw=random.Random(draw.random()),
+                    timeout_s=options.timeout_s,
+                    allow_s=options.allow_s,
+                )
             )
-        deck = _deck(kinds, draw)
+        deck = _deck([(kind, fault) for kind in kinds for fault in options.faults.split(",")], draw)
         for number in range(options.kills):
             campaign = campaigns[number % len(campaigns)]
             known = len(campaign.wrong)
-            campaign.kill(next(deck))
+            campaign.kill(*next(deck))
             for text in campaign.wrong[known:]:
                 print(f"\nWRONG  {text}", flush=True)
             if options.verbose:
@@ -196,28 +255,30 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default 0)")
     parser.add_argument("--layouts", help=f"some of: {', '.join(LAYOUTS)} (default: all)")
     parser.add_argument("--kinds", help=f"some of: {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--faults", default=",".join(FAULTS), help=f"some of: {', '.join(FAULTS)} (default: all)")
+    parser.add_argument("--allow-s", type=float, default=0.0, help="added to the bounds on a machine with other work (default 0)")
     parser.add_argument("--timeout-s", type=float, default=20.0, help="the strategy's limit of every wait (default 20)")
     parser.add_argument("--folder", help="an empty folder to keep everything in (default: a temporary one)")
     parser.add_argument("--verbose", action="store_true", help="a line a kill")
     return parser.parse_args()
 
 
-def _deck(kinds: Sequence[str], draw: random.Random) -> Iterator[str]:
-    """All kinds about equally often, in random order."""
+def _deck(cards: Sequence[tuple[str, str]], draw: random.Random) -> Iterator[tuple[str, str]]:
+    """All about equally often, in random order."""
     while True:
-        yield from draw.sample(list(kinds), len(kinds))
+        yield from draw.sample(list(cards), len(cards))
 
 
 def _report(campaigns: Sequence[Campaign], seconds: float) -> None:
     kills = [kill for campaign in campaigns for kill in campaign.kills]
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(f"\n{len(kills)} kills in {seconds:.0f} s   ({os.cpu_count()} cores, load {load})")
-    print(f"{'killed in':<20}{'kills':>6}{'others ended after, s':>24}{'steps lost':>14}")
-    for kind in KINDS:
-        if found := [kill for kill in kills if kill.kind == kind]:
-            times, steps = [kill.after_s for kill in found], [kill.steps_lost for kill in found]
-            spread = f"{statistics.median(times):.1f}, at most {max(times):.1f}"
-            print(f"{kind:<20}{len(found):>6}{spread:>24}{f'{statistics.mean(steps):.1f}, {max(steps)}':>14}")
+    print(f"\n{len(kills)} ranks lost in {seconds:.0f} s   ({os.cpu_count()} cores, load {load})")
+    print(f"{'lost in':<18}{'by':<6}{'times':>6}{'others named it after, s':>28}{'steps lost':>14}")
+    for kind, fault in [(kind, fault) for kind in KINDS for fault in FAULTS]:
+        if found := [kill for kill in kills if (kill.kind, kill.fault) == (kind, fault)]:
+            times, steps = [time for kill in found for time in kill.named_after_s], [kill.steps_lost for kill in found]
+            spread = f"{statistics.median(times):.1f}, at most {max(times):.1f}" if times else "all had finished"
+            print(f"{kind:<18}{fault:<6}{len(found):>6}{spread:>28}{f'{statistics.mean(steps):.1f}, {max(steps)}':>14}")
 
 
 def _damage(checkpoint: Path, folder: Path, draw: random.Random) -> list[str]:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from lightning_ptdp.checkpoint import CheckpointError, newest_checkpoint, read_metadata, verify_checkpoint
 
-__all__ = ["Standing", "look"]
+__all__ = ["Standing", "leftovers", "look"]
 
-_NUMBERED = re.compile(r"step=(\d+)(-v\d+)?\.ckpt$")
-_LEFTOVER = re.compile(r"\.(tmp|old)-[0-9a-f]+$")
+_LEFTOVER = re.compile(r"\.(tmp|old|gone)-[0-9a-f]+(\.lock)?$|^\.latest-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +44,14 @@ def look(folder: Path, before: Standing) -> Standing:
     if latest_step < before.latest_step:
         wrong.append(f"latest is of step {latest_step}, and was of step {before.latest_step}")
     for path in sorted(folder.iterdir()):
-        if path.is_symlink() or _LEFTOVER.search(path.name):
-            continue
-        number = _NUMBERED.search(path.name)
-        if number is None or int(number[1]) >= newest_step:
+        if not path.is_symlink() and not _LEFTOVER.search(path.name):
             _step(path, wrong)
     return Standing(newest=newest, newest_step=newest_step, latest_step=latest_step, wrong=tuple(wrong))
+
+
+def leftovers(folder: Path) -> list[str]:
+    """What killed processes have left in ``folder``, by name."""
+    return sorted(path.name for path in folder.iterdir() if _LEFTOVER.search(path.name))
 
 
 def _step(path: Path, wrong: list[str]) -> int:

@@ -1,7 +1,8 @@
-"""Where a process of the fault campaign dies: kinds of instants, and the traps that wait for them.
+"""Where a process of the fault campaign is lost: kinds of instants, and the traps that wait for them.
 
-A trap replaces functions in the process that is to die, and in no other. It counts their calls from a given step on, and ends the process
-with SIGKILL, as the kernel does when memory is short: nothing is flushed, closed or told to anybody.
+A trap replaces functions in the process that is to be lost, and in no other. It counts their calls from a given step on, and then sends the
+process a signal: SIGKILL, as the kernel does when memory is short (nothing is flushed, closed or told to anybody), or SIGSTOP, after which
+it is there and does nothing, as where a file system or a device has stopped to answer.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import importlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
-__all__ = ["KINDS", "Kind", "Trap", "TrapCallback", "set_trap"]
+__all__ = ["FAULTS", "KINDS", "Kind", "Trap", "TrapCallback", "set_trap"]
+
+FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +30,13 @@ class Kind:
     """A kind of instant.
 
     Attributes:
-        calls: The functions in which it lies, as "module:attribute"; none: the campaign kills after a random time instead.
-        most: The process dies in one of the first so many calls.
+        calls: The functions in which it lies, as "module:attribute"; none: the campaign sends the signal after a random time instead.
+        most: The process is lost in one of the first so many calls.
         anyone: Whether any rank may be the one; otherwise rank 0, which alone writes what is written once.
         saves: "" if it does not depend on a save; "while" one goes on in front of training, "beside" training in the background.
-        armed: From when on calls count: "step" (the beginning of the chosen step), "start" (of the process) or "saving" (calls while
-            a save goes on in the background).
+        armed: From when on calls count: "step" (the beginning of the chosen step), "start" (of the process), "saving" (calls while
+            a save goes on in the background) or "validation" (calls while the model is validated, from the chosen step on).
+        alone: The process has not told anybody yet that it is there: that it is lost can only be known from the limit.
     """
 
     calls: tuple[str, ...] = ()
@@ -38,6 +44,7 @@ class Kind:
     anyone: bool = True
     saves: str = ""
     armed: str = "step"
+    alone: bool = False
 
 
 _WRITE = ("lightning_ptdp.checkpoint.sums:SummingFile.write", "lightning_ptdp.checkpoint.sums:SummingFile.write_blocks")
@@ -47,15 +54,13 @@ _LATEST = ("os:symlink", "os:replace")
 _FORWARD = "lightning_ptdp.models.gpt:Block.forward"
 
 KINDS = {
-    "start": Kind(
-        calls=(
-            "torch.distributed:init_process_group",
-            "lightning_ptdp.mesh:ProcessMesh.create",
-            "lightning_ptdp.strategy.ptdp:parallelize",
-        ),
-        most=3,
-        armed="start",
+    "absent": Kind(calls=("torch.distributed:rendezvous",), armed="start", alone=True),
+    "joining": Kind(
+        calls=("torch.distributed:init_process_group", "lightning_ptdp.mesh:ProcessMesh.create"), most=2, armed="start"
     ),
+    "setup": Kind(calls=("lightning_ptdp.strategy.ptdp:parallelize",), armed="start"),
+    "data": Kind(calls=("fault_campaign.training:Tokens.__getitems__",), most=2),
+    "validation": Kind(calls=(_FORWARD,), most=8, armed="validation"),
     "load": Kind(calls=("lightning_ptdp.checkpoint._dcp:read_rectangle",), most=30, armed="start"),
     "forward": Kind(calls=(_FORWARD,), most=8),
     "backward": Kind(calls=("parameters:gradient",), most=12),
@@ -86,10 +91,12 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trap:
-    """Kill this process in call number ``call`` (from 1) of the kind's functions, before or behind what they do.
+    """Lose this process in call number ``call`` (from 1) of the kind's functions, before or behind what they do.
 
     Attributes:
         kind: A key of ``KINDS``.
+        fault: A key of ``FAULTS``.
+        note: The file in which the time of it is left, as ``time.monotonic``.
         victim: Global rank.
         step: Optimizer step from whose beginning on calls count.
         call: Which call.
@@ -97,6 +104,8 @@ class Trap:
     """
 
     kind: str
+    fault: str
+    note: Path
     victim: int
     step: int
     call: int
@@ -109,6 +118,10 @@ class TrapCallback(pl.Callback):
     def __init__(self, trap: Trap) -> None:
         self._trap, self._left = trap, trap.call
         self._armed = KINDS[trap.kind].armed == "start"
+        self._trainer: pl.Trainer | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer = trainer
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._armed or trainer.global_step < self._trap.step:
@@ -136,11 +149,18 @@ class TrapCallback(pl.Callback):
         self._count()
 
     def _count(self) -> None:
-        if not self._armed or (KINDS[self._trap.kind].armed == "saving" and not _is_saving()):
+        if not self._armed or not self._is_time():
             return
         self._left -= 1
         if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._trap.note.write_text(str(time.monotonic()))
+            os.kill(os.getpid(), FAULTS[self._trap.fault])
+
+    def _is_time(self) -> bool:
+        armed = KINDS[self._trap.kind].armed
+        if armed == "saving":
+            return any(thread.name.startswith("save ") for thread in threading.enumerate())
+        return armed != "validation" or (self._trainer is not None and self._trainer.validating)
 
 
 def set_trap(trap: Trap) -> TrapCallback:
@@ -154,7 +174,3 @@ def set_trap(trap: Trap) -> TrapCallback:
         owner = functools.reduce(getattr, owners, importlib.import_module(module))
         setattr(owner, name, callback.wrap(getattr(owner, name)))
     return callback
-
-
-def _is_saving() -> bool:
-    return any(thread.name.startswith("save ") for thread in threading.enumerate())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -16,9 +17,10 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from fault_campaign.kinds import FAULTS, Trap
 from fault_campaign.training import Attempt, train_rank, world_size_of
 
-__all__ = ["Ended", "Processes", "agent_store", "own_store"]
+__all__ = ["LAUNCHERS", "Ended", "Processes", "Shot"]
 
 _PRELOAD = [
     "torch",
@@ -30,30 +32,54 @@ _PRELOAD = [
 ]
 _TRAINING_LIMIT_S = 120.0
 _STACK_S = 1.0
+_POLL_S = 0.1
 _PRINTED = 6000  # characters
 
 
 @dataclass(kw_only=True)
 class Ended:
-    """What became of an attempt.
+    """What became of an attempt; times are ``time.monotonic``.
 
     Attributes:
-        killed: The rank that died by SIGKILL, if one did.
-        after_s: Time from its death until the last of the others had ended.
+        lost: The rank that was lost, if one was.
+        lost_at: When.
+        began: By rank, when it began to ask for the others.
         steps: By rank, the last optimizer step that it began; -1: none.
-        weights: By rank that finished, the digest of the whole model's weights.
-        errors: By rank that raised, what.
+        finished: By rank that came to the end of its training, when.
+        weights: By rank that told them, the digest of the whole model's weights.
+        errors: By rank that raised, what and when.
+        ended_at: By rank, when its process had ended.
         hanging: Ranks that had to be ended; their stacks are the last thing that they printed.
         printed: By rank, the end of what it printed.
     """
 
-    killed: int | None = None
-    after_s: float = 0.0
+    lost: int | None = None
+    lost_at: float = math.inf
+    began: dict[int, float] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
+    finished: dict[int, float] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, tuple[str, float]] = field(default_factory=dict)
+    ended_at: dict[int, float] = field(default_factory=dict)
     printed: dict[int, str] = field(default_factory=dict)
     hanging: list[int] = field(default_factory=list)
+
+    def said(self, rank: int) -> str:
+        """What a rank raised, or wrote before it ended itself."""
+        return self.errors[rank][0] if rank in self.errors else self.printed.get(rank, "")
+
+    def said_at(self, rank: int) -> float:
+        """When."""
+        return self.errors[rank][1] if rank in self.errors else self.ended_at.get(rank, math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shot:
+    """A signal from outside: ``fault`` (a key of ``FAULTS``) for ``victim``, ``after_s`` seconds after the start."""
+
+    fault: str
+    victim: int
+    after_s: float
 
 
 class Processes:
@@ -68,13 +94,13 @@ class Processes:
         self._context.set_forkserver_preload(_PRELOAD)
         self._folder = folder
 
-    def run(self, attempt: Attempt, *, kill: tuple[int, float] | None = None, patience_s: float) -> Ended:
+    def run(self, attempt: Attempt, *, shot: Shot | None = None, patience_s: float) -> Ended:
         """Run an attempt to its end.
 
         Args:
             attempt: What to train.
-            kill: (rank, seconds): kill this rank so long after the start, unless it has ended.
-            patience_s: Ranks that are there so long after the first has died hang, and are ended.
+            shot: Lose this rank, unless it has ended.
+            patience_s: Ranks that are there so long after one was lost hang, and are ended.
         """
         ranks = range(world_size_of(attempt.layout))
         pipes = [self._context.Pipe(duplex=False) for _ in ranks]
@@ -87,7 +113,7 @@ class Processes:
             for rank, process in enumerate(processes):
                 process.start()
                 pipes[rank][1].close()
-            self._watch(processes, ended, kill, patience_s)
+            self._watch(processes, ended, attempt.trap, shot, patience_s)
         finally:
             for process in processes:
                 process.kill()
@@ -98,38 +124,37 @@ class Processes:
                 ended.printed[rank] = self._log(rank).read_text(errors="replace")[-_PRINTED:]
         return ended
 
-    def _watch(self, processes: list[Any], ended: Ended, kill: tuple[int, float] | None, patience_s: float) -> None:
-        began, died = time.monotonic(), None
+    def _watch(self, processes: list[Any], ended: Ended, trap: Trap | None, shot: Shot | None, patience_s: float) -> None:
+        """Until all have ended but one that was stopped."""
+        began = time.monotonic()
         deadline = began + _TRAINING_LIMIT_S
-        while alive := [process for process in processes if process.exitcode is None]:
-            limit = deadline
-            if kill is not None and died is None:
-                limit = min(deadline, began + kill[1])
-            wait([process.sentinel for process in alive], timeout=max(0.0, limit - time.monotonic()))
-            if kill is not None and died is None and time.monotonic() >= began + kill[1]:
-                processes[kill[0]].kill()
-                kill = None
-            for rank, process in enumerate(processes):
-                if died is None and process.exitcode is not None:
-                    if process.exitcode == -signal.SIGKILL:
-                        ended.killed = rank
-                    died = time.monotonic()
-                    deadline = died + patience_s
-            if time.monotonic() >= deadline:
+        while alive := {rank: process for rank, process in enumerate(processes) if process.exitcode is None}:
+            if {*alive} == {ended.lost}:
+                return
+            wait([process.sentinel for process in alive.values()], timeout=_POLL_S)
+            now = time.monotonic()
+            for rank in alive:
+                if processes[rank].exitcode is not None:
+                    ended.ended_at[rank] = now
+            if ended.lost is None and shot is not None and now >= began + shot.after_s:
+                if shot.victim not in ended.ended_at:
+                    ended.lost, ended.lost_at = shot.victim, time.monotonic()
+                    os.kill(processes[shot.victim].pid, FAULTS[shot.fault])
+                shot = None
+            if ended.lost is None and trap is not None and trap.note.exists() and (noted := trap.note.read_text()):
+                ended.lost, ended.lost_at = trap.victim, float(noted)
+            deadline = min(deadline, now + patience_s if ended.lost is None and ended.ended_at else ended.lost_at + patience_s)
+            if now >= deadline:
                 self._end(processes, ended)
-        ended.after_s = time.monotonic() - (died if died is not None else began)
+                return
 
     def _end(self, processes: list[Any], ended: Ended) -> None:
-        for process in processes:
-            if process.exitcode is None:
+        for rank, process in enumerate(processes):
+            if process.exitcode is None and rank != ended.lost:
+                ended.hanging.append(rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR2)
         time.sleep(_STACK_S)  # there is no word that a stack is written
-        for rank, process in enumerate(processes):
-            if process.exitcode is None:
-                ended.hanging.append(rank)
-                process.kill()
-                process.join()
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.txt"
@@ -139,31 +164,56 @@ def _read(rank: int, pipe: Connection, ended: Ended) -> None:
     with contextlib.suppress(EOFError):
         while pipe.poll():
             name, value = pipe.recv()
-            {"step": ended.steps, "weights": ended.weights, "error": ended.errors}[name][rank] = value
+            told: dict[str, dict[int, Any]] = {
+                "began": ended.began,
+                "step": ended.steps,
+                "finished": ended.finished,
+                "weights": ended.weights,
+                "error": ended.errors,
+            }
+            told[name][rank] = value
 
 
 @contextlib.contextmanager
-def agent_store(world_size: int) -> Iterator[Mapping[str, str]]:
+def torchrun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
     """The variables that torchrun sets: the store lives outside the ranks, and outlives them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield {
-        **_variables(world_size, store.port),
-        "TORCHELASTIC_RUN_ID": "faults",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GROUP_RANK": "0",
-        "LOCAL_WORLD_SIZE": str(world_size),
-    }
+    shared = {"TORCHELASTIC_RUN_ID": "faults", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": str(world_size)}
+    yield [_rank(rank, world_size, store.port) | shared | {"GROUP_RANK": "0"} for rank in range(world_size)]
     del store
 
 
 @contextlib.contextmanager
-def own_store(world_size: int) -> Iterator[Mapping[str, str]]:
+def popen(world_size: int) -> Iterator[list[Mapping[str, str]]]:
     """What Lightning's own launcher sets: rank 0 keeps the store, which dies with it."""
+    port = _free_port()
+    yield [_rank(rank, world_size, port) | {"NODE_RANK": "0"} for rank in range(world_size)]
+
+
+@contextlib.contextmanager
+def srun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
+    """What SLURM sets; here too rank 0 keeps the store."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "faults",
+        "SLURM_NODEID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_NODELIST": "localhost",
+    }
+    tasks = {"SLURM_NTASKS": str(world_size), "SLURM_NTASKS_PER_NODE": str(world_size)}
+    yield [address | job | tasks | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(world_size)]
+
+
+LAUNCHERS = {"torchrun": torchrun, "popen": popen, "srun": srun}
+
+
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    yield {**_variables(world_size, port), "NODE_RANK": "0"}
+        return int(probe.getsockname()[1])
 
 
-def _variables(world_size: int, port: int) -> dict[str, str]:
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+def _rank(rank: int, world_size: int, port: int) -> dict[str, str]:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return address | {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": str(rank)}

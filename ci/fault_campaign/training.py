@@ -31,7 +31,7 @@ from lightning_ptdp.strategy import PTDPStrategy
 
 __all__ = ["LAYOUTS", "SAVE_EVERY", "Attempt", "train_rank", "world_size_of"]
 
-SAVE_EVERY = 3
+SAVE_EVERY, _VALIDATE_EVERY = 3, 2
 _VOCABULARY, _LENGTH, _SAMPLES, _BATCH = 64, 16, 48, 8
 _PIPELINE = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 
@@ -60,8 +60,9 @@ class Attempt:
         steps: Optimizer steps of the whole training.
         timeout_s: The strategy's.
         async_save: The strategy's; writing is then slowed down, so that training goes on beside it.
-        trap: Where one rank dies.
-        environment: Variables that torchrun, SLURM or Lightning would set for all ranks.
+        trap: Where one rank is lost.
+        clocks: By rank, how much its clock is ahead in s, as that of another machine may be.
+        environment: By rank, the variables that torchrun, SLURM or Lightning would set.
     """
 
     layout: str
@@ -71,7 +72,8 @@ class Attempt:
     timeout_s: float
     async_save: bool
     trap: Trap | None
-    environment: Mapping[str, str]
+    clocks: Sequence[float]
+    environment: Sequence[Mapping[str, str]]
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -110,20 +112,26 @@ class _Tells(pl.Callback):
 
 
 def train_rank(rank: int, attempt: Attempt, pipe: Connection, log: Path) -> None:
-    """Train as rank ``rank``; tells ("step", number), and at last ("weights", digest) or ("error", text)."""
+    """Train as rank ``rank``.
+
+    Tells ("began", time) before it asks for the others, ("step", number), ("finished", time) when it has trained, and at last ("weights",
+    digest) or ("error", (text, time)); times are ``time.monotonic``.
+    """
     # What is printed, by torch's own C++ too, is of interest only where the campaign finds something.
     with open(log, "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.stdout.fileno())
         os.dup2(stream.fileno(), sys.stderr.fileno())
     faulthandler.register(signal.SIGUSR2)
     warnings.simplefilter("ignore")
-    os.environ.update(attempt.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(attempt.environment[rank])
     torch.set_num_threads(1)
+    clock = time.time
+    time.time = lambda: clock() + attempt.clocks[rank]
     try:
         _train(rank, attempt, lambda name, value: pipe.send((name, value)))
     except BaseException as error:
         traceback.print_exc()
-        pipe.send(("error", "".join(traceback.format_exception_only(error))))
+        pipe.send(("error", ("".join(traceback.format_exception_only(error)), time.monotonic())))
         sys.exit(1)
 
 
@@ -142,6 +150,10 @@ def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> Non
         accelerator="cpu",
         devices=world_size,
         max_steps=attempt.steps,
+        val_check_interval=_VALIDATE_EVERY,
+        check_val_every_n_epoch=None,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
         gradient_clip_val=0.5,
         callbacks=[*callbacks, ModelCheckpoint(attempt.folder, filename="{step}", **saving)],
         logger=False,
@@ -151,10 +163,15 @@ def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> Non
     sizes = {"vocabulary_size": _VOCABULARY, "sequence_length": _LENGTH, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
     module = LitGPT(GPTConfig.gpt2(**sizes, dropout=0.1), AdamWConfig(learning_rate=5e-3, warmup_steps=5, decay_steps=100))
     place = strategy.distributed_sampler_kwargs
-    loader = TokenLoader(
-        Tokens(), batch_size=_BATCH // place["num_replicas"], num_replicas=place["num_replicas"], replica_rank=place["rank"]
-    )
-    trainer.fit(module, loader, ckpt_path=attempt.resume)
+    loaders = [
+        TokenLoader(
+            Tokens(), batch_size=_BATCH // place["num_replicas"], num_replicas=place["num_replicas"], replica_rank=place["rank"]
+        )
+        for _ in range(2)
+    ]
+    tell("began", time.monotonic())
+    trainer.fit(module, *loaders, ckpt_path=attempt.resume)
+    tell("finished", time.monotonic())
     tell("weights", _digest(strategy.gather_state_dict()))
 
 
