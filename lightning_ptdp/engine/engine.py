@@ -209,6 +209,7 @@ class Engine:
             scale=1 / (windows * self._mesh.group("replica_sum").size),
             loss_scale=loss_scale,
             reduce_gradients=reduces,
+            may_skip=self._mesh.layout.world_size == 1,
         )
         self._runtime.run(self._schedule(job.count, training=True), job)
         report = self._shared_report(job, weigh=self._mesh.group("replica_sum").size > 1)
@@ -217,6 +218,9 @@ class Engine:
         self._factor = 1 / self._mesh.group("replica_sum").size
         self.gradients.settle(reduced=reduces, counted=report.counted, scale=scale)
         self._replay(report)
+        if job.skipped:
+            self.gradients.install()  # Lightning will not run the backward; those of the batches before stay
+            return None
         return self._training_output(report)
 
     def _training_output(self, report: StepReport) -> Any:

@@ -80,9 +80,11 @@ class LightningJob:
         stages: Number of stages.
         metrics: Where metrics that the step calls get their values of the whole batch.
         owners: What the step may leave something on.
+        may_skip: The step may return None for the whole batch, which then teaches nothing.
 
     Attributes:
         losses: Of the microbatches that this rank has seen the end of.
+        skipped: The step returned None for all microbatches so far.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class LightningJob:
         stages: int = 1,
         metrics: BatchMetrics,
         owners: Sequence[Owner] = (),
+        may_skip: bool = False,
     ) -> None:
         self.training = hook == "training_step"
         self._module, self._hook, self._microbatches, self._sizes = module, hook, microbatches, sizes
@@ -115,6 +118,7 @@ class LightningJob:
         self._outputs: list[Any] = [None] * len(sizes)
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
         self.losses: list[Tensor] = []
+        self._may_skip, self.skipped = may_skip, False
         self._tokens: list[Any] = [None] * len(sizes)
         self._randomness, self._keyed_dropout = randomness, keyed_dropout
         self._context_parallel, self._attending = context_parallel, attending
@@ -192,6 +196,14 @@ class LightningJob:
                 output = {**output, "num_tokens": tokens}
             self._tokens[microbatch], self._outputs[microbatch] = tokens, _detached(output)
             return None
+        if output is None and self._may_skip and not self.losses:
+            self.skipped = True
+            return None
+        if self.skipped:
+            raise ValueError(
+                "training_step returned None for some microbatches of a batch and a loss for others: return the loss times zero for what "
+                "shall teach nothing"
+            )
         loss, tokens = loss_and_weight(output)
         if part is not None and tokens is not None and part.shifted_targets is not None:
             tokens = part.shifted_targets.to(tokens.dtype)
@@ -231,7 +243,7 @@ class LightningJob:
         calls = average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut)
         report = StepReport(weight=sum(weights), counted=counted, calls=calls)
         self._metrics.settle()
-        if self.training:
+        if self.training and not self.skipped:
             losses = torch.stack([loss.float() for loss in self.losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
         report.extras = self._extras(shares)

@@ -1,0 +1,45 @@
+"""A step that returns None teaches nothing, in one process as in Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from torch import Tensor
+
+from tests.conformance.toys import LitNet, Place, assert_weights, both, loader, make_trainer, metrics, weights
+from tests.pool import Pool
+
+
+class LitSkips(LitNet):
+    """Skips every third batch, and the second one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 3 == 2 or batch_idx == 1 else loss
+
+
+def skip(rank: int, place: Place, folder: str, accumulate: int) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, accumulate_grad_batches=accumulate, gradient_clip_val=0.5)
+    trainer.fit(LitSkips(), loader(56))
+    return weights(trainer), metrics(trainer)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_batch_is_skipped_with_none(accumulate: int, pool: Pool) -> None:
+    for (found, logged), (expected, there) in both(pool, skip, "m3", accumulate):
+        assert_weights(found, expected)
+        assert logged["callback_metrics"] == pytest.approx(there["callback_metrics"], rel=1e-5)
+
+
+class LitSkipsHalf(LitNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().training_step(batch, batch_idx) if self.calls % 2 else None
+
+
+def test_half_a_batch_is_not_skipped_with_none() -> None:
+    with pytest.raises(ValueError, match=r"None.*loss times zero"):
+        make_trainer(Place(layout={"num_microbatches": 2})).fit(LitSkipsHalf(), loader())
