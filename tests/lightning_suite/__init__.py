@@ -81,8 +81,9 @@ class _Substitution:
         exceptions = tomllib.loads(_EXCEPTIONS.read_text())
         self._left_alone: dict[str, list[str]] = exceptions["left_alone"]
         self._fails: dict[str, list[str]] = exceptions["one_process"] | (exceptions["options"] if options else {})
+        self._words: dict[str, list[str]] = exceptions["words"]
         if off:
-            self._fails = {}
+            self._fails, self._words = {}, {}
 
     def leaves_alone(self, item: pytest.Item) -> bool:
         """Whether a test runs as it is."""
@@ -107,9 +108,20 @@ class _Substitution:
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[Any]:
         """A refusal is an expected failure."""
         report = yield
-        if report.failed and call.excinfo is not None and (refusal := _refusal(call.excinfo.value)) is not None:
-            report.outcome, report.wasxfail = "skipped", f"refused: {refusal}"
+        if report.failed and call.excinfo is not None and (reason := self._reason(call.excinfo.value)) is not None:
+            report.outcome, report.wasxfail = "skipped", reason
         return report
+
+    def _reason(self, error: BaseException | None) -> str | None:
+        """Why a test was to end so: also where it expected another error."""
+        while error is not None:
+            if (refusal := _refusal(error)) is not None:
+                return f"refused: {refusal}"
+            for reason, words in self._words.items():
+                if any(word in str(error) for word in words):
+                    return reason
+            error = error.__cause__ or error.__context__
+        return None
 
     def _substitute(self, patch: pytest.MonkeyPatch) -> None:
         from lightning.pytorch import Trainer
@@ -145,15 +157,11 @@ def _deeper(init: Any) -> Any:
     return with_layers
 
 
-def _refusal(error: BaseException | None) -> str | None:
-    """What the strategy said if it refused to begin, also where a test expected another error."""
-    while error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        begins = any(_STRATEGY in frame.filename and frame.name in ("check_before_launch", "setup") for frame in frames)
-        if begins and "lightning_ptdp" in frames[-1].filename:
-            return f"{error}"
-        error = error.__cause__ or error.__context__
-    return None
+def _refusal(error: BaseException) -> str | None:
+    """What the strategy said if it refused to begin."""
+    frames = traceback.extract_tb(error.__traceback__)
+    begins = any(_STRATEGY in frame.filename and frame.name in ("check_before_launch", "setup") for frame in frames)
+    return str(error) if begins and "lightning_ptdp" in frames[-1].filename else None
 
 
 def _load_file_or_folder(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
