@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 __all__ = [
+    "abort_process_groups",
     "all_gather_single",
     "default_store",
     "forward_hooks",
@@ -17,6 +19,7 @@ __all__ = [
     "gradient_dtype",
     "has_gradient_hooks",
     "has_saved_tensor_hooks",
+    "is_communication_error",
     "is_compiled",
     "reduce_scatter_single",
     "set_gradient_dtype",
@@ -24,6 +27,8 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_GLOO_ERROR = re.compile(r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]|^Application timeout caused pair closure")
 
 
 def untraced(function: Function) -> Function:
@@ -73,6 +78,16 @@ def is_compiled(module: nn.Module) -> bool:
 def default_store() -> Any:
     """The key-value store that the process group was made with (torch's accessor is private)."""
     return dist.distributed_c10d._get_default_store()
+
+
+def abort_process_groups() -> None:
+    """Give up whatever is under way on all process groups, and the groups with it (torch's function for all backends is private)."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether torch's communication failed: an error class of its own, except that gloo's errors are told by their text alone."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None)
 
 
 def set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:

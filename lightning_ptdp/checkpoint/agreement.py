@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
 
 __all__ = ["from_rank_zero", "gather", "is_rank_zero", "same_outcome"]
@@ -57,12 +58,15 @@ def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator
 
     Raises:
         CheckpointError: The block raised on some rank; the message is the same everywhere and names the ranks.
+        RuntimeError: A rank was lost in the block or afterwards (the error of torch's communication).
     """
     cause: BaseException | None = None
     reasons: dict[int, str] = {}
     try:
         yield
     except (Exception, CheckpointException) as error:
+        if is_communication_error(error):
+            raise  # whoever is lost will not come to an agreement
         cause, reasons = error, _reasons(error)
     everyone = gather(reasons, group)
     failures = {rank: reason for part in everyone for rank, reason in part.items()}

@@ -30,7 +30,7 @@ class BackgroundSaver:
     pinned, so that the copy runs at the bus's speed.
 
     Args:
-        limit: Of every wait for another rank, and for a save to end.
+        limit: Of every wait for another rank; a save has to end within twice that.
         keeper: What the training knows of its folders; None: nothing yet.
     """
 
@@ -99,7 +99,8 @@ class BackgroundSaver:
             CheckpointError: The save failed, or does not end within the limit; what was there before is whole.
             RuntimeError: Another rank was lost meanwhile (the error of torch's communication).
         """
-        thread, limit = self._thread, limit or self._limit
+        # Twice: the thread's own waits for other ranks began later than this one, and say more.
+        thread, limit = self._thread, limit or 2 * self._limit
         if thread is None:
             return
         thread.join(limit.total_seconds())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -22,12 +23,15 @@ class LiveStatus:
         latest: The last thing that it was busy with.
         failure: The error that ended it; "" while it lives.
         raised_at: Where in the user's code.
+        ended: Whether the rank has come to its end, and will say nothing more.
         note: (phase, action, global rank that is waited for, ``time.monotonic`` of the beginning).
     """
 
     def __init__(self) -> None:
         self.during = self.latest = self.failure = self.raised_at = ""
+        self.ended = False
         self.note: tuple[Phase, Action | str, int | None, float] = ("", "", None, time.monotonic())
+        self._beats = itertools.count()
 
     def set(self, phase: Phase, action: Action | str = "", peer: int | None = None) -> None:
         """Note what begins now."""
@@ -44,8 +48,9 @@ class LiveStatus:
             peer=peer,
             failure=self.failure,
             raised_at=self.raised_at,
+            ended=self.ended,
             age_s=time.monotonic() - since,
-            written=time.time(),
+            beat=next(self._beats),
         )
 
 
@@ -54,10 +59,10 @@ class RankStatus:
     """What one rank was doing when it wrote this.
 
     Attributes:
-        during, latest, failure, raised_at: As in ``LiveStatus``.
-        phase, action, peer: What it was doing, to which action, waiting for which global rank.
+        during, latest, failure, raised_at, ended: As in ``LiveStatus``.
+        phase, action, peer: What it was doing, to which action, waiting for, or having received from, which global rank.
         age_s: How long it had been doing so.
-        written: When, as ``time.time()``. Ages on other machines are as good as the clocks of the machines agree.
+        beat: Another one every time: who reads it twice knows that the rank lives.
     """
 
     during: str
@@ -67,8 +72,9 @@ class RankStatus:
     peer: int | None
     failure: str
     raised_at: str
+    ended: bool
     age_s: float
-    written: float
+    beat: int
 
     def encode(self) -> str:
         """As text."""
@@ -79,26 +85,33 @@ class RankStatus:
         """From ``encode``."""
         return cls(**json.loads(text))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it failed or has come to its end, so that nothing more need be heard of it."""
+        return self.ended or bool(self.failure)
+
     def place(self) -> str:
         """Where it is: "step 12, waits in B1.2 for rank 2"."""
         if not self.during:
             return f"after {self.latest}" if self.latest else "before its first step"
-        peer = f" for rank {self.peer}" if self.peer is not None else ""
+        peer = f" {'for' if self.phase == 'waits in' else 'with'} rank {self.peer}" if self.peer is not None else ""
         return f"{self.during}, {self.phase} {self.action}{peer}" if self.phase else self.during
 
-    def sentence(self, *, silent_after_s: float, own: bool = False) -> str:
-        """For people. A status that was written longer than ``silent_after_s`` ago is that of a rank that has fallen silent.
+    def sentence(self, *, silence_s: float | None, silent_after_s: float) -> str:
+        """For people.
 
         Args:
-            silent_after_s: Several times the time between publications.
-            own: It is the reader's own, and of now.
+            silence_s: Time since it was heard; None: it is the reader's own, and of now.
+            silent_after_s: Several times the time between publications: a rank that was silent for longer has fallen silent.
         """
-        silence = max(time.time() - self.written, 0.0)
-        told = " (this rank)" if own else f" (told {duration(silence)} ago)"
+        silence = silence_s or 0.0
         if self.failure:
             return f"failed {duration(silence)} ago ({self.failure}): {self.place()}"
+        if self.ended:
+            return f"had come to its end {duration(silence)} ago"
         if silence > silent_after_s:
             return f"last heard {duration(silence)} ago: {self.place()}"
+        told = " (this rank)" if silence_s is None else f" (told {duration(silence)} ago)"
         return f"{self.place()} since {duration(self.age_s + silence)}{told}"
 
 

@@ -1,46 +1,47 @@
 """Nothing hangs silently: a rank that does not hear from another raises an error that says what every rank did last.
 
-Each rank notes what it is doing and publishes that about once a second (bulletin.py), since a frozen process cannot be asked any more.
-The limit itself is that of the process groups: with gloo a wait that is too long raises. With NCCL a wait only queues work for the
-GPU, and in the end torch kills the process; so there the watchdog writes its report to stderr shortly before.
+Each rank notes what it is doing and publishes that twice a second (bulletin.py), since a frozen process cannot be asked any more. The
+limit itself is that of the process groups: with gloo a wait that is too long raises. With NCCL a wait only queues work for the GPU; so
+there a thread decides by itself that the rank hangs (guard.py), says so on stderr, gives the groups up and ends the process, and the
+launcher the others. With gloo it does that only where the error does not come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
+import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ptdp._torch import default_store
+from lightning_ptdp._torch import abort_process_groups, default_store, is_communication_error
 from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.pipeline.account import LOST, Account
 from lightning_ptdp.pipeline.actions import Action, Schedule
 from lightning_ptdp.pipeline.bulletin import Bulletin
+from lightning_ptdp.pipeline.guard import Guard, Judge, Pulse, Sight
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.status import LiveStatus, RankStatus, duration
+from lightning_ptdp.pipeline.status import LiveStatus, duration
 
-__all__ = ["Watchdog", "is_communication_error"]
+__all__ = ["Watchdog"]
 
-_ANSWER_LIMIT_S = 2.0
+_INTERVAL_S = 0.5
 _PUBLISH_LIMIT_S = 1.0
-_MOST_LINES = 16
-_RANKS_PER_SECOND = 1000  # publications that the store's host should have to take
+_ANSWER_LIMIT_S = 2.0
+_ROLL_CALL = 1.5  # intervals in which a rank that lives tells something
 _SILENT_INTERVALS = 4
+_RANKS_PER_SECOND = 1000  # publications that the store's host should have to take
 _ALL_WATCHED = 64  # ranks up to which a rank asks for all of them, and not for those of its own groups only
-_REPORT_AT = 0.9  # of the limit: at the whole of it torch ends the process
+_REPORT_AT = 0.9  # of the limit: at the whole of it torch may end the process
+_ABORT_S = 5.0
 
-_LOST = "lost another rank"
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-
-_GLOO_ERROR = re.compile(r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]")
 
 
 class Watchdog:
@@ -53,8 +54,9 @@ class Watchdog:
         limit_s: The process groups' time limit.
         where: Description of this rank's place for messages, "" for none.
         store: A connection to a store for this object alone; None: nothing is published.
-        reports: Write to stderr when this rank has been in one action for 90 % of the limit.
-        interval_s: Time between publications; None: a second, more in worlds of over a thousand ranks, less for short limits.
+        waits_raise: Whether a wait for another rank raises at the limit, as gloo's do. Otherwise stderr is told when this rank has been
+            in one action for 90 % of the limit, and the process is ended when it hangs.
+        interval_s: Time between publications; None: half a second, more in worlds of over 500 ranks, less for short limits.
 
     Attributes:
         closed: Whether ``close`` was called.
@@ -69,25 +71,30 @@ class Watchdog:
         limit_s: float,
         where: str = "",
         store: Any = None,
-        reports: bool = False,
+        waits_raise: bool = True,
         interval_s: float | None = None,
     ) -> None:
         self._rank, self._world_size, self._limit_s, self._where = rank, world_size, limit_s, where
-        self._ranks = sorted({rank, *ranks})
-        self._interval_s = interval_s or max(min(1.0, limit_s / 10), world_size / _RANKS_PER_SECOND)
+        self._others = sorted({*ranks} - {rank})
+        self._interval_s = interval_s or max(min(_INTERVAL_S, limit_s / 10), world_size / _RANKS_PER_SECOND)
         self._progress = LiveStatus()
         self._action: Action | None = None
-        self._reported = 0.0
+        self._waits_raise, self._reported, self._is_over = waits_raise, 0.0, False
+        self._thread, self._pulse = threading.get_ident(), Pulse()
+        self._judge = Judge(limit_s=limit_s, interval_s=self._interval_s, waits_raise=waits_raise)
         self.closed = False
         self._bulletin: Bulletin | None = None
+        self._guard: Guard | None = None
         if world_size > 1 and store is not None:
             self._bulletin = Bulletin(
                 store,
                 rank=rank,
+                others=self._others,
+                world_size=world_size,
                 progress=self._progress,
                 interval_s=self._interval_s,
-                each_time=_weakly(self._look) if reports else None,
             )
+            self._guard = Guard(_weakly(self._look), interval_s=self._interval_s)
 
     @classmethod
     def create(cls, *, mesh: ProcessMesh, limit_s: float) -> Watchdog:
@@ -95,11 +102,11 @@ class Watchdog:
 
         Where the store cannot be connected to once more (a kind of the user's own), what other ranks do is not known.
         """
-        world_size, store, reports = mesh.layout.world_size, None, False
+        world_size, store, waits_raise = mesh.layout.world_size, None, True
         if world_size > 1:
             with contextlib.suppress(RuntimeError):
                 store = default_store().clone()
-            reports = dist.get_backend() != "gloo"
+            waits_raise = dist.get_backend() == "gloo"
         ranks = set(range(world_size))
         if world_size > _ALL_WATCHED:
             ranks = {rank for axis in ("model", "replica_sum") for rank in mesh.groups[axis].ranks}
@@ -110,7 +117,7 @@ class Watchdog:
             limit_s=limit_s,
             where=str(mesh.coordinates),
             store=store,
-            reports=reports,
+            waits_raise=waits_raise,
         )
 
     # ---- what is told to it -------------------------------------------------------------------------------------------
@@ -125,7 +132,9 @@ class Watchdog:
         """
         progress = self._progress
         outer, action = progress.during, self._action
-        progress.during, progress.latest, progress.failure, progress.raised_at = what, what, "", ""
+        progress.during, progress.latest = what, what
+        if not self._is_over:
+            progress.failure = progress.raised_at = ""
         progress.set("")
         self._action = None
         try:
@@ -157,7 +166,8 @@ class Watchdog:
         if peer is not None:
             self._progress.set("waits in", what, peer)
         elif self._action is not None:
-            self._progress.set("in", self._action)
+            # Where a wait only queues work, this is where the rank may come to a stand still.
+            self._progress.set("in", self._action, None if self._waits_raise else self._progress.note[2])
         else:
             self._progress.set("after", what)
 
@@ -175,32 +185,45 @@ class Watchdog:
     # ---- what it tells ------------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """What each rank did last, a line each; "" without other ranks. Takes two seconds at most and never raises."""
+        """For an error about another rank: what each rank did last, a line each; "" without other ranks. Takes some seconds at most and
+        never raises; the others are told who does not answer."""
         if self._world_size == 1:
             return ""
-        others = [rank for rank in self._ranks if rank != self._rank]
-        found, answered = ({}, True) if self._bulletin is None else self._bulletin.read(others, _ANSWER_LIMIT_S)
-        silent = self._interval_s * _SILENT_INTERVALS
-        lines = {rank: found[rank].sentence(silent_after_s=silent) for rank in found}
-        if answered and self._bulletin is not None:
-            lines |= {rank: "has told nothing yet" for rank in others if rank not in found}
-        lines[self._rank] = replace(self._progress.status(), failure="").sentence(silent_after_s=silent, own=True)
-        shown = sorted([self._rank, *_suspects(lines.keys() - {self._rank}, found)])
-        text = ["What each rank did last:", *(f"  rank {rank}: {lines[rank]}" for rank in shown)]
-        if not answered:
-            text.append(
-                "  rank 0, which keeps the store where ranks tell what they do (or torchrun does), does not answer: what the others "
-                "did last is not known"
+        if not self._progress.failure:
+            self._progress.failure = LOST
+            self.publish()
+        account = self._account()
+        if self._progress.failure == LOST and account.missing:
+            self._progress.failure = account.lost()
+            if self.publish() and self._rank == 0:
+                time.sleep(self._interval_s)  # the store may end with this process: let the others hear it
+        return account.text()
+
+    def _account(self) -> Account:
+        silent_after = self._interval_s * _SILENT_INTERVALS
+        known: dict[str, Any] = {}
+        if self._bulletin is not None:
+            missing = self._bulletin.roll_call(
+                min(_ROLL_CALL * self._interval_s, _ANSWER_LIMIT_S), min(silent_after, _PUBLISH_LIMIT_S)
             )
-        elif len(shown) < self._world_size:
-            text.append(f"  … and {self._world_size - len(shown)} other ranks")
-        causes = {rank: found[rank] for rank in sorted(found) if found[rank].failure not in ("", _LOST)}
-        text += [f"The cause is on rank {rank}: {causes[rank].failure} ({causes[rank].raised_at})" for rank in list(causes)[:1]]
-        return "\n".join(text)
+            heard, as_of = self._bulletin.heard, self._bulletin.answered_at
+            if missing is None:
+                alive = [rank for rank in heard if not heard[rank].status.is_done]
+                gone = {rank for rank in alive if rank == 0 or as_of - heard[rank].at > silent_after}
+            known = {
+                "asked": self._others,
+                "heard": heard,
+                "missing": frozenset(gone if missing is None else missing),
+                "as_of": as_of,
+                "store_answers": missing is not None,
+            }
+        own = self._progress.status()
+        return Account(rank=self._rank, own=own, world_size=self._world_size, silent_after_s=silent_after, **known)
 
     def annotate(self, error: BaseException) -> None:
-        """Tell the others of an error that did not pass through ``during``; add what each rank did last to one of torch's
-        communication."""
+        """Tell the others of an error that ends the run, and need not have passed through ``during``; add what each rank did last to
+        one of torch's communication."""
+        self._is_over = True
         if not self._progress.failure:
             self._note_failure(error)
         if is_communication_error(error):
@@ -208,7 +231,7 @@ class Watchdog:
 
     def publish(self) -> bool:
         """Tell the others now what this rank is doing; whether the store took it within a second."""
-        return self._bulletin is not None and self._bulletin.publish(_PUBLISH_LIMIT_S)
+        return self._bulletin is not None and self._bulletin.exchange(_PUBLISH_LIMIT_S)
 
     @property
     def failed(self) -> bool:
@@ -223,70 +246,98 @@ class Watchdog:
         return self._bulletin is not None and self._bulletin.all_come(topic, self._world_size, limit_s)
 
     def close(self) -> None:
-        """End the thread; call it before the process group is destroyed. Does nothing the second time.
+        """End the threads; call it before the process group is destroyed. Does nothing the second time.
 
         Errors are still explained afterwards, but of the other ranks nothing is known.
         """
-        self.closed = True
+        self.closed = self._progress.ended = True
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
         if self._bulletin is not None:
             self._bulletin.close()
             self._bulletin = None
 
     def _note_failure(self, error: BaseException) -> None:
-        self._progress.failure, self._progress.raised_at = _summary(error), _place(error)
+        self._progress.failure, self._progress.raised_at = _summary(error), _place(traceback.extract_tb(error.__traceback__))
         self.publish()
 
     @property
     def _name(self) -> str:
         return f"rank {self._rank} ({self._where})" if self._where else f"rank {self._rank}"
 
-    def _look(self) -> None:
-        """On the background thread: report once where this rank is stuck."""
-        since = self._progress.note[3]
-        stuck, at_work = time.monotonic() - since, self._progress.during and not self._progress.failure
-        if at_work and stuck > _REPORT_AT * self._limit_s and self._reported != since:
+    # ---- on the guard's thread ----------------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Report once where this rank is stuck, and end it if it hangs; whether to look again."""
+        bulletin, progress = self._bulletin, self._progress
+        if bulletin is None:
+            return False
+        now, since = time.monotonic(), progress.note[3]
+        stuck = now - since
+        asks = stuck > self._limit_s / 4 and self._thread == threading.main_thread().ident
+        sight = Sight(
+            now=now,
+            note=progress.note,
+            watched=bool(progress.during),
+            failed=bool(progress.failure),
+            heard=bulletin.heard,
+            answered_at=bulletin.answered_at,
+            unanswered_s=bulletin.unanswered_s,
+            pulse=self._pulse.ask() if asks else None,
+        )
+        at_work = sight.watched and not sight.failed
+        if reason := self._judge.look(sight):
+            self._end(stuck, reason)
+        if not self._waits_raise and at_work and stuck > _REPORT_AT * self._limit_s and self._reported != since:
             self._reported = since
-            text = f"{self._name} does not get on: {self._progress.status().place()} since {duration(stuck)}, limit"
-            print(f"{text} {duration(self._limit_s)}.\n{self.explain()}", file=sys.stderr, flush=True)
+            self._say(f"{self._stuck(stuck)}.\n{self._account().text()}")
+        return True
+
+    def _stuck(self, time_s: float) -> str:
+        limit = duration(self._limit_s)
+        return f"{self._name} does not get on: {self._progress.status().place()} since {duration(time_s)}, limit {limit}"
+
+    def _end(self, stuck: float, reason: str) -> None:
+        text, frame = self._stuck(stuck), sys._current_frames().get(self._thread)
+        place = _place(traceback.extract_stack(frame)) if frame is not None else "an unknown place"
+        del frame
+        self._progress.raised_at = self._progress.raised_at or place
+        self._say(f"{text}: {reason}.\n{self.explain()}\nThis rank stands in {place}; it gives up and ends.")
+        aborting = threading.Thread(target=_abort, name="ptdp abort", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_S)
+        os._exit(1)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
 
-def _suspects(ranks: Iterable[int], found: Mapping[int, RankStatus]) -> list[int]:
-    """The ranks to name where there are too many: those that told nothing, failed, or have been at the same thing the longest."""
-
-    def suspicion(rank: int) -> tuple[bool, bool, float]:
-        status = found.get(rank)
-        return (True, True, 0.0) if status is None else (False, bool(status.failure), status.age_s - status.written)
-
-    return sorted(ranks, key=suspicion, reverse=True)[: _MOST_LINES - 1]
+def _abort() -> None:
+    with contextlib.suppress(Exception):
+        abort_process_groups()
 
 
 def _summary(error: BaseException) -> str:
     """What to tell others of an error; of a lost rank nothing more, since the place says which one."""
     if isinstance(error, PeerError) or is_communication_error(error):
-        return _LOST
+        return LOST
     first_line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first_line[:200]}"
 
 
-def _place(error: BaseException) -> str:
-    """Where it was raised: the innermost line that is not of an installed package or of this one."""
-    frames = traceback.extract_tb(error.__traceback__)
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line that is not of an installed package or of this one."""
     own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_PACKAGE)]
     return "".join(f"{os.path.basename(frame.filename)}, line {frame.lineno}" for frame in (own or frames)[-1:])
 
 
-def is_communication_error(error: BaseException) -> bool:
-    """Whether torch's communication failed: an error class of its own, except that gloo's errors are told by their text alone."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None)
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:
     """Call ``method`` for as long as its object lives."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call() -> bool:
         alive = reference()
-        if alive is not None:
-            alive()
+        return alive is not None and alive()
 
     return call

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.watchdog import is_communication_error
 
 __all__ = ["joining"]
 

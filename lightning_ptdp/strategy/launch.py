@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from lightning_ptdp._lightning import lightning_names
+from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.watchdog import is_communication_error
 from lightning_ptdp.strategy.stopping import ending_children_on_sigterm
 
 __all__ = ["InProcessLauncher", "make_launcher"]

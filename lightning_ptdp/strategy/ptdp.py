@@ -255,12 +255,17 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
 
     def teardown(self) -> None:
         """Release gradients and the device; a save in the background is waited for."""
+        try:
+            self._release()
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
+
+    def _release(self) -> None:
         self.finish_saving()
         if self._engine is not None:
             with self.waiting_in("the last parameters to arrive"):
                 self._engine.close()
-        if self._watchdog is not None:
-            self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
         if self.lightning_module is not None and awaits_values(self.lightning_module):
             return  # setup failed before there were values: moving what is not there would hide why
         super().teardown()

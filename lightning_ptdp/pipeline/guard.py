@@ -1,0 +1,171 @@
+"""When a rank hangs, where its waits do not say so.
+
+With gloo a wait that is too long raises an error. With NCCL a wait only queues work for the device, and the host comes to a stand still
+wherever it next reads a result, in a call of C++ that may never return; only another thread can notice. It never touches the device. It
+looks at what the main thread notes (when it began what it is in), and at what was heard of the other ranks (bulletin.py):
+
+=====================================================  ================================  ======================
+what is seen                                           with NCCL                         with gloo
+=====================================================  ================================  ======================
+another rank failed, and this one does not get on      for 10 s                          for 1.2 x the limit
+another rank, or the store, is silent for the limit,   for the limit                     for 1.2 x the limit
+and this one does not get on
+this rank does not get on, and its main thread was in  for 1.1 x the limit               never
+one single call for half of the limit
+this rank failed, and does not come to its end         for the limit                     never
+=====================================================  ================================  ======================
+
+A rank "does not get on" while it is in one action of a step, one collective or one save. Between those (the data loader, callbacks,
+loggers, whatever a user does on the host) it is not watched, except that with NCCL a rank that failed or fell silent ends the others
+after the limit there too. Python that runs for long, such as a compilation, is never in one single call. A process that was stopped, or a
+machine that slept, does not count the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_ptdp.pipeline.bulletin import Heard
+from lightning_ptdp.pipeline.status import duration
+
+__all__ = ["Guard", "Judge", "Pulse", "Sight"]
+
+_FAILED_S = 10.0
+_GIVES_UP_AT = 1.1  # of the limit, at which torch ends the process by itself where it notices
+_GRACE = 1.2  # of the limit, at which gloo's waits raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What can be seen of a rank at an instant, without asking anybody.
+
+    Attributes:
+        now: ``time.monotonic``.
+        note: What it does; another object as soon as it does something else.
+        watched: Whether it is in a step, a collective or a save.
+        failed: Whether it has noted a failure of its own.
+        heard: The other ranks.
+        answered_at: When the store last answered.
+        unanswered_s: How long it has not answered.
+        pulse: Another number whenever the main thread has run Python since the last time; None: it was not asked.
+    """
+
+    now: float
+    note: object
+    watched: bool
+    failed: bool = False
+    heard: Mapping[int, Heard] = field(default_factory=dict)
+    answered_at: float = 0.0
+    unanswered_s: float = 0.0
+    pulse: int | None = None
+
+
+class Judge:
+    """Decides from one look to the next.
+
+    Args:
+        limit_s: Of a wait for another rank.
+        interval_s: Time between two looks; of a longer pause this process knows nothing.
+        waits_raise: Whether waits raise at the limit by themselves, as gloo's do.
+    """
+
+    def __init__(self, *, limit_s: float, interval_s: float, waits_raise: bool) -> None:
+        self._limit_s, self._interval_s, self._waits_raise = limit_s, interval_s, waits_raise
+        self._clock, self._last = 0.0, float("inf")
+        self._since: dict[object, tuple[Any, float]] = {}
+        self._lived: set[int] = set()
+
+    def look(self, seen: Sight) -> str:
+        """Why this process has to be ended; "" while there is no reason."""
+        self._clock += min(max(seen.now - self._last, 0.0), 2 * self._interval_s)
+        self._last = seen.now
+        stuck = self._unchanged("note", (seen.note, seen.failed))
+        failures, silences, calls = self._failures(seen), self._silences(seen), self._in_one_call(seen)
+        if seen.failed:
+            return "it failed, and does not come to its end" if stuck > self._limit_s and not self._waits_raise else ""
+        if self._waits_raise and not seen.watched:
+            return ""
+        patience = _GRACE * self._limit_s if self._waits_raise else self._limit_s
+        soon = min(patience, _FAILED_S) if seen.watched else patience
+        failed = [rank for rank, time_s in failures.items() if time_s > soon]
+        if failed and stuck > (patience if self._waits_raise else soon):
+            return f"rank {failed[0]} failed ({seen.heard[failed[0]].status.failure})"
+        if stuck <= patience:
+            return ""
+        if silent := [who for who, time_s in silences.items() if time_s > self._limit_s]:
+            return f"{silent[0]} has told nothing for {duration(silences[silent[0]])}"
+        gives_up = not self._waits_raise and seen.watched and stuck > _GIVES_UP_AT * self._limit_s
+        return f"it has been in one call for {duration(calls)}" if gives_up and calls > self._limit_s / 2 else ""
+
+    def _unchanged(self, what: object, value: Any) -> float:
+        """How long ``value`` has been the same."""
+        if what not in self._since or self._since[what][0] != value:
+            self._since[what] = (value, self._clock)
+        return self._clock - self._since[what][1]
+
+    def _in_one_call(self, seen: Sight) -> float:
+        if seen.pulse is None:
+            self._since.pop("pulse", None)
+            return 0.0
+        return self._unchanged("pulse", seen.pulse)
+
+    def _failures(self, seen: Sight) -> dict[int, float]:
+        """By rank, how long it has been known to have failed; what was heard of an earlier training in this world does not count."""
+        self._lived |= {rank for rank, heard in seen.heard.items() if not heard.status.is_done}
+        failed = {rank: heard.status.failure for rank, heard in sorted(seen.heard.items()) if rank in self._lived}
+        return {rank: self._unchanged(("failed", rank), bool(failure)) for rank, failure in failed.items() if failure}
+
+    def _silences(self, seen: Sight) -> dict[str, float]:
+        """By name, how long a rank has said nothing although the store answered, and how long the store has not answered."""
+        silences = {
+            f"rank {rank}": min(self._unchanged(rank, heard), seen.answered_at - heard.at)
+            for rank, heard in sorted(seen.heard.items())
+            if not heard.status.is_done
+        }
+        store = min(self._unchanged("store", seen.answered_at), seen.unanswered_s)
+        return {**silences, "rank 0, which keeps the store (or torchrun does),": store if seen.watched else 0.0}
+
+
+class Guard:
+    """Calls ``look`` every ``interval_s`` seconds on a thread of its own, until it is closed or garbage, or ``look`` returns False."""
+
+    def __init__(self, look: Callable[[], bool], *, interval_s: float) -> None:
+        closing = threading.Event()
+        threading.Thread(target=_watch, args=(look, interval_s, closing), name="ptdp guard", daemon=True).start()
+        self._finalizer = weakref.finalize(self, closing.set)
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Look no more."""
+        self._finalizer()
+
+
+def _watch(look: Callable[[], bool], interval_s: float, closing: threading.Event) -> None:
+    while not closing.wait(interval_s) and look():
+        pass
+
+
+class Pulse:
+    """Whether the main thread runs Python, or is inside of one call that does not return."""
+
+    def __init__(self) -> None:
+        self.beats, self._asked = 0, False
+        self._call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._beat)
+        # A call that is pending cannot be taken back: what is to be called has to be there for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._call))
+
+    def ask(self) -> int:
+        """Have the main thread count on as soon as it comes to its next instruction; how far it is now."""
+        if not self._asked:
+            self._asked = True
+            ctypes.pythonapi.Py_AddPendingCall(self._call, None)
+        return self.beats
+
+    def _beat(self, _: object) -> int:
+        self.beats, self._asked = self.beats + 1, False
+        return 0

@@ -1,0 +1,208 @@
+"""When a rank is taken to hang: rules against scenes; then real processes whose waits return at once, as NCCL's do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ptdp.pipeline.bulletin import Heard
+from lightning_ptdp.pipeline.guard import Judge, Sight
+from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
+from tests.pipeline.queued import train, work
+from tests.pipeline.test_lost_peer import HANGS_S, _join
+from tests.pool import PRELOAD
+
+LIMIT_S, STEP_S = 100.0, 1.0
+
+
+AT_FIRST = LiveStatus().status()
+
+
+def status(**known: Any) -> RankStatus:
+    return replace(AT_FIRST, **known)
+
+
+class Scene:
+    """A rank that is looked at every second, and the other one; ``at`` gives the sight of a second, ``seconds`` counts them.
+
+    Args:
+        waits_raise: As of the judge.
+        at: Changes what is seen then.
+    """
+
+    def __init__(self, at: Callable[[float], dict[str, Any]], *, waits_raise: bool = False) -> None:
+        self._at, self._judge = at, Judge(limit_s=LIMIT_S, interval_s=STEP_S, waits_raise=waits_raise)
+
+    def ends_after(self, most: int = 1000) -> tuple[float, str] | None:
+        """The second in which the rank is ended, and why; None: it is not."""
+        for second in range(most):
+            known = {"note": "F0.1", "watched": True, "heard": {1: alive(second)}, "answered_at": second}
+            if why := self._judge.look(Sight(**{"now": float(second), **known, **self._at(second)})):
+                return second, why
+        return None
+
+
+def alive(second: float) -> Heard:
+    return Heard(status(beat=int(second)), second)
+
+
+def fails_at(when: int) -> Callable[[float], dict[str, Any]]:
+    def at(second: float) -> dict[str, Any]:
+        return {"heard": {1: Heard(status(beat=int(second), failure="ValueError: x" * (second >= when)), second)}}
+
+    return at
+
+
+def silent_from(when: int) -> Callable[[float], dict[str, Any]]:
+    return lambda second: {"heard": {1: alive(min(second, when))}}
+
+
+def nobody_answers_from(when: int) -> Callable[[float], dict[str, Any]]:
+    def at(second: float) -> dict[str, Any]:
+        return {"heard": {1: alive(min(second, when))}, "answered_at": min(second, when), "unanswered_s": max(second - when, 0)}
+
+    return at
+
+
+def in_one_call(second: float) -> dict[str, Any]:
+    return {"pulse": 7}
+
+
+def computing(second: float) -> dict[str, Any]:
+    return {"pulse": int(second)}
+
+
+@pytest.mark.parametrize(
+    ("at", "on_nccl", "with_gloo"),
+    [
+        (fails_at(50), (61, "rank 1 failed (ValueError: x)"), (121, "rank 1 failed (ValueError: x)")),
+        (silent_from(20), (121, "rank 1 has told nothing for 101 s"), (121, "rank 1 has told nothing for 101 s")),
+        (
+            nobody_answers_from(20),
+            (121, "rank 0, which keeps the store (or torchrun does), has told nothing for 101 s"),
+            (121, "rank 0, which keeps the store (or torchrun does), has told nothing for 101 s"),
+        ),
+        (in_one_call, (111, "it has been in one call for 111 s"), None),
+        (computing, None, None),
+        (lambda second: {"failed": second > 10}, (112, "it failed, and does not come to its end"), None),
+    ],
+    ids=["another rank failed", "another rank is silent", "the store is silent", "one call", "Python that runs", "its own end"],
+)
+def test_what_is_taken_for_a_hang(at: Any, on_nccl: Any, with_gloo: Any) -> None:
+    assert Scene(at).ends_after() == on_nccl
+    assert Scene(at, waits_raise=True).ends_after() == with_gloo
+
+
+def getting_on(at: Any) -> Callable[[float], dict[str, Any]]:
+    return lambda second: {**at(second), "note": second // 9}
+
+
+def between_steps(at: Any) -> Callable[[float], dict[str, Any]]:
+    return lambda second: {**at(second), "watched": False}
+
+
+@pytest.mark.parametrize("at", [fails_at(50), silent_from(20), nobody_answers_from(20), in_one_call])
+def test_who_gets_on_does_not_hang(at: Any) -> None:
+    assert Scene(getting_on(at)).ends_after() is None
+    assert Scene(getting_on(at), waits_raise=True).ends_after() is None
+
+
+@pytest.mark.parametrize("at", [in_one_call, nobody_answers_from(20)])
+def test_what_the_user_does_between_steps_may_take_long(at: Any) -> None:
+    assert Scene(between_steps(at)).ends_after() is None
+
+
+@pytest.mark.parametrize(("at", "when"), [(fails_at(50), 151), (silent_from(20), 121)])
+def test_but_not_for_ever_once_another_rank_is_lost(at: Any, when: int) -> None:
+    ended = Scene(between_steps(at)).ends_after()
+    assert ended is not None and ended[0] == when
+    assert Scene(between_steps(at), waits_raise=True).ends_after() is None
+
+
+def test_who_has_come_to_its_end_is_not_silent() -> None:
+    ended = Heard(status(ended=True), 20.0)
+    assert Scene(lambda second: {"heard": {1: alive(second) if second < 20 else ended}}).ends_after() is None
+
+
+def test_a_failure_of_an_earlier_training_is_none() -> None:
+    old = Heard(status(failure="ValueError: x", ended=True), 0.0)
+    assert Scene(lambda _: {"heard": {1: old}}).ends_after() is None
+
+
+def test_a_process_that_was_stopped_does_not_count_the_time() -> None:
+    pause = {"now": lambda second: second + (10 * LIMIT_S if second > 50 else 0)}
+
+    def at(second: float) -> dict[str, Any]:
+        now = pause["now"](second)
+        return {"now": now, "note": second // 60, "answered_at": now, "heard": {1: Heard(alive(second).status, now)}}
+
+    assert Scene(at).ends_after() is None
+
+
+# ---- real processes ---------------------------------------------------------------------------------------------------
+
+
+def _run(rank: int, parent: Connection, folder: str, part: Callable[..., None], *arguments: Any) -> None:
+    with open(Path(folder, f"said-{rank}.txt"), "wb", buffering=0) as stream:
+        os.dup2(stream.fileno(), sys.stderr.fileno())
+    _join(rank, parent)
+    part(rank, *arguments, folder)
+    os._exit(0)  # gloo's destructors wait for the peer
+
+
+def _ends(folder: Path, who: int, part: Callable[..., None], *arguments: Any) -> tuple[int | None, str]:
+    """How rank ``who`` of two ends, and what it has printed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    pipes = [context.Pipe() for _ in range(2)]
+    processes = [
+        context.Process(target=_run, args=(rank, pipes[rank][1], str(folder), part, *arguments), daemon=True) for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        assert pipes[0][0].poll(HANGS_S)
+        pipes[1][0].send(pipes[0][0].recv())
+        processes[who].join(HANGS_S)
+        return processes[who].exitcode, (folder / f"said-{who}.txt").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(HANGS_S)
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "why"),
+    [
+        (1, "stop", r"rank 1 has told nothing for \d\.\d s"),
+        (0, "stop", r"rank 0, which keeps the store \(or torchrun does\), has told nothing for \d\.\d s"),
+        (1, "kill", r"rank 1 has told nothing for \d\.\d s"),
+        (1, "raise", r"rank 1 failed \(ValueError: a bad batch\)"),
+        (1, "wait", r"it has been in one call for \d\.\d s"),
+    ],
+)
+def test_a_rank_that_hangs_ends_and_says_why(victim: int, how: str, why: str, tmp_path: Path) -> None:
+    survivor = 1 - victim
+    code, said = _ends(tmp_path, survivor, train, victim, how)
+    assert code == 1, said
+    place = rf"step 1, in [FB]{survivor}\.\d with rank {victim}"
+    assert re.search(rf"rank {survivor} \(.*\) does not get on: {place} since \d\.\d s, limit 2\.0 s: {why}\.", said), said
+    assert re.search(rf"What each rank did last:\n(.*\n)?  rank {survivor}: {place} since \d\.\d s \(this rank\)", said), said
+    assert re.search(rf"  rank {victim}: \S", said), said
+    assert re.search(r"This rank stands in \w+\.py, line \d+; it gives up and ends\.", said), said
+    if how in ("stop", "kill"):
+        assert re.search(rf"No answer from rank {victim}, for \d\.\d s: \S", said), said
+
+
+def test_long_work_of_the_users_is_no_hang(tmp_path: Path) -> None:
+    code, said = _ends(tmp_path, 0, work)
+    assert (code, (tmp_path / "0.txt").exists()) == (0, True), said
