@@ -154,7 +154,7 @@ def choose_checkpoint(
 def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
     """The checkpoint that is meant, and how to find those that were written before it."""
     folder = given if is_folder_of_checkpoints(given) else given.parent
-    if folder == given or (given.name == LATEST and _was_cut_off(given)):
+    if folder == given or (given.name == LATEST and _tells_nothing(given)):
         found = complete_checkpoints(folder)
         if not found:
             raise CheckpointError(f"there is no complete checkpoint in {folder}")
@@ -171,10 +171,11 @@ def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
     return first, earlier
 
 
-def _was_cut_off(latest: Path) -> bool:
-    """Whether ``latest`` leads to nothing, or to the temporary name of a save that was cut off."""
+def _tells_nothing(latest: Path) -> bool:
+    """Whether ``latest`` is no link (the file system has none, or a copy made a folder of it, which no save moves), leads to nothing, or to
+    the temporary name of a save that was cut off."""
     led = _led_to(latest.parent)
-    return leads_nowhere(latest.parent) or (led is not None and files.leftover_of(led) is not None)
+    return led is None or not led.exists() or files.leftover_of(led) is not None
 
 
 def is_folder_of_checkpoints(path: Path) -> bool:

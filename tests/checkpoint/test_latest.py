@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from pathlib import Path
 
@@ -44,6 +45,27 @@ def test_latest_is_moved_in_one_step(three: list[Path]) -> None:
     mark_latest(three[0])
     assert os.readlink(link) == "c"
     assert sorted(os.listdir(link.parent)) == ["a", "b", "c", "latest"]
+
+
+def test_without_links_latest_means_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "symlink", refuse)
+        with pytest.warns(UserWarning, match="latest cannot be made .no links here.: continue with newest_checkpoint"):
+            mark_latest(_save(tmp_path / "a", 1.0))
+    assert choose_checkpoint(tmp_path / "latest") == tmp_path / "a"
+
+
+def test_a_run_that_was_moved_or_copied(three: list[Path], tmp_path: Path) -> None:
+    """The link is relative; a copy that follows links makes a folder of it, which does not move with the next save."""
+    moved = (tmp_path / "a").parent.rename(tmp_path.with_name("moved"))
+    assert choose_checkpoint(moved / "latest") == moved / "b"
+    copied = Path(shutil.copytree(moved, moved / "copied", symlinks=False))
+    mark_latest(_save(copied / "d", 1.0))
+    assert (copied / "latest").is_dir()
+    assert choose_checkpoint(copied / "latest") == copied / "d"
 
 
 def test_something_else_called_latest_is_left_alone(tmp_path: Path) -> None:
