@@ -109,15 +109,15 @@ class Processes:
 
 
 def _importance(reports: list[Any]) -> int:
-    """Who failed by itself before who lost the others, before who passed; last another rank than 0 that failed in the test's own lines,
-    since what it looks at is often there on rank 0 only."""
+    """Who failed by itself, before who was to fail so, who lost the others, and who passed; last another rank than 0 that failed in the
+    test's own lines, since what it looks at is often there on rank 0 only."""
     failed = [report for report in reports if report.failed]
     if not failed:
-        return 2
+        return 1 if any(hasattr(report, "wasxfail") and report.skipped for report in reports) else 3
     crashes = [getattr(report.longrepr, "reprcrash", None) for report in failed]
     if ("rank", "0") not in failed[0].sections and all(crash is not None and _OURS not in crash.path for crash in crashes):
-        return 3
-    return 1 if all(any(word in str(report.longrepr) for word in _LOST) for report in failed) else 0
+        return 4
+    return 2 if all(any(word in str(report.longrepr) for word in _LOST) for report in failed) else 0
 
 
 def _free_port() -> int:
