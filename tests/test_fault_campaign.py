@@ -1,0 +1,59 @@
+"""What ci/faults.py takes for the naming of a lost rank, and what it finds in a folder."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CI = Path(__file__).parents[1] / "ci"
+
+TABLE = """\
+rank 3 (d1) lost another rank (step 7): Connection closed by peer
+What each rank did last:
+  rank 0: step 7 since 0.3 s (told 0.0 s ago)
+  rank 1: step 6, waits in F2.1 for rank 2 since 0.1 s (told 0.0 s ago)
+  rank 2: step 6 since 0.2 s (told 0.1 s ago)
+  rank 3: step 7 since 0.4 s (this rank)"""
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(CI))
+    return importlib.import_module("faults")
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks"),
+    [
+        (TABLE, set()),
+        (f"{TABLE}\nNo answer from rank 2, for 0.8 s: step 6", {2}),
+        (TABLE.replace("rank 2: step 6", "rank 2: last heard 17 s ago: step 6"), {2}),
+        (TABLE.replace("rank 1: step 6", "rank 1: failed 0.1 s ago (lost another rank: no answer from rank 2): step 6"), {2}),
+        ("rank 3 could not join the other ranks: ranks 0, 2 did not come: no answer within 20 s", {0, 2}),
+        ("rank 3 could not join the other ranks: rank 2 came and was lost, its process has ended", {2}),
+        ("saving the checkpoint last.ckpt did not end within 20 s", set()),
+        ("", set()),
+    ],
+)
+def test_who_is_blamed(faults: Any, said: str, ranks: set[int]) -> None:
+    assert faults.blamed(said, by=3) == ranks
+
+
+def test_a_survivor_that_had_finished_has_nothing_to_say_and_a_late_one_is_told(faults: Any, tmp_path: Path) -> None:
+    from fault_campaign.processes import Ended  # type: ignore[import-not-found]
+
+    campaign = faults.Campaign(layout="p2 d2 ZeRO", folder=tmp_path, draw=None, timeout_s=20.0, allow_s=0.0)
+    said = f"{TABLE}\nNo answer from rank 1, for 0.8 s: step 6"
+    ended = Ended(lost=1, lost_at=10.0, steps=dict.fromkeys(range(4), 6), began=dict.fromkeys(range(4), 1.0))
+    ended.finished[0] = 9.0
+    ended.errors = {2: (said, 11.0), 3: (said, 13.0)}
+    assert campaign._judge("", 1, ended, bound=2.0) == (1.0, 3.0)
+    assert len(campaign.wrong) == 1
+    assert campaign.wrong[0].startswith(": rank 3 named the lost rank after 3.0 s, the bound is 2 s")
+    ended.errors[2] = (TABLE, 11.0)
+    campaign._judge("", 1, ended, bound=5.0)
+    assert campaign.wrong[1].startswith(": rank 2 does not name the lost rank 1")
+    assert len(campaign.wrong) == 2
