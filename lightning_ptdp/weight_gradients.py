@@ -12,8 +12,10 @@ stay in the first half. So a model that this file understands only in part, or n
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,40 +24,38 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp._torch import gradient_dtype, has_gradient_hooks, has_saved_tensor_hooks
+from lightning_ptdp._torch import has_gradient_hooks, has_saved_tensor_hooks
+from lightning_ptdp.matrix_product import MatrixProduct, add_to_gradient, autocast_dtype, bias_gradient
 
-__all__ = ["WeightGradients", "autocast_dtype"]
+__all__ = ["WeightGradients"]
+
+Operand = Tensor | Callable[[], Callable[[], Tensor]]
+"""A tensor, or a function that starts to fetch it and returns what waits for it."""
 
 
 @dataclass(frozen=True)
-class _PutOff:
-    """A gradient that is still to be computed: ``grad``^T ``x``, or whatever ``compute`` returns.
+class _Deferred:
+    """A gradient that is still to be computed.
 
     Attributes:
         parameter: Whose gradient it is.
-        grad: (n, o), gradient of the output.
-        x: (n, i), or a function that starts to fetch it and returns what waits for it.
-        transpose: The parameter is (i, o).
-        compute: Instead of the product.
+        start: Starts to fetch what it needs; returns what waits for that and adds to the parameter's gradient.
     """
 
     parameter: Tensor
-    grad: Tensor | None = None
-    x: Tensor | Callable[[], Callable[[], Tensor]] | None = None
-    transpose: bool = False
-    compute: Callable[[], Tensor] | None = None
+    start: Callable[[], Callable[[], None]]
 
 
 @dataclass(eq=False)
 class WeightGradients:
-    """What the backwards of one rank have put off, by (stage, microbatch).
+    """What the backwards of one rank have deferred, by (stage, microbatch).
 
     A module of one's own takes part if it has an attribute ``weight_gradients`` (None at first): when the schedule splits the
-    backward it is set to this object, and the module's autograd function may call ``put_off`` where ``waits`` is true.
+    backward it is set to this object, and the module's autograd function may call ``defer`` where ``waits`` is true.
     """
 
-    _kept: dict[Hashable, list[_PutOff]] = field(default_factory=dict)
-    _collecting: list[_PutOff] | None = None
+    _kept: dict[Hashable, list[_Deferred]] = field(default_factory=dict)
+    _collecting: list[_Deferred] | None = None
     _intercepting: int = 0
     _recomputing: int = 0
 
@@ -73,48 +73,54 @@ class WeightGradients:
         finally:
             self._collecting = None
 
-    def put_off(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+    def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
         """Add ``compute()`` (shape and dtype of the parameter) to the parameter's gradient later."""
-        assert self._collecting is not None
-        self._collecting.append(_PutOff(parameter, compute=compute))
+        self._defer(parameter, lambda: lambda: add_to_gradient(parameter, compute()))
 
-    def put_off_product(
-        self,
-        parameter: Tensor,
-        grad: Tensor,
-        x: Tensor | Callable[[], Callable[[], Tensor]],
-        *,
-        transpose: bool = False,
-    ) -> None:
-        """Add ``grad``^T ``x`` to the gradient later: (..., o) and (..., i) -> (o, i), or (i, o) if ``transpose``.
+    def defer_product(self, product: MatrixProduct, grad: Tensor, x: Operand) -> None:
+        """Add the product's weight gradient later.
 
-        ``x`` may be a function that starts to gather it, and returns one that waits: it is started while the product before runs.
+        Args:
+            product: Whose weight is the parameter.
+            grad: (..., o), the output's gradient.
+            x: (..., i), the input. What has to be gathered is started while the product before runs.
         """
+
+        def start() -> Callable[[], None]:
+            if isinstance(x, Tensor):
+                return partial(product.add_weight_gradient, grad, x)
+            wait = x()
+            return lambda: product.add_weight_gradient(grad, wait())
+
+        self._defer(product.weight, start)
+
+    def _defer(self, parameter: Tensor, start: Callable[[], Callable[[], None]]) -> None:
         assert self._collecting is not None
-        self._collecting.append(_PutOff(parameter, grad=grad, x=x, transpose=transpose))
+        self._collecting.append(_Deferred(parameter, start))
 
     def parameters(self, key: Hashable) -> list[Tensor]:
         """Whose gradients ``run(key)`` adds to."""
         return list({id(entry.parameter): entry.parameter for entry in self._kept.get(key, ())}.values())
 
     def run(self, key: Hashable, done: Callable[[Tensor], None] | None = None) -> None:
-        """Compute what the backward of ``key`` put off, in its order.
+        """Compute what the backward of ``key`` deferred, in its order.
 
         Args:
             key: Of ``collecting``.
             done: Called with each parameter after the last addition to its gradient.
         """
-        entries = self._kept.pop(key, [])
-        last = {id(entry.parameter): index for index, entry in enumerate(entries)}
-        fetched = _fetch(entries[0]) if entries else None
+        entries = deque(self._kept.pop(key, ()))
+        left = Counter(id(entry.parameter) for entry in entries)
+        following = entries[0].start() if entries else None
         with torch.no_grad():
-            for index, entry in enumerate(entries):
-                following = _fetch(entries[index + 1]) if index + 1 < len(entries) else None
-                _accumulate(entry, fetched)
-                fetched = following
-                if done is not None and last[id(entry.parameter)] == index:
-                    done(entry.parameter)
-                entries[index] = _DONE
+            while entries:
+                add, parameter = following, entries.popleft().parameter
+                assert add is not None
+                following = entries[0].start() if entries else None
+                add()
+                left[id(parameter)] -= 1
+                if done is not None and not left[id(parameter)]:
+                    done(parameter)
 
     def clear(self) -> None:
         """Forget what a failed step left."""
@@ -159,37 +165,6 @@ class WeightGradients:
         return self._recomputing > 0 or not has_saved_tensor_hooks()
 
 
-_DONE = _PutOff(torch.empty(0))
-
-
-def _fetch(entry: _PutOff) -> Callable[[], Tensor] | None:
-    return entry.x() if callable(entry.x) else None
-
-
-def _accumulate(entry: _PutOff, fetched: Callable[[], Tensor] | None) -> None:
-    parameter = entry.parameter
-    if entry.compute is not None:
-        _add(parameter, entry.compute())
-        return
-    x = fetched() if fetched is not None else entry.x
-    assert isinstance(x, Tensor)
-    assert entry.grad is not None
-    left, right = entry.grad.reshape(-1, entry.grad.size(-1)), x.reshape(-1, x.size(-1))
-    if entry.transpose:
-        left, right = right, left
-    if parameter.grad is not None and parameter.grad.dtype == left.dtype == right.dtype:
-        parameter.grad.addmm_(left.t(), right)  # in one pass over the gradient
-    else:
-        _add(parameter, left.t().mm(right))
-
-
-def _add(parameter: Tensor, gradient: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient.to(gradient_dtype(parameter))
-    else:
-        parameter.grad.add_(gradient)
-
-
 class _Intercept(TorchFunctionMode):
     """Sends products with a parameter through ``_Product``; everything else goes its way."""
 
@@ -205,7 +180,8 @@ class _Intercept(TorchFunctionMode):
         if operands is not None and self._store.can_wait and _can_wait(*operands[:3]):
             x, weight, bias, transpose = operands
             dtype = autocast_dtype(x)
-            return _Product.apply(x if dtype is None else x.to(dtype), weight, bias, dtype, transpose, self._store)
+            product = MatrixProduct(weight, dtype, transpose)
+            return _Product.apply(x if dtype is None else x.to(dtype), weight, bias, product, self._store)
         return function(*args, **(kwargs or {}))
 
 
@@ -252,54 +228,26 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype | None,
-        transpose: bool,
-        store: WeightGradients,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: MatrixProduct, store: WeightGradients
     ) -> Tensor:
-        # The parameters themselves: under recomputation a saved tensor comes back as another object.
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.dtype, ctx.transpose, ctx.store = weight, bias, dtype, transpose, store
-        matrix = weight if dtype is None else weight.to(dtype)
-        offset = bias if bias is None or dtype is None else bias.to(dtype)
-        return F.linear(x, matrix.t() if transpose else matrix, offset)
+        ctx.product, ctx.bias, ctx.store = product, bias, store
+        return product.output(x, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        store, weight, bias = ctx.store, ctx.weight, ctx.bias
+        product, store = ctx.product, ctx.store
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         with torch.autocast(grad.device.type, enabled=False):
-            grad_x = None
-            if wants_x:
-                matrix = weight if ctx.dtype is None else weight.to(ctx.dtype)
-                grad_x = grad.matmul(matrix.t() if ctx.transpose else matrix)
+            grad_x = product.input_gradient(grad) if wants_x else None
             if store.waits:
                 if wants_weight:
-                    store.put_off_product(weight, grad, x, transpose=ctx.transpose)
+                    store.defer_product(product, grad, x)
                 if wants_bias:
-                    store.put_off(bias, lambda: _sum_rows(grad))
-                return grad_x, None, None, None, None, None
-            left, right = (x, grad) if ctx.transpose else (grad, x)
-            grad_weight = _rows(left).t().mm(_rows(right)) if wants_weight else None
-            grad_bias = _sum_rows(grad) if wants_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.size(-1))
-
-
-def _sum_rows(grad: Tensor) -> Tensor:
-    return _rows(grad).sum(0)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast, which cannot see into a custom function, would cast to in front of ``F.linear`` (float64 is exempt)."""
-    if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
+                    store.defer(ctx.bias, partial(bias_gradient, grad))
+                return grad_x, None, None, None, None
+            grad_weight = product.weight_gradient(grad, x) if wants_weight else None
+            grad_bias = bias_gradient(grad) if wants_bias else None
+        return grad_x, grad_weight, grad_bias, None, None

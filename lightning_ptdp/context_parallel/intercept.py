@@ -20,6 +20,7 @@ from lightning_ptdp.context_parallel.multihead import multi_head_attention
 from lightning_ptdp.context_parallel.ring import ring_attention
 from lightning_ptdp.context_parallel.tokens import pick_token
 from lightning_ptdp.context_parallel.volume import AttentionKind
+from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.mesh import Group
 
 __all__ = ["Interceptor"]
@@ -71,7 +72,7 @@ class Interceptor:
             # Samples and heads in one dimension: as good as heads.
             query, key, value = query[None], key[None], value[None]
             return self.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
-        dtype = _autocast_dtype(query)
+        dtype = autocast_dtype(query)
         q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))
         whole = read_mask(attn_mask, is_causal=is_causal, q=q, kv_heads=k.size(1), group=self.group, padded=self.padded)
         # Heads that this rank's call has more are copies, one after another.
@@ -118,10 +119,3 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._replaced.get(function, function)(*args, **(kwargs or {}))
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast, which cannot see into a custom function, would cast to in front of attention (float64 is exempt)."""
-    if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return None
-    return torch.get_autocast_dtype(x.device.type)

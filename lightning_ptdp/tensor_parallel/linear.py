@@ -16,17 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from lightning_ptdp.tensor_parallel.randomness import Randomness
-from lightning_ptdp.weight_gradients import WeightGradients, autocast_dtype
+from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_linear", "row_linear"]
 
@@ -76,7 +77,7 @@ class ColumnParallelLinear(nn.Module):
         if self.randomness is not None and self.training:
             self.randomness.enter()
         if not self.enters:
-            return F.linear(x, _matrix(self.weight, self.transposed), self.bias)
+            return F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
         return column_linear(
             x,
             self.weight,
@@ -165,12 +166,7 @@ def column_linear(
     transposed: bool = False,
 ) -> Tensor:
     """What ``ColumnParallelLinear`` computes; under autocast in autocast's dtype."""
-    if group.size == 1:
-        return F.linear(x, _matrix(weight, transposed), bias)
-    _check_sequence(x, sequence_parallel)
-    dtype = autocast_dtype(x)
-    x = x if dtype is None else x.to(dtype)
-    return _ColumnLinear.apply(x, weight, bias, dtype, group, sequence_parallel, weight_gradients, transposed)
+    return _apply(_ColumnLinear, x, weight, bias, group, sequence_parallel, weight_gradients, transposed)
 
 
 def row_linear(
@@ -184,12 +180,29 @@ def row_linear(
     transposed: bool = False,
 ) -> Tensor:
     """What ``RowParallelLinear`` computes; under autocast in autocast's dtype."""
+    return _apply(_RowLinear, x, weight, bias, group, sequence_parallel, weight_gradients, transposed)
+
+
+def _apply(
+    function: type[torch.autograd.Function],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    sequence_parallel: bool,
+    store: WeightGradients | None,
+    transposed: bool,
+) -> Tensor:
     if group.size == 1:
-        return F.linear(x, _matrix(weight, transposed), bias)
-    _check_sequence(x, sequence_parallel)
+        return F.linear(x, weight.t() if transposed else weight, bias)
+    if sequence_parallel and x.dim() < 3:
+        raise ValueError(
+            f"sequence_parallel=True splits dimension 1 of (batch, sequence, features), but the input has shape {tuple(x.shape)}; "
+            "give the layer three dimensions, or use sequence_parallel=False"
+        )
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
-    return _RowLinear.apply(x, weight, bias, dtype, group, sequence_parallel, weight_gradients, transposed)
+    return function.apply(x, weight, bias, MatrixProduct(weight, dtype, transposed), group, sequence_parallel, store)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -201,25 +214,22 @@ class _ColumnLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        dtype: torch.dtype | None,
+        product: MatrixProduct,
         group: Group,
         sequence_parallel: bool,
         store: WeightGradients | None,
-        transposed: bool,
     ) -> Tensor:
-        # The parameter itself: under recomputation a saved tensor comes back as another object.
         ctx.save_for_backward(x)
-        ctx.weight, ctx.dtype, ctx.group, ctx.sequence_parallel, ctx.store = weight, dtype, group, sequence_parallel, store
-        ctx.transposed = transposed
+        ctx.product, ctx.group, ctx.sequence_parallel, ctx.store = product, group, sequence_parallel, store
         if sequence_parallel:
             x = start_all_gather(x, dim=_SEQUENCE, group=group).wait()
-        return F.linear(x, _matrix(_cast(weight, dtype), transposed), _cast(bias, dtype))
+        return product.output(x, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight, group, split = ctx.weight, ctx.group, ctx.sequence_parallel
+        product, group, split = ctx.product, ctx.group, ctx.sequence_parallel
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         waits = wants_weight and ctx.store is not None and ctx.store.waits
         with torch.autocast(grad.device.type, enabled=False):
@@ -227,7 +237,7 @@ class _ColumnLinear(torch.autograd.Function):
             gathering = start_all_gather(x, dim=_SEQUENCE, group=group) if split and wants_weight and not waits else None
             reducing = None
             if wants_x:
-                grad_x = grad.matmul(_matrix(_cast(weight, ctx.dtype), ctx.transposed))
+                grad_x = product.input_gradient(grad)
                 if split:
                     reducing = start_reduce_scatter(grad_x, dim=_SEQUENCE, group=group)
                 else:
@@ -236,10 +246,10 @@ class _ColumnLinear(torch.autograd.Function):
                 x = gathering.wait()
             if waits:
                 later = partial(_start_gathering, x, group) if split else x
-                ctx.store.put_off_product(weight, grad, later, transpose=ctx.transposed)
-            grad_weight = _weight_gradient(grad, x, ctx.transposed) if wants_weight and not waits else None
-            grad_bias = _bias_gradient(grad) if wants_bias else None
-        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None, None, None, None, None
+                ctx.store.defer_product(product, grad, later)
+            grad_weight = product.weight_gradient(grad, x) if wants_weight and not waits else None
+            grad_bias = bias_gradient(grad) if wants_bias else None
+        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -251,80 +261,45 @@ class _RowLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        dtype: torch.dtype | None,
+        product: MatrixProduct,
         group: Group,
         sequence_parallel: bool,
         store: WeightGradients | None,
-        transposed: bool,
     ) -> Tensor:
-        # The parameter itself: under recomputation a saved tensor comes back as another object.
         ctx.save_for_backward(x)
-        ctx.weight, ctx.dtype, ctx.group, ctx.sequence_parallel, ctx.store = weight, dtype, group, sequence_parallel, store
-        ctx.transposed = transposed
-        partial = F.linear(x, _matrix(_cast(weight, dtype), transposed))
+        ctx.product, ctx.group, ctx.sequence_parallel, ctx.store = product, group, sequence_parallel, store
+        partial = product.output(x)
         if sequence_parallel:
             y = start_reduce_scatter(partial, dim=_SEQUENCE, group=group).wait()
         else:
             y = start_all_reduce(partial, group=group, in_place=True).wait()
-        return y if bias is None else y.add_(_cast(bias, dtype))
+        return y if bias is None else y.add_(bias.to(y.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight = ctx.weight
+        product = ctx.product
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         with torch.autocast(grad.device.type, enabled=False):
             gathering = None
             if ctx.sequence_parallel and (wants_x or wants_weight):
                 gathering = start_all_gather(grad, dim=_SEQUENCE, group=ctx.group)
             # Under sequence parallelism this is the slice's share of the bias' gradient: Sharding.partial says so.
-            grad_bias = _bias_gradient(grad) if wants_bias else None
+            grad_bias = bias_gradient(grad) if wants_bias else None
             if gathering is not None:
                 grad = gathering.wait()
-            grad_x = grad.matmul(_matrix(_cast(weight, ctx.dtype), ctx.transposed)) if wants_x else None
+            grad_x = product.input_gradient(grad) if wants_x else None
             grad_weight = None
             if wants_weight and ctx.store is not None and ctx.store.waits:
-                ctx.store.put_off_product(weight, grad, x, transpose=ctx.transposed)
+                ctx.store.defer_product(product, grad, x)
             elif wants_weight:
-                grad_weight = _weight_gradient(grad, x, ctx.transposed)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+                grad_weight = product.weight_gradient(grad, x)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def _start_gathering(x: Tensor, group: Group) -> Callable[[], Tensor]:
     return start_all_gather(x, dim=_SEQUENCE, group=group).wait
-
-
-def _matrix(weight: Tensor, transposed: bool) -> Tensor:
-    """The weight as (o, i)."""
-    return weight.t() if transposed else weight
-
-
-def _weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """(..., o) and (..., i) -> (o, i), or (i, o) if ``transposed``."""
-    grad_no, x_ni = grad.reshape(-1, grad.size(-1)), x.reshape(-1, x.size(-1))
-    return x_ni.t().mm(grad_no) if transposed else grad_no.t().mm(x_ni)
-
-
-def _bias_gradient(grad: Tensor) -> Tensor:
-    return grad.reshape(-1, grad.size(-1)).sum(0)
-
-
-@overload
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor: ...
-@overload
-def _cast(x: None, dtype: torch.dtype | None) -> None: ...
-def _cast(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Cast inside the function, so that each microbatch in flight keeps the parameter and not its own cast copy."""
-    return x if x is None or dtype is None else x.to(dtype)
-
-
-def _check_sequence(x: Tensor, sequence_parallel: bool) -> None:
-    if sequence_parallel and x.dim() < 3:
-        raise ValueError(
-            f"sequence_parallel=True splits dimension 1 of (batch, sequence, features), but the input has shape {tuple(x.shape)}; "
-            "give the layer three dimensions, or use sequence_parallel=False"
-        )
 
 
 def _describe(layer: ColumnParallelLinear | RowParallelLinear) -> str:

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_sequence, join_sequence, split_sequence
 from lightning_ptdp.tensor_parallel.kinds import Kind, Region
-from lightning_ptdp.weight_gradients import autocast_dtype
 
 __all__ = ["enter_region", "is_in_region", "is_whole", "join_sequence_in_whole", "split_sequence_in_blocks"]
 

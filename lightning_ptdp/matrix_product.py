@@ -1,0 +1,90 @@
+"""The product of activations with a weight, and its gradients: the one place in which they are computed, and in which precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp._torch import gradient_dtype
+
+__all__ = ["MatrixProduct", "add_to_gradient", "autocast_dtype", "bias_gradient"]
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixProduct:
+    """y = x W^T, (..., i) -> (..., o).
+
+    Attributes:
+        weight: (o, i), the parameter itself: under recomputation a saved tensor comes back as another object.
+        dtype: In which the product is computed; None: in the weight's. The weight is cast by each product, so that a microbatch in
+            flight keeps the parameter and not its own cast copy.
+        transposed: The weight is stored as (i, o).
+    """
+
+    weight: Tensor
+    dtype: torch.dtype | None = None
+    transposed: bool = False
+
+    def output(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias."""
+        return F.linear(x, self._matrix(), self._cast(bias))
+
+    def input_gradient(self, grad: Tensor) -> Tensor:
+        """Of the output's gradient (..., o): that of the input, (..., i)."""
+        return grad.matmul(self._matrix())
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Of the output's gradient (..., o) and the input (..., i): that of the weight, in the weight's shape."""
+        left, right = self._factors(grad, x)
+        return left.mm(right)
+
+    def add_weight_gradient(self, grad: Tensor, x: Tensor) -> None:
+        """Add ``weight_gradient`` to ``weight.grad``, in one pass over it where the dtypes allow that."""
+        left, right = self._factors(grad, x)
+        if self.weight.grad is not None and self.weight.grad.dtype == left.dtype == right.dtype:
+            self.weight.grad.addmm_(left, right)
+        else:
+            add_to_gradient(self.weight, left.mm(right))
+
+    def _factors(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = (x, grad) if self.transposed else (grad, x)
+        return _rows(left).t(), _rows(right)
+
+    def _matrix(self) -> Tensor:
+        weight = self._cast(self.weight)
+        return weight.t() if self.transposed else weight
+
+    @overload
+    def _cast(self, tensor: Tensor) -> Tensor: ...
+    @overload
+    def _cast(self, tensor: None) -> None: ...
+    def _cast(self, tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or self.dtype is None else tensor.to(self.dtype)
+
+
+def bias_gradient(grad: Tensor) -> Tensor:
+    """Of the output's gradient (..., o): (o)."""
+    return _rows(grad).sum(0)
+
+
+def add_to_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to ``parameter.grad``, which may not be there yet."""
+    if parameter.grad is None:
+        parameter.grad = gradient.to(gradient_dtype(parameter))
+    else:
+        parameter.grad.add_(gradient)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast, which cannot see into a custom function, would cast to in front of it (float64 is exempt)."""
+    if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.size(-1))
