@@ -23,13 +23,9 @@ from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
 from lightning_ptdp.tensor_parallel import (
-    Column,
     Kind,
     ParallelPlan,
-    Region,
     Sharding,
-    Vocabulary,
-    Whole,
     is_in_region,
     refuse_captured_parts,
     replace_aliases,
@@ -153,11 +149,11 @@ def parallelize(
     shardings = _build_local(module, plan, kinds, materialize, names, users, mesh)
     if layout.tensor_parallel_size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
-    copies = {c for kind in kinds.values() if isinstance(kind, Column) for c in kind.copies(layout.tensor_parallel_size)}
+    copies = {c for kind in kinds.values() for c in kind.copies(layout.tensor_parallel_size)}
     copy_groups = {c: mesh.tensor_copies(c) for c in sorted(copies - {1})}
     records = _records(module, shardings, names, order, users, module_stages, mesh, copy_groups)
-    heads = {name for name, kind in kinds.items() if isinstance(kind, Vocabulary)}
-    split = [record for record in records.values() if heads.intersection(users[record.name])]
+    padded = {name for name, kind in kinds.items() if kind.pads}
+    split = [record for record in records.values() if padded.intersection(users[record.name])]
     kept = parts.everywhere if parts is not None else ()
     notes = (
         *notes,
@@ -309,7 +305,7 @@ def _build_local(
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
         # A kind may speak for a module with children, which then need their values first.
-        for suffix, part in child.named_modules() if not isinstance(kind, Region | Whole | None) else [("", child)]:
+        for suffix, part in [("", child)] if kind is None or kind.keeps_children else child.named_modules():
             _give_values(part, f"{name}.{suffix}" if suffix else name, materialize, names, kept)
         if kind is None:
             continue

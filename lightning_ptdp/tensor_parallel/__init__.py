@@ -27,7 +27,6 @@ from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
-from lightning_ptdp.tensor_parallel.region import is_in_region
 from lightning_ptdp.tensor_parallel.sharding import (
     Piece,
     Sharding,
@@ -36,7 +35,7 @@ from lightning_ptdp.tensor_parallel.sharding import (
     iterate_pieces,
     slice_full,
 )
-from lightning_ptdp.tensor_parallel.swap import apply_plan, replace_aliases, shard_module, split_sequence
+from lightning_ptdp.tensor_parallel.swap import apply_plan, is_in_region, replace_aliases, shard_module, split_sequence
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = [

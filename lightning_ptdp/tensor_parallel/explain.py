@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary
+from lightning_ptdp.tensor_parallel.kinds import Kind
+from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
 from lightning_ptdp.tensor_parallel.linear_like import stores_outputs_last
 
 __all__ = ["explain"]
@@ -26,17 +27,17 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
     seen: dict[int, str] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         kind = kinds.get(module_name) or _kind_above(module_name, kinds)
-        turned = stores_outputs_last(module)
+        says = kind if kind is not None else Kind()
         for key, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{key}".lstrip(".")
             shape = tuple(parameter.shape)
-            local, fate = _fate(kind, key, shape, turned)
+            local, fate = says.describe(key, shape, outputs_last=stores_outputs_last(module))
             if not splits(name):
                 fate = fate.replace("; gradient partial under sequence parallelism", "")
             first = seen.setdefault(id(parameter), name)
             if first != name:
                 fate = f"the same parameter as {first}"
-            counts[_general(name), _text(shape), local, fate] += 1
+            counts[_general(name), shape_text(shape), local, fate] += 1
     rows = [("parameter", "shape", "on a rank", "what becomes of it")]
     rows += [(name + (f"  x{count}" if count > 1 else ""), *rest) for (name, *rest), count in counts.items()]  # type: ignore[misc]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -48,50 +49,12 @@ def _kind_above(name: str, kinds: Mapping[str, Kind]) -> Kind | None:
     child = ""
     while name:
         name, _, child = name.rpartition(".")
-        match kinds.get(name):
-            case Partial() as kind:
-                return kind
-            case Attention() if child == "out_proj":
-                return Row()
+        around = kinds.get(name)
+        if around is not None and (kind := around.of_child(child)) is not None:
+            return kind
     return None
-
-
-def _fate(kind: Kind | None, key: str, shape: Sequence[int], turned: bool) -> tuple[str, str]:
-    whole = _text(shape)
-    match kind:
-        case Column(parts=parts, heads=heads):
-            dim = len(shape) - 1 if turned else 0
-            fused = f", {len(parts)} parts each on its own" if parts is not None and len(parts) > 1 else ""
-            whole_heads = f", whole heads ({', '.join(map(str, heads))})" if isinstance(heads, tuple) else ""
-            copied = ", at least one" if kind.copy_heads else ""
-            return _text((*shape[:dim], f"{shape[dim]}/t", *shape[dim + 1 :])), (
-                f"column: split by output features{fused}{whole_heads}{copied}"
-            )
-        case Attention():
-            return _text((f"{shape[0]}/t", *shape[1:])), "column: q, k and v each split by heads"
-        case Row() if key == "weight":
-            dim = 0 if turned else 1
-            return _text((*shape[:dim], f"{shape[dim]}/t", *shape[dim + 1 :])), "row: split by input features"
-        case Row():
-            return whole, "row: whole, added once; gradient partial under sequence parallelism"
-        case Region():
-            return whole, "whole; gradient partial under sequence parallelism"
-        case Alias():
-            return "as its other name", "alias: another name of a spread parameter"
-        case Vocabulary():
-            return _text((f"ceil({shape[0]}/t)", *shape[1:])), "vocabulary: split by token"
-        case Position():
-            return whole, "position: whole; gradient partial under sequence parallelism"
-        case Partial():
-            return whole, "whole; gradient partial"
-        case _:
-            return whole, "whole; gradient partial under sequence parallelism"
 
 
 def _general(name: str) -> str:
     """``h.3.norm.weight`` -> ``h.*.norm.weight``."""
     return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
-
-
-def _text(shape: Sequence[object]) -> str:
-    return f"({', '.join(str(size) for size in shape)})"

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
-from lightning_ptdp.layout import nearest_divisors
-from lightning_ptdp.tensor_parallel.attention import why_not
 from lightning_ptdp.tensor_parallel.explain import explain
-from lightning_ptdp.tensor_parallel.kinds import (
-    Alias,
-    Attention,
-    Column,
-    Kind,
-    Partial,
-    Position,
-    Region,
-    Row,
-    Vocabulary,
-    Whole,
-    kind_from,
-    misfit,
-)
-from lightning_ptdp.tensor_parallel.linear_like import output_input_sizes
+from lightning_ptdp.tensor_parallel.kinds import Kind, kind_from
 from lightning_ptdp.tensor_parallel.numbers import Number, local_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
 
@@ -75,8 +59,7 @@ class ParallelPlan:
     why_not: Mapping[Literal["sequence", "pipeline"], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kinds = {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}
-        object.__setattr__(self, "tensor", kinds)
+        object.__setattr__(self, "tensor", self.kinds)
         for name in ("before", "between", "after", "everywhere", "selective"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -86,6 +69,11 @@ class ParallelPlan:
             object.__setattr__(self, "blocks", tuple(self.blocks))
         if self.sequence not in ("ends", "blocks", None):
             raise ValueError(f"sequence={self.sequence!r} must be 'ends', 'blocks' or None")
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """What becomes of the modules that match each pattern."""
+        return {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}
 
     @property
     def split_blocks(self) -> str:
@@ -105,7 +93,7 @@ class ParallelPlan:
         return sequence_parallel and self.sequence is not None
 
     def _is_in_whole(self, name: str) -> bool:
-        whole = [pattern.split(".") for pattern, kind in self.tensor.items() if isinstance(kind, Whole)]
+        whole = [pattern.split(".") for pattern, kind in self.kinds.items() if kind.keeps_sequence]
         parts = name.split(".")
         return any(
             len(pattern) <= len(parts) and matches(".".join(parts[: len(pattern)]), ".".join(pattern)) for pattern in whole
@@ -126,7 +114,7 @@ class ParallelPlan:
         modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         found: dict[str, Kind] = {}
         origin: dict[str, str] = {}
-        for pattern, kind in self._kinds():
+        for pattern, kind in self.kinds.items():
             names = [name for name in modules if matches(name, pattern)]
             if not names:
                 raise ValueError(
@@ -161,9 +149,10 @@ class ParallelPlan:
         for _ in local_numbers(model, self.numbers, tensor_parallel_size=tensor_parallel_size):
             pass
         for name, kind in kinds.items():
-            _check_module(name, model.get_submodule(name), kind, tensor_parallel_size)
+            kind.check(name, model.get_submodule(name), tensor_parallel_size)
         _check_tied(model, kinds)
-        _check_regions(model, kinds)
+        for name, kind in kinds.items():
+            kind.check_inside(name, model.get_submodule(name), kinds)
         if sequence_parallel:
             self._check_sequence(model, kinds)
 
@@ -201,13 +190,7 @@ class ParallelPlan:
                 "sequence_parallel=False"
             )
         for name, kind in kinds.items():
-            module = model.get_submodule(name)
-            if isinstance(kind, Attention) and isinstance(module, nn.MultiheadAttention) and not module.batch_first:
-                raise ValueError(f"'{name}': sequence_parallel=True needs an nn.MultiheadAttention with batch_first=True")
-
-    def _kinds(self) -> Iterator[tuple[str, Kind]]:
-        for pattern, value in self.tensor.items():
-            yield pattern, kind_from(value, pattern=pattern)
+            kind.check_sequence(name, model.get_submodule(name))
 
     def _check_paths(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -233,75 +216,15 @@ class ParallelPlan:
 
 
 def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
-    reason = misfit(module, kind)
+    reason = kind.misfit(module)
     if reason is not None:
         raise ValueError(f"module '{name}' is a {type(module).__name__}, which cannot be spread as {kind}; {reason}")
-    extra = sorted({key.partition(".")[0] for key, _ in module.named_parameters()} - {"weight", "bias"})
-    if extra and not isinstance(kind, Partial | Attention | Alias | Region | Whole):
+    own = {key.partition(".")[0] for key, _ in module.named_parameters()}
+    extra = sorted(own - kind.parameters) if kind.parameters is not None else []
+    if extra:
         raise ValueError(
             f"module '{name}' ({type(module).__name__}) has parameters {extra} beside weight and bias, which cannot be spread as "
             f"{kind}; leave it out of the plan"
-        )
-
-
-def _check_module(name: str, module: nn.Module, kind: Kind, size: int) -> None:
-    if isinstance(kind, Column | Row):
-        outputs, inputs = output_input_sizes(module)
-        if isinstance(kind, Column):
-            _check_column(name, outputs, kind, size)
-        else:
-            _check_divides(name, "in_features", inputs, size)
-    if isinstance(kind, Region) and kind.heads is not None:
-        _check_divides(name, "number of heads", kind.heads, size)
-    if isinstance(kind, Attention):
-        assert isinstance(module, nn.MultiheadAttention)
-        _check_divides(name, "num_heads", module.num_heads, size)
-        if (reason := why_not(module)) is not None:
-            raise ValueError(f"'{name}': {reason}, and its heads cannot be split; leave it out of the plan")
-    if isinstance(module, nn.Embedding) and isinstance(kind, Column | Vocabulary | Position):
-        options = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
-        for option, value in options.items():
-            if value:
-                raise ValueError(
-                    f"'{name}': nn.Embedding({option}={value}) cannot be spread over {size} ranks; build it without, or leave it "
-                    "out of the plan"
-                )
-
-
-def _check_column(name: str, out_features: int, kind: Column, size: int) -> None:
-    parts = kind.part_sizes(out_features)
-    if sum(parts) != out_features:
-        raise ValueError(
-            f"'{name}': parts={parts} add up to {sum(parts)}, but out_features={out_features}; list the sizes of all parts"
-        )
-    heads = kind.heads if isinstance(kind.heads, tuple) else (None,) * len(parts)
-    for index, (part, count) in enumerate(zip(parts, heads, strict=True)):
-        label = f"parts[{index}]" if kind.parts is not None else "out_features"
-        if count is None:
-            _check_divides(name, label, part, size)
-        elif part % count:
-            raise ValueError(f"'{name}': {label}={part} is not divisible by its number of heads, {count}")
-        elif not (kind.copy_heads and size % count == 0):
-            _check_divides(name, "number of heads", count, size)
-
-
-def _check_regions(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
-    for region, kind in ((name, kind) for name, kind in kinds.items() if isinstance(kind, Region)):
-        for name, module in model.get_submodule(region).named_modules():
-            spread = isinstance(kinds.get(f"{region}.{name}"), Column | Row | Partial)
-            own = {key for key, parameter in module._parameters.items() if parameter is not None}
-            if not spread and own - set(() if name else kind.per_head):
-                raise ValueError(
-                    f"'{region}' is a region, but '{region}.{name}' in it is kept whole, and its gradient would be counted once for "
-                    "each rank; spread it, or leave the region out of the plan"
-                )
-
-
-def _check_divides(name: str, label: str, number: int, size: int) -> None:
-    if number % size:
-        raise ValueError(
-            f"'{name}': {label}={number} is not divisible by tensor_parallel_size={size}; a tensor_parallel_size that works: "
-            f"{nearest_divisors(number, size)}"
         )
 
 
@@ -309,9 +232,9 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     users: dict[int, tuple[str, Kind | None]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         kind = kinds.get(name)
-        if isinstance(kind, Alias):
+        if kind is not None and kind.ties == "any":
             continue
-        spread = None if isinstance(kind, Position | Partial | Whole) else kind
+        spread = kind if kind is not None and kind.ties == "same" else None
         for parameter in module.parameters(recurse=False):
             other, before = users.setdefault(id(parameter), (name, spread))
             if before != spread:
@@ -322,7 +245,7 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
 
 
 def _check_ends(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
-    words = [model.get_submodule(name) for name, kind in kinds.items() if isinstance(kind, Vocabulary)]
+    words = [model.get_submodule(name) for name, kind in kinds.items() if kind.pads]
     missing: Sequence[str] = [
         label
         for label, kind in (("embedding (nn.Embedding)", nn.Embedding), ("head (nn.Linear)", nn.Linear))

@@ -14,7 +14,7 @@ of them, what is ``Whole``: joined in front of it, split behind it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,27 +23,22 @@ from torch import Tensor, nn
 from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_sequence, join_sequence, split_sequence
-from lightning_ptdp.tensor_parallel.kinds import Kind, Region
 
-__all__ = ["enter_region", "is_in_region", "is_whole", "join_sequence_in_whole", "split_sequence_in_blocks"]
+__all__ = ["enter_region", "is_whole", "join_around", "split_sequence_in_blocks"]
 
 _WHOLE = "_ptdp_whole_sequence"
 
 
-def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
-    """Whether a module around ``name`` is a region."""
-    while name:
-        name = name.rpartition(".")[0]
-        if isinstance(kinds.get(name), Region):
-            return True
-    return False
+def enter_region(
+    module: nn.Module, *, heads: int | None, arguments: tuple[str, ...], group: Group, sequence_parallel: bool
+) -> None:
+    """Let the first argument of ``module`` enter once: its gradient is summed over the group, its sequence gathered.
 
-
-def enter_region(module: nn.Module, kind: Region, *, group: Group, sequence_parallel: bool) -> None:
-    """Let the first argument of ``module`` enter once: its gradient is summed over the group, its sequence gathered."""
+    Of ``arguments`` with something for each of ``heads`` the module gets what belongs to this rank's.
+    """
     module.register_forward_pre_hook(partial(_change_input, partial(_enter, group, sequence_parallel)), with_kwargs=True)
-    if kind.arguments:
-        module.register_forward_pre_hook(partial(_own_heads, kind, group), with_kwargs=True)
+    if heads is not None and arguments:
+        module.register_forward_pre_hook(partial(_own_heads, heads, arguments, group), with_kwargs=True)
 
 
 def split_sequence_in_blocks(first: nn.Module | None, last: nn.Module | None, *, group: Group) -> None:
@@ -54,12 +49,11 @@ def split_sequence_in_blocks(first: nn.Module | None, last: nn.Module | None, *,
         last.register_forward_hook(partial(_change_output, partial(_join, group)))
 
 
-def join_sequence_in_whole(modules: Iterable[nn.Module], *, group: Group) -> None:
-    """Let each of ``modules`` see the whole sequence, of which it is given a slice, and return its slice."""
-    for module in modules:
-        module.__dict__[_WHOLE] = True
-        module.register_forward_pre_hook(partial(_change_input, partial(_join, group)), with_kwargs=True)
-        module.register_forward_hook(partial(_change_output, partial(_split, group)))
+def join_around(module: nn.Module, *, group: Group) -> None:
+    """Let ``module`` see the whole sequence, of which it is given a slice, and return its slice."""
+    module.__dict__[_WHOLE] = True
+    module.register_forward_pre_hook(partial(_change_input, partial(_join, group)), with_kwargs=True)
+    module.register_forward_hook(partial(_change_output, partial(_split, group)))
 
 
 def is_whole(module: nn.Module) -> bool:
@@ -98,14 +92,13 @@ def _change_output(change: Callable[[Tensor], Tensor], _module: nn.Module, _args
 
 
 def _own_heads(
-    kind: Region, group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    heads: int, arguments: tuple[str, ...], group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    assert kind.heads is not None
-    own = partial(_heads_of_rank, kind.heads, group)
+    own = partial(_heads_of_rank, heads, group)
     places = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
-    given = {places[name] for name in kind.arguments if name in places}
+    given = {places[name] for name in arguments if name in places}
     return tuple(own(x) if i in given else x for i, x in enumerate(args)), {
-        name: own(x) if name in kind.arguments else x for name, x in kwargs.items()
+        name: own(x) if name in arguments else x for name, x in kwargs.items()
     }
 
 

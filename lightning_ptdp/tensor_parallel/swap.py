@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from lightning_ptdp.mesh import Group
-from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
-from lightning_ptdp.tensor_parallel.kinds import Alias, Attention, Column, Kind, Partial, Position, Region, Row, Vocabulary, Whole
-from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.tensor_parallel.linear_like import is_conv1d, stores_outputs_last
+from lightning_ptdp.tensor_parallel.kinds import Kind, Place
 from lightning_ptdp.tensor_parallel.numbers import set_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
-from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
-from lightning_ptdp.tensor_parallel.region import enter_region, is_in_region, join_sequence_in_whole, split_sequence_in_blocks
-from lightning_ptdp.tensor_parallel.sharding import (
-    Sharding,
-    VocabularyRange,
-    shard_columns,
-    shard_rows,
-    shard_vocabulary,
-    slice_full,
-)
-from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from lightning_ptdp.tensor_parallel.region import split_sequence_in_blocks
+from lightning_ptdp.tensor_parallel.sharding import Sharding
 
-__all__ = ["apply_plan", "replace_aliases", "shard_module", "split_sequence"]
+__all__ = ["apply_plan", "is_in_region", "replace_aliases", "shard_module", "split_sequence"]
 
 Shared = dict[int, nn.Parameter]
 
@@ -55,80 +42,24 @@ def shard_module(
         The module to put in its place, and a sharding for each parameter.
     """
     if group.size == 1:
-        return module, _whole(module, partial=False)
-    if isinstance(kind, Region):
-        enter_region(module, kind, group=group, sequence_parallel=sequence_parallel)
-        return module, _own_of_heads(module, kind, group=group, shared=shared)
-    if isinstance(kind, Alias | Whole):
-        return module, {}
-    if isinstance(kind, Partial) or (isinstance(kind, Position) and not sequence_parallel):
-        return module, _whole(module, partial=sequence_parallel or isinstance(kind, Partial))
-    shardings = _shardings(module, kind, group=group, partial=sequence_parallel)
-    local = {name: _local_parameter(module, name, sharding, shared) for name, sharding in shardings.items()}
-    new: nn.Module
-    if isinstance(kind, Attention):
-        assert isinstance(module, nn.MultiheadAttention)
-        out = RowParallelLinear(
-            local["out_proj.weight"], local.get("out_proj.bias"), group=group, sequence_parallel=sequence_parallel
-        )
-        new = ParallelMultiheadAttention(
-            local["in_proj_weight"],
-            local.get("in_proj_bias"),
-            out,
-            num_heads=module.num_heads,
-            dropout=module.dropout,
-            batch_first=module.batch_first,
-            group=group,
-            sequence_parallel=sequence_parallel,
-        )
-        return new.train(module.training), shardings
-    weight, bias, transposed = local["weight"], local.get("bias"), is_conv1d(module)
-    match kind:
-        case Column() if isinstance(module, nn.Embedding):
-            # Who looks up needs no other ranks: neither is there a gradient of ids to sum, nor does the output leave.
-            new = nn.Embedding(weight.size(0), weight.size(1), module.padding_idx, device="meta")
-            new.weight = weight
-        case Column(parts=parts):
-            new = ColumnParallelLinear(
-                weight,
-                bias,
-                parts=parts or (shardings["weight"].full_shape[1 if transposed else 0],),
-                transposed=transposed,
-                enters=enters,
-                group=group,
-                sequence_parallel=sequence_parallel,
-            )
-        case Row():
-            new = RowParallelLinear(weight, bias, transposed=transposed, group=group, sequence_parallel=sequence_parallel)
-        case Position():
-            assert isinstance(module, nn.Embedding)
-            new = SequenceShardedEmbedding(weight, padding_idx=module.padding_idx, group=group)
-        case Vocabulary() if isinstance(module, nn.Embedding):
-            words = _vocabulary(module.num_embeddings, group)
-            new = VocabularyParallelEmbedding(
-                weight, vocabulary=words, padding_idx=module.padding_idx, group=group, sequence_parallel=sequence_parallel
-            )
-        case Vocabulary():
-            assert isinstance(module, nn.Linear)
-            words = _vocabulary(module.out_features, group)
-            new = VocabularyParallelHead(weight, bias, vocabulary=words, group=group, sequence_parallel=sequence_parallel)
-    return new.train(module.training), shardings
+        return module, {name: Sharding.replicated(parameter.shape) for name, parameter in module.named_parameters()}
+    return kind.shard(module, Place(group=group, sequence_parallel=sequence_parallel, shared=shared, enters=enters))
 
 
-def _own_of_heads(module: nn.Module, kind: Region, *, group: Group, shared: Shared) -> dict[str, Sharding]:
-    """Split the module's own parameters that have an element for each head, in place."""
-    shapes = {key: tuple(module.get_parameter(key).shape) for key in kind.per_head}
-    found = {key: shard_columns(shape, parts=shape[:1], size=group.size, index=group.rank) for key, shape in shapes.items()}
-    for key, sharding in found.items():
-        module.register_parameter(key, _local_parameter(module, key, sharding, shared))
-    return found
+def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
+    """Whether a module around ``name`` is a region."""
+    while name:
+        name = name.rpartition(".")[0]
+        if (kind := kinds.get(name)) is not None and kind.is_region:
+            return True
+    return False
 
 
 def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> None:
     """Put in place what splits and joins the sequence under sequence parallelism, beside the spread modules themselves."""
-    whole = [pattern for pattern, kind in plan.tensor.items() if isinstance(kind, Whole)]
-    found = (module for name, module in model.named_modules() if any(matches(name, pattern) for pattern in whole))
-    join_sequence_in_whole(found, group=group)
+    for name, module in model.named_modules():
+        for kind in {kind for pattern, kind in plan.kinds.items() if matches(name, pattern)}:
+            kind.complete(module, group=group)
     if plan.sequence == "blocks":
         blocks = list(model.get_submodule(plan.split_blocks).children())
         # A block that lives on another pipeline stage has no parts, and nothing is split there.
@@ -185,63 +116,6 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_p
         or Sharding.replicated(parameter.shape, partial=group.size > 1 and plan.splits_sequence(name, sequence_parallel))
         for name, parameter in model.named_parameters()
     }
-
-
-def _shardings(module: nn.Module, kind: Kind, *, group: Group, partial: bool) -> dict[str, Sharding]:
-    sizes = _shapes(module)
-    match kind:
-        case Column():
-            found = {
-                name: shard_columns(
-                    shape,
-                    parts=kind.part_sizes(shape[dim := len(shape) - 1 if stores_outputs_last(module) else 0]),
-                    size=group.size,
-                    index=group.rank,
-                    copies=kind.copies(group.size),
-                    dim=dim,
-                )
-                for name, shape in sizes.items()
-            }
-        case Row() | Attention():
-            found = {name: Sharding.replicated(shape, partial=partial) for name, shape in sizes.items()}
-            weight = "weight" if isinstance(kind, Row) else "out_proj.weight"
-            dim = 0 if is_conv1d(module) else 1
-            found[weight] = shard_rows(sizes[weight], size=group.size, index=group.rank, dim=dim)
-            for name in sizes.keys() & {"in_proj_weight", "in_proj_bias"}:
-                width = sizes[name][0] // 3
-                found[name] = shard_columns(sizes[name], parts=(width,) * 3, size=group.size, index=group.rank)
-        case Vocabulary():
-            words = _vocabulary(sizes["weight"][0], group)
-            found = {name: shard_vocabulary(shape, words) for name, shape in sizes.items()}
-        case _:
-            found = {name: Sharding.replicated(shape, partial=partial) for name, shape in sizes.items()}
-    return found
-
-
-def _shapes(module: nn.Module) -> Mapping[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-
-
-def _vocabulary(size: int, group: Group) -> VocabularyRange:
-    return VocabularyRange(size=size, parts=group.size, index=group.rank)
-
-
-def _local_parameter(module: nn.Module, name: str, sharding: Sharding, shared: Shared) -> nn.Parameter:
-    original = module.get_parameter(name)
-    if id(original) in shared:
-        return shared[id(original)]
-    if sharding.axis is None:
-        new = original
-    else:
-        with torch.no_grad():
-            new = nn.Parameter(slice_full(original, sharding), requires_grad=original.requires_grad)
-        vars(new).update(vars(original))  # marks that optimizers and initializers read
-    shared[id(original)] = new
-    return new
-
-
-def _whole(module: nn.Module, *, partial: bool) -> dict[str, Sharding]:
-    return {name: Sharding.replicated(parameter.shape, partial=partial) for name, parameter in module.named_parameters()}
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

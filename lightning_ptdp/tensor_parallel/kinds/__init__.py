@@ -1,0 +1,50 @@
+"""The ways in which a module can be sharded over the tensor group: one class each."""
+
+from torch import nn
+
+from lightning_ptdp.tensor_parallel.kinds.attention import Attention
+from lightning_ptdp.tensor_parallel.kinds.embedding import Position, Vocabulary
+from lightning_ptdp.tensor_parallel.kinds.kept import Alias, Partial, Whole
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place
+from lightning_ptdp.tensor_parallel.kinds.linear import Column, Row
+from lightning_ptdp.tensor_parallel.kinds.region import Region
+
+__all__ = [
+    "KINDS",
+    "Alias",
+    "Attention",
+    "Column",
+    "Kind",
+    "Partial",
+    "Place",
+    "Position",
+    "Region",
+    "Row",
+    "Vocabulary",
+    "Whole",
+    "fits",
+    "kind_from",
+]
+
+KINDS: tuple[type[Kind], ...] = (Column, Row, Vocabulary, Position, Partial, Attention, Alias, Region, Whole)
+"""Those that a plan may name by a word."""
+
+
+def kind_from(value: str | Kind, *, pattern: str) -> Kind:
+    """The kind that a plan means by ``value``.
+
+    Raises:
+        ValueError: It means none.
+    """
+    if isinstance(value, Kind):
+        return value
+    for kind in KINDS:
+        if value == kind.name:
+            return kind()
+    names = ", ".join(f"'{kind.name}'" for kind in KINDS)
+    raise ValueError(f"tensor[{pattern!r}]={value!r} is no kind of tensor parallelism; use {names}, or Column(parts=(...))")
+
+
+def fits(module: nn.Module, kind: Kind) -> bool:
+    """Whether the module's type can be sharded in this way."""
+    return kind.misfit(module) is None

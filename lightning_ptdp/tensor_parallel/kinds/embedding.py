@@ -1,0 +1,77 @@
+"""Embeddings and the output head: split by token, or looked up for a slice of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_embedding, shape_text
+from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
+from lightning_ptdp.tensor_parallel.sharding import Sharding, VocabularyRange, shard_vocabulary
+from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+
+__all__ = ["Position", "Vocabulary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary(Kind):
+    """``nn.Embedding`` or the ``nn.Linear`` of the output head, split by token; padded where the vocabulary does not divide."""
+
+    name = "vocabulary"
+    takes = "nn.Embedding or nn.Linear"
+    pads = True
+
+    def fits(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Embedding | nn.Linear)
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        check_embedding(name, module, size)
+
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        words = _words(module, place)
+        return {name: shard_vocabulary(parameter.shape, words) for name, parameter in module.named_parameters()}
+
+    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+        weight, words, group = local["weight"], _words(module, place), place.group
+        if isinstance(module, nn.Embedding):
+            return VocabularyParallelEmbedding(
+                weight, vocabulary=words, padding_idx=module.padding_idx, group=group, sequence_parallel=place.sequence_parallel
+            )
+        return VocabularyParallelHead(
+            weight, local.get("bias"), vocabulary=words, group=group, sequence_parallel=place.sequence_parallel
+        )
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        return shape_text((f"ceil({shape[0]}/t)", *shape[1:])), "vocabulary: split by token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position(Kind):
+    """``nn.Embedding`` of positions: kept whole; under sequence parallelism looked up for the own slice of the sequence."""
+
+    name = "position"
+    takes = "nn.Embedding"
+    ties = "whole"
+
+    def fits(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Embedding)
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        check_embedding(name, module, size)
+
+    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
+        return super().shard(module, place) if place.sequence_parallel else (module, self.shardings(module, place))
+
+    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        return SequenceShardedEmbedding(local["weight"], padding_idx=module.padding_idx, group=place.group)
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        local, fate = super().describe(key, shape, outputs_last=outputs_last)
+        return local, f"position: {fate}"
+
+
+def _words(module: nn.Module, place: Place) -> VocabularyRange:
+    return VocabularyRange(size=module.get_parameter("weight").size(0), parts=place.group.size, index=place.group.rank)

@@ -1,0 +1,69 @@
+"""Kept whole by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, shape_text
+from lightning_ptdp.tensor_parallel.region import join_around
+from lightning_ptdp.tensor_parallel.sharding import Sharding
+
+__all__ = ["Alias", "Partial", "Whole"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial(Kind):
+    """A module that is kept whole but sees only this rank's heads or features, like the norm of queries and keys between column
+    and row layers: its parameters' gradients are parts of a sum over the group, with and without sequence parallelism."""
+
+    name = "partial"
+    parameters = None
+    ties = "whole"
+    region_part = True
+
+    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
+        return module, {name: Sharding.replicated(p.shape, partial=True) for name, p in module.named_parameters()}
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        return shape_text(shape), "whole; gradient partial"
+
+    def of_child(self, name: str) -> Kind | None:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias(Kind):
+    """A module whose own parameters are other names of parameters of spread modules and are not used by its forward, like
+    ``predictions.bias`` of Hugging Face's BERT, which is its decoder's: they become the spread ones."""
+
+    name = "alias"
+    parameters = None
+    ties = "any"
+
+    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
+        return module, {}
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        return "as its other name", "alias: another name of a spread parameter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Kind):
+    """A module inside the blocks that every rank computes for the whole sequence where the sequence is split around it: of its output
+    each keeps its own slice. What is spread in it is spread without sequence parallelism. Without that, it says nothing."""
+
+    name = "whole"
+    parameters = None
+    ties = "whole"
+    keeps_sequence = True
+    keeps_children = True
+
+    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
+        return module, {}
+
+    def complete(self, module: nn.Module, *, group: Group) -> None:
+        join_around(module, group=group)

@@ -1,0 +1,99 @@
+"""A kind of one's own: one class, which a plan takes as it takes those of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.mesh import Group
+from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Sharding, apply_plan
+from lightning_ptdp.tensor_parallel.collectives import copy, gather_last
+from lightning_ptdp.tensor_parallel.kinds import Place
+from lightning_ptdp.tensor_parallel.kinds.kind import check_divides, shape_text
+from lightning_ptdp.tensor_parallel.sharding import shard_columns
+from tests.pool import Pool
+from tests.tensor_parallel.toy import assert_gradients, assert_same, tensor_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByOutput(Kind):
+    """``nn.Bilinear`` split by output features, which are gathered again."""
+
+    takes = "nn.Bilinear"
+
+    def fits(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Bilinear)
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        check_divides(name, "out_features", module.get_parameter("weight").size(0), size)
+
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        group = place.group
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        return {n: shard_columns(s, parts=s[:1], size=group.size, index=group.rank) for n, s in shapes.items()}
+
+    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+        return _OwnOutputs(local["weight"], local["bias"], place.group)
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        return shape_text(shape, 0), "by output, gathered"
+
+
+class _OwnOutputs(nn.Module):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, group: Group) -> None:
+        super().__init__()
+        self.weight, self.bias, self.group = weight, bias, group
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        left, right = copy(left, self.group), copy(right, self.group)
+        return gather_last(nn.functional.bilinear(left, right, self.weight, self.bias), self.group)
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.last = nn.Bilinear(4, 5, 6), nn.Linear(6, 3)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.last(self.mix(left, right).relu())
+
+
+PLAN = ParallelPlan(tensor={"mix": ByOutput()})
+
+
+def _compare(rank: int) -> None:
+    group = tensor_group(rank)
+    torch.manual_seed(0)
+    reference = _Model()
+    left, right = torch.randn(7, 4), torch.randn(7, 5)
+    inputs = left.clone().requires_grad_(), right.clone().requires_grad_()
+    expected_inputs = left.clone().requires_grad_(), right.clone().requires_grad_()
+    model = deepcopy(reference)
+    shardings = apply_plan(model, PLAN, group=group, sequence_parallel=False)
+    assert shardings["mix.weight"].local_shape == (3, 4, 5)
+    y, expected = model(*inputs), reference(*expected_inputs)
+    assert_same(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert_gradients(model, shardings, reference, group)
+    for got, whole in zip(inputs, expected_inputs, strict=True):
+        assert got.grad is not None
+        assert whole.grad is not None
+        assert_same(got.grad, whole.grad)
+
+
+def test_a_kind_of_ones_own(pool: Pool) -> None:
+    pool.run(_compare, world_size=2)
+    assert "(6/t, 4, 5)  by output, gathered" in PLAN.explain(_Model())
+
+
+def test_what_it_does_not_take_is_refused_in_its_words() -> None:
+    with pytest.raises(ValueError, match=r"'last' is a Linear, which cannot be spread as ByOutput\(\); that takes nn.Bilinear"):
+        ParallelPlan(tensor={"last": ByOutput()}).check(_Model(), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="'mix': out_features=6 is not divisible by tensor_parallel_size=4"):
+        PLAN.check(_Model(), tensor_parallel_size=4)
