@@ -23,7 +23,9 @@ __all__ = [
     "LightningNames",
     "NAMESPACES",
     "StrategyBase",
+    "TRAINERS",
     "announce_sigterm",
+    "is_compiled",
     "layer_sync",
     "lightning_names",
     "replace_sigterm_notifier",
@@ -47,6 +49,9 @@ UPLOADERS = {
     for module, logger in (("mlflow", "MLFlowLogger"), ("wandb", "WandbLogger"))
 }
 """Modules of loggers that copy checkpoints, which they find by ``_scan_checkpoints``; the logger and its method that does."""
+
+TRAINERS = {f"{namespace}.trainer.trainer": "_verify_strategy_supports_compile" for namespace in NAMESPACES}
+"""Modules with a Trainer, and their name for the function that refuses compiled modules for strategies that it does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +154,11 @@ def last_validation(trainer: Any) -> float:
 def set_last_validation(trainer: Any, last: float) -> None:
     """Lightning validates at the end of a batch if that is as long ago as ``validation_interval``."""
     trainer._last_val_time = last
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether the Trainer was given what ``torch.compile`` returns for the LightningModule: its steps are compiled."""
+    return getattr(module, "_compiler_ctx", None) is not None
 
 
 def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None]) -> None:

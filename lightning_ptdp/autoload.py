@@ -1,8 +1,8 @@
 """Makes ``Trainer(strategy="ptdp")`` and ``load_from_checkpoint`` of its checkpoints work without an import in the user's script.
 
 torch calls ``install`` at ``import torch`` (the entry point group ``torch.backends``; TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off).
-It imports nothing heavy: it only leaves a finder that, once Lightning is imported, registers the strategy's name and has Lightning take our
-folders where it takes a checkpoint file.
+It imports nothing heavy: it only leaves a finder that, once Lightning is imported, registers the strategy's name, and has Lightning take
+our folders where it takes a checkpoint file and leave compiled modules to the strategy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from lightning_ptdp._lightning import CLIS, LOADERS, UPLOADERS
+from lightning_ptdp._lightning import CLIS, LOADERS, TRAINERS, UPLOADERS
+from lightning_ptdp.compiled import take_compiled
 from lightning_ptdp.folders import parse_folders, read_folders, upload_folders
 
 __all__ = ["install", "register"]
@@ -72,6 +73,7 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     **dict.fromkeys(LOADERS, read_folders),
     **dict.fromkeys(UPLOADERS, upload_folders),
     **dict.fromkeys(CLIS, parse_folders),
+    **dict.fromkeys(TRAINERS, take_compiled),
 }
 
 

@@ -6,8 +6,9 @@ import importlib
 import inspect
 
 import pytest
+import torch
 
-from lightning_ptdp._lightning import CLIS, LOADERS, NAMESPACES, UPLOADERS, lightning_names
+from lightning_ptdp._lightning import CLIS, LOADERS, NAMESPACES, TRAINERS, UPLOADERS, is_compiled, lightning_names
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -66,3 +67,19 @@ def test_command_lines_take_our_folders(module: str) -> None:
     parse = getattr(getattr(importlib.import_module(module), name), method)
     assert hasattr(parse, "_takes_folders")
     assert list(inspect.signature(parse).parameters) == ["self"]
+
+
+@pytest.mark.parametrize("module", TRAINERS)
+def test_trainers_leave_compiled_modules_to_us(module: str) -> None:
+    verify = getattr(importlib.import_module(module), TRAINERS[module])
+    assert hasattr(verify, "_takes_compiled")
+    assert list(inspect.signature(verify).parameters) == ["model", "strategy"]
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_compiled_module_is_known(namespace: str) -> None:
+    lightning = importlib.import_module(namespace)
+    compile_utilities = importlib.import_module(f"{namespace}.utilities.compile")
+    module = lightning.LightningModule()
+    assert not is_compiled(module)
+    assert is_compiled(compile_utilities.from_compiled(torch.compile(module, backend="eager")))

@@ -9,7 +9,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ptdp._lightning import LightningNames, layer_sync
+from lightning_ptdp._lightning import LightningNames, is_compiled, layer_sync
 from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
@@ -109,6 +109,14 @@ def _check_iterators(asked: Asked) -> None:
                 f"{hook}(dataloader_iter) takes its batches itself, but the schedule cuts them into microbatches or along time. Take "
                 "(batch, batch_idx), or use num_microbatches=1 without a pipeline and context parallelism"
             )
+
+
+def _check_compiled(asked: Asked) -> None:
+    if is_compiled(asked.module) and asked.layout.world_size > asked.layout.data_parallel_size:
+        raise asked.refuse(
+            "the Trainer was given torch.compile(module), which compiles its steps as a whole, but tensor, pipeline and context "
+            "parallelism cut them and communicate inside. Compile each block in place instead (for block in blocks: block.compile())"
+        )
 
 
 def _check_callbacks(asked: Asked) -> None:
@@ -227,6 +235,7 @@ _CHECKS = (
     _check_manual_optimization,
     _check_backward,
     _check_iterators,
+    _check_compiled,
     _check_callbacks,
     _check_batch_norm,
     _check_checkpoint_plugin,

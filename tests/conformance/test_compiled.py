@@ -1,0 +1,56 @@
+"""``trainer.fit(torch.compile(module))``: where ranks hold the whole model it trains as the module does, elsewhere it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance.toys import P2, LitNet, Place, assert_weights, both, loader, make_trainer, weights
+from tests.pool import Pool
+
+
+class LitSilent(LitNet):
+    """Logs nothing: what Lightning does there takes the compiler a minute."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        assert torch.compiler.is_compiling() is self.given_compiled
+
+
+def fit(rank: int, place: Place, whose: str) -> tuple[Any, int]:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    L.seed_everything(1, verbose=False)
+    module = LitSilent()
+    module.given_compiled = whose == "ours"
+    given = torch.compile(module, backend="aot_eager") if module.given_compiled else module
+    trainer = make_trainer(place, max_epochs=1)
+    trainer.fit(given, loader())
+    trainer.test(given, loader(), verbose=False)
+    return weights(trainer), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", ["one", "one m2", "d2"])
+def test_a_compiled_module_trains_as_the_module_does(name: str, pool: Pool) -> None:
+    for (found, graphs), (expected, _) in both(pool, fit, name):
+        assert_weights(found, expected)
+        assert graphs == 1
+
+
+LAYOUTS = {"p2": P2, "t2": {"tensor_parallel_size": 2}, "c2": {"context_parallel_size": 2}}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_that_would_be_cut_is_refused_before_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.multiprocessing.start_processes", None)
+    trainer = make_trainer(Place(world_size=2, layout={**LAYOUTS[name], "start_method": "fork"}))
+    with pytest.raises(Exception, match=r"given torch.compile\(module\).*block.compile\(\)"):
+        trainer.fit(torch.compile(LitNet(), backend="aot_eager"), loader())
