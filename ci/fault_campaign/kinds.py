@@ -61,7 +61,7 @@ KINDS = {
     "setup": Kind(calls=("lightning_ptdp.strategy.ptdp:parallelize",), armed="start"),
     "data": Kind(calls=("fault_campaign.training:Tokens.__getitems__",), most=2),
     "validation": Kind(calls=(_FORWARD,), most=8, armed="validation"),
-    "load": Kind(calls=("lightning_ptdp.checkpoint._dcp:read_rectangle",), most=30, armed="start"),
+    "load": Kind(calls=("lightning_ptdp.checkpoint.rectangles:read_rectangle",), most=30, armed="start"),
     "forward": Kind(calls=(_FORWARD,), most=8),
     "backward": Kind(calls=("parameters:gradient",), most=12),
     "reduction": Kind(

@@ -5,9 +5,10 @@ layout reads what any other wrote; everything else is one small file each::
 
     last.ckpt/
       metadata.json    format, layout, package versions, shape and dtype of every tensor, size and sha256 of the files
+      index.json       which rectangle is in which file, and where
       state.pt         loops, callbacks, schedulers, hyperparameters: ``torch.load(..., weights_only=True)`` reads it
       README.txt       how this folder is read, for whoever finds it
-      .metadata        DCP's index: which rectangle is in which file
+      .metadata        the same as index.json for DCP's own tools; a pickle, never read here
       __0_0.distcp …   the rectangles, one file or more a rank
       __0_0.crc …      checksums of their blocks
 

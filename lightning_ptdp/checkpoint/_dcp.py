@@ -1,16 +1,18 @@
 """All that this project says to torch's Distributed Checkpoint, and the private names of it (tests/checkpoint/test_dcp.py).
 
-Tensors go through planners of our own, subclasses of the public default ones: they emit one item a rectangle, where the default
-ones know whole tensors, DTensors and ShardedTensors only.
+Tensors go through a planner of our own, a subclass of the public default one: it emits one item a rectangle, where the default
+one knows whole tensors, DTensors and ShardedTensors only. What torch's tools read is only written: its index is a pickle, which runs what a
+file tells it to when it is read.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,32 +22,38 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_ptdp.checkpoint._index import read_index
 from lightning_ptdp.checkpoint.archive import ArchiveWriter
 from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.coverage import Rectangle, check_cover
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
-from lightning_ptdp.checkpoint.metadata import DCP_FILE, CheckpointMetadata, TensorEntry, read_sums, read_verified
-from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, BlockSums, SummedFile, open_summed, summing
+from lightning_ptdp.checkpoint.index import Chunk
+from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, summing
 
-__all__ = ["Reader", "check_index", "open_reader", "read_boxes", "write_boxes"]
+__all__ = ["Written", "write_boxes"]
 
 T = TypeVar("T")
 
 
-def write_boxes(
-    folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | None = None, num_files: int = 1
-) -> dict[str, TensorEntry]:
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What all ranks have written.
+
+    Attributes:
+        tensors: Every full tensor by name, the same on all ranks.
+        chunks: On rank 0, the rectangles of each of them.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    chunks: Mapping[str, Sequence[Chunk]]
+
+
+def write_boxes(folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | None = None, num_files: int = 1) -> Written:
     """Write every rank's rectangles; collective over ``group`` (None: the default process group, if there is one).
 
     A rectangle that several ranks hold is written by one of them, chosen so that the ranks write about the same amount.
-
-    Returns:
-        Every full tensor by name, the same on all ranks.
 
     Raises:
         CheckpointException: Writing failed on some rank (raised by DCP on all of them).
@@ -53,57 +61,18 @@ def write_boxes(
     """
     # The filters of warnings are the whole process's: a thread that saves in the background leaves them alone.
     with nullcontext() if dist.is_available() and dist.is_initialized() else _quiet():
-        metadata = dcp.save({}, storage_writer=_Writer(folder, num_files), planner=_SavePlanner(boxes), process_group=group)
+        writer = _Writer(folder, num_files)
+        metadata = dcp.save({}, storage_writer=writer, planner=_SavePlanner(boxes), process_group=group)
     for name, size in _file_sizes(metadata).items():
         file = folder / name
         if not file.is_file() or file.stat().st_size < size:
             raise CheckpointError(f"{file} was written but is not seen here: all ranks must write to one shared file system")
-    return {
+    tensors = {
         name: TensorEntry(shape=tuple(entry.size), dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, dcp.TensorStorageMetadata)
     }
-
-
-def open_reader(folder: Path, checkpoint: CheckpointMetadata) -> Reader:
-    """A checkpoint's tensors, to read from several times.
-
-    Raises:
-        CheckpointError: The index is damaged.
-    """
-    read_verified(folder, checkpoint, DCP_FILE)
-    return Reader(folder, checkpoint)
-
-
-def read_boxes(reader: Reader, boxes: Iterable[Box]) -> None:
-    """Fill this process's rectangles from the stored ones that overlap them; not collective.
-
-    Raises:
-        CheckpointError: Reading failed, what was read is damaged, or the stored rectangles do not cover what is asked for.
-    """
-    try:
-        with _quiet():
-            dcp.load({}, storage_reader=reader, planner=_LoadPlanner(boxes), no_dist=True)
-    except dcp.CheckpointException as error:  # not an Exception: it would pass through the handlers of callers
-        cause, _ = next(iter(error.failures.values()))
-        raise CheckpointError(f"{reader.folder} cannot be read: {explain(cause)}") from cause
-
-
-def check_index(folder: Path, checkpoint: CheckpointMetadata) -> None:
-    """Compare DCP's index with ``metadata.json``: the same tensors, covered by their rectangles, in files that are listed.
-
-    Raises:
-        CheckpointError: They differ.
-    """
-    index = open_reader(folder, checkpoint).read_metadata()
-    if index.state_dict_metadata.keys() != checkpoint.tensors.keys():
-        raise CheckpointError(f"{folder} is damaged: {DCP_FILE} and metadata.json name other tensors")
-    for name, entry in index.state_dict_metadata.items():
-        assert isinstance(entry, dcp.TensorStorageMetadata)
-        check_cover(name, checkpoint.tensors[name].shape, map(_extent, entry.chunks), f"in {folder}")
-    for name in _file_sizes(index):
-        if name not in checkpoint.files:
-            raise CheckpointError(f"{folder} is damaged: {DCP_FILE} names {name}, which metadata.json does not list")
+    return Written(tensors=tensors, chunks=writer.chunks)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -124,28 +93,11 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self._boxes[MetadataIndex(index.fqn, index.offset)].to_write()
 
 
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    def __init__(self, boxes: Iterable[Box]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._boxes = {_index(box): box for box in boxes}
+@dataclass(frozen=True)
+class _Result(WriteResult):
+    """What DCP hears of a rectangle that is written, and what our own index says of it."""
 
-    def set_up_planner(self, state_dict: Any, metadata: dcp.Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.metadata = metadata
-
-    def create_local_plan(self) -> dcp.LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for index, box in self._boxes.items():
-            entry = self.metadata.state_dict_metadata.get(box.name)
-            assert isinstance(entry, dcp.TensorStorageMetadata), f"{box.name} is in metadata.json but not in {DCP_FILE}"
-            reads = create_read_items_for_chunk_list(index.fqn, entry, [_chunk(box)])
-            found = [(item.dest_offsets, item.lengths) for item in reads]
-            check_cover(box.name, box.values.shape, (_from_to(*place) for place in found), "to load")
-            items += reads
-        return dcp.LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._boxes[MetadataIndex(index.fqn, index.offset)].values
+    chunk: Chunk
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -157,6 +109,14 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, folder: Path, num_files: int) -> None:
         super().__init__(folder)
         self._folder, self._num_files = folder, num_files
+        self.chunks: dict[str, list[Chunk]] = {}
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, with what all have written."""
+        for result in (result for rank in results for result in rank):
+            assert isinstance(result, _Result)
+            self.chunks.setdefault(result.index.fqn, []).append(result.chunk)
+        super().finish(metadata, results)
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         assert plan.storage_data is not None, "FileSystemWriter gives every rank a prefix of its files' names"
@@ -173,63 +133,18 @@ class _Writer(dcp.FileSystemWriter):
         return _done([result for results in written for result in results])
 
     def _write_file(self, name: str, items: list[dcp.WriteItem], planner: dcp.SavePlanner) -> list[WriteResult]:
-        results = []
+        results: list[WriteResult] = []
         with summing(self._folder / name) as file:
             archives = ArchiveWriter(file)
             for item in items:
                 values = planner.resolve_data(item)
                 assert isinstance(values, torch.Tensor)
-                position, length = archives.write(values.detach())
+                position, begin, length = archives.write(values.detach())
                 place = _StorageInfo(relative_path=name, offset=position, length=length)
-                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+                assert item.index.offset is not None
+                chunk = Chunk(file=name, begin=begin, offset=tuple(item.index.offset), shape=tuple(values.shape))
+                results.append(_Result(index=item.index, size_in_bytes=length, storage_data=place, chunk=chunk))
         return results
-
-
-class Reader(dcp.FileSystemReader):
-    """Reads what is asked for and no more, and checks it."""
-
-    def __init__(self, folder: Path, checkpoint: CheckpointMetadata) -> None:
-        super().__init__(folder)
-        self.folder, self._checkpoint = folder, checkpoint
-        self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
-        self._sums: dict[str, BlockSums] = {}
-        try:
-            self._index = read_index(folder / DCP_FILE)
-        except Exception as error:
-            raise CheckpointError(f"{folder / DCP_FILE} cannot be read: {explain(error)}") from error
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        return self._index
-
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
-        """Only what is asked for, checked; DCP's own reads every stored tensor that is touched whole."""
-        by_file: dict[str, list[dcp.ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            if name not in self._sums:
-                self._sums[name] = read_sums(self.folder, self._checkpoint, name)
-            with open_summed(self.folder / name, self._sums[name]) as file:
-                for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
-                    target = planner.resolve_tensor(item)
-                    self._read(file, item, target.detach())
-                    planner.commit_tensor(item, target)
-        return _done(None)
-
-    def _read(self, file: SummedFile, item: dcp.ReadItem, target: torch.Tensor) -> None:
-        place, entry = self.storage_data[item.storage_index], self._index.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(entry, dcp.TensorStorageMetadata)
-        shapes = self._shapes.setdefault(item.storage_index.fqn, {chunk.offsets: chunk.sizes for chunk in entry.chunks})
-        assert item.storage_index.offset is not None
-        read_rectangle(
-            file,
-            target,
-            start=place.offset,
-            stop=place.offset + place.length,
-            dtype=entry.properties.dtype,
-            shape=shapes[item.storage_index.offset],
-            offset=item.storage_offsets,
-        )
 
 
 def _index(box: Box) -> MetadataIndex:

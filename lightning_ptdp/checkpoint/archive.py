@@ -3,7 +3,7 @@
 ``torch.save`` wants the tensor whole and contiguous, and computes a CRC-32 of its own beside ours. Here it writes the archive around the
 values only (``torch.serialization.skip_data``); the values are gathered, summed and written a piece after the other, each while it is in
 the processor's cache. In the archive's directory their CRC-32 is 0, as after ``set_crc32_options(False)``: torch does not look at it.
-``stored.py`` reads what is written here.
+``stored.py`` reads the values.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ class ArchiveWriter:
         self._file = file
         self._frames: dict[tuple[torch.Size, torch.dtype], tuple[bytes, bytes]] = {}
 
-    def write(self, values: torch.Tensor) -> tuple[int, int]:
-        """Append a tensor of any device and strides; (position, length) of its archive in the file."""
+    def write(self, values: torch.Tensor) -> tuple[int, int, int]:
+        """Append a tensor of any device and strides; where its archive and where its values begin in the file, and the archive's length."""
         key = (values.shape, values.dtype)
         head, tail = self._frames.get(key) or self._frames.setdefault(key, _frame(*key))
         start = self._file.position
         self._file.write(head)
+        begin = self._file.position
         self._file.write_blocks(_pieces(values))
         self._file.write(tail)
-        return start, self._file.position - start
+        return start, begin, self._file.position - start
 
 
 def rows_at_once(row_bytes: int) -> int:

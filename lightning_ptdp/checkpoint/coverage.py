@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 from lightning_ptdp.checkpoint.errors import CheckpointError
 
@@ -11,6 +13,9 @@ __all__ = ["Rectangle", "check_cover"]
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Where it begins and where it ends, for each dimension."""
+
+_MOST_CUT = 8  # dimensions; a corner is one of 2 to this power
+_MOST_NAMED = 200
 
 
 def check_cover(name: str, shape: Sequence[int], rectangles: Iterable[Rectangle], doing: str) -> None:
@@ -26,11 +31,13 @@ def check_cover(name: str, shape: Sequence[int], rectangles: Iterable[Rectangle]
         CheckpointError: An element is in none of them, in two, or one reaches beyond the whole; names the region.
     """
     whole: Rectangle = ((0,) * len(shape), tuple(shape))
+    parts = [rectangle for rectangle in rectangles if _volume(rectangle)]
+    if _make_up(whole, parts):
+        return
+    if len(parts) > _MOST_NAMED:
+        raise CheckpointError(f"{name!r}: the {len(parts)} rectangles {doing} leave out elements or have some twice")
     left = [whole] if math.prod(shape) else []
-    # What is left stays a few pieces if what is taken away comes in order.
-    for rectangle in sorted(rectangles):
-        if not _volume(rectangle):
-            continue
+    for rectangle in sorted(parts):
         taken = 0
         rest: list[Rectangle] = []
         for piece in left:
@@ -51,6 +58,24 @@ def check_cover(name: str, shape: Sequence[int], rectangles: Iterable[Rectangle]
             f"{name!r}: the rectangles {doing} cover {math.prod(shape) - missing} of {math.prod(shape)} elements; "
             f"{_shown(left[0])} is in none of them"
         )
+
+
+def _make_up(whole: Rectangle, parts: Sequence[Rectangle]) -> bool:
+    """Whether every element is in one part and no part reaches beyond, at a cost that grows as the number of parts.
+
+    How many parts an element is in, as a function on the grid, is known from its mixed differences, which are zero but at corners: the
+    corners of the parts, with their signs, must be those of the whole.
+    """
+    cut = [
+        dim for dim, full in enumerate(zip(*whole, strict=True)) if any((part[0][dim], part[1][dim]) != full for part in parts)
+    ]
+    if len(cut) > _MOST_CUT:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for rectangle, sign in [*((part, 1) for part in parts), *([(whole, -1)] if _volume(whole) else [])]:
+        for ends in product((0, 1), repeat=len(cut)):
+            corners[tuple(rectangle[end][dim] for end, dim in zip(ends, cut, strict=True))] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def _volume(rectangle: Rectangle) -> int:

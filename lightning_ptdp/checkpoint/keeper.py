@@ -17,12 +17,12 @@ from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.claims import Abandoned, Claim, writer_of
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.latest import complete_checkpoints, latest_follows, leads_nowhere, mark_latest
-from lightning_ptdp.checkpoint.metadata import DCP_FILE, METADATA_FILE, README_FILE, STATE_FILE, read_metadata
+from lightning_ptdp.checkpoint.metadata import DCP_FILE, INDEX_FILE, METADATA_FILE, README_FILE, STATE_FILE, read_metadata
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX
 
 __all__ = ["Keeper"]
 
-_NAMES = (METADATA_FILE, STATE_FILE, DCP_FILE, README_FILE)
+_NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, DCP_FILE, README_FILE)
 
 
 class Keeper:

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 
-from lightning_ptdp.checkpoint import _dcp
 from lightning_ptdp.checkpoint.agreement import gather, same_outcome
 from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
+from lightning_ptdp.checkpoint.rectangles import RectangleReader
 
 __all__ = ["Stored", "fill", "load_tensors", "open_folder", "renamed"]
 
@@ -116,7 +116,7 @@ def renamed(name: str, rename: Mapping[str, str]) -> str:
 
 def fill(path: str | os.PathLike[str], metadata: CheckpointMetadata, tensors: Tensors) -> None:
     """Read checked tensors in this process alone."""
-    _dcp.read_boxes(_dcp.open_reader(Path(path), metadata), boxes_of(tensors))
+    RectangleReader(Path(path), metadata).read(boxes_of(tensors))
 
 
 def _check_distinct(stored: Mapping[str, str]) -> None:

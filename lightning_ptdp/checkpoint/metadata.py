@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError
-from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX, BlockSums, parse_sums
+from lightning_ptdp.checkpoint.foreign import (
+    FILE_NAME,
+    Json,
+    Misfit,
+    anything,
+    integer,
+    list_of,
+    map_of,
+    number,
+    one_of,
+    optional,
+    read_json,
+    record,
+    regular_size,
+    text,
+)
+from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX, BlockSums, most_sums_bytes, parse_sums
 from lightning_ptdp.version import __version__
 
 __all__ = [
     "DCP_FILE",
+    "DTYPES",
+    "INDEX_FILE",
     "METADATA_FILE",
     "README_FILE",
     "STATE_FILE",
@@ -36,11 +54,42 @@ __all__ = [
     "write_metadata",
 ]
 
-Json = Any  # what json.dumps takes: a recursive type that type checkers follow poorly
-
 FORMAT = "lightning-ptdp checkpoint"
-FORMAT_VERSION = 1
-METADATA_FILE, STATE_FILE, DCP_FILE, README_FILE = "metadata.json", "state.pt", ".metadata", "README.txt"
+FORMAT_VERSION = 2  # 1 had no index.json: format_1.py
+METADATA_FILE, INDEX_FILE, STATE_FILE, DCP_FILE, README_FILE = (
+    "metadata.json",
+    "index.json",
+    "state.pt",
+    ".metadata",
+    "README.txt",
+)
+_PLAIN = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+)
+_RARE = (
+    "complex32",
+    "complex64",
+    "complex128",
+    *(f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")),
+)
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in (*_PLAIN, *_RARE)}
+"""What tensors may be of, by name."""
+
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**56  # torch's limit; and what any number of bytes of it is told in 64 bits
+_MOST_SMALL = 1 << 28
+_LAST_SECOND = 253402300799.0  # of the year 9999
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +98,11 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +124,7 @@ class CheckpointMetadata:
         files: Every other file of the folder by its name.
         created: When it was written, in seconds since 1970, later than what was in its folder by then, whatever the clock said
             (keeper.py): orders checkpoints.
-        format_version: Version of the format.
+        format_version: Version of the format. Tensors are listed in ``index.json`` since 2, before in DCP's index alone.
     """
 
     run: Mapping[str, Json]
@@ -98,11 +152,16 @@ def describe_folder(
     for path in sorted(folder.iterdir()):
         digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
         found[path.name] = FileEntry(size=path.stat().st_size, sha256=digest)
-    return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found, created=created or time.time())
+    created = min(created or time.time(), _LAST_SECOND)  # what is in the folder may say that it is from the end of days
+    return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found, created=created)
 
 
 def write_metadata(folder: Path, metadata: CheckpointMetadata) -> None:
-    """Write ``metadata.json`` with a digest of itself."""
+    """Write ``metadata.json`` with a digest of itself.
+
+    Raises:
+        CheckpointError: It could not be read back.
+    """
     content = _plain(
         {
             "format": FORMAT,
@@ -117,6 +176,7 @@ def write_metadata(folder: Path, metadata: CheckpointMetadata) -> None:
             },
         }
     )
+    _parsed(content)
     text = json.dumps({**content, "sha256": _digest(content)}, indent=1)
     with files.open_synced(folder / METADATA_FILE) as stream:
         stream.write(text.encode())
@@ -129,6 +189,10 @@ def check_json(run: Mapping[str, Json]) -> None:
             json.dumps({key: value}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"metadata[{key!r}] = {value!r} cannot be written as JSON ({error})") from error
+    try:
+        _run(_plain(run))
+    except Misfit as error:
+        raise CheckpointError(f"metadata: {error}") from error
 
 
 def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
@@ -138,25 +202,17 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
         CheckpointError: ``path`` is not a checkpoint, is damaged, is of a newer format, or lacks files.
     """
     folder = Path(path)
-    content = _content(folder)
-    metadata = CheckpointMetadata(
-        created=content["created"],
-        run=content["run"],
-        packages=content["packages"],
-        tensors={
-            name: TensorEntry(shape=tuple(entry["shape"]), dtype=getattr(torch, entry["dtype"]))
-            for name, entry in content["tensors"].items()
-        },
-        files={name: FileEntry(**entry) for name, entry in content["files"].items()},
-        format_version=content["version"],
-    )
+    try:
+        metadata = _parsed(_content(folder))
+    except Misfit as error:
+        raise CheckpointError(f"{folder / METADATA_FILE} is damaged: {error}") from error
     for name, entry in metadata.files.items():
         _check_file(folder / name, entry.size)
     return metadata
 
 
-def read_verified(folder: Path, metadata: CheckpointMetadata, name: str) -> bytes:
-    """Content of a small file, compared with its digest.
+def read_verified(folder: Path, metadata: CheckpointMetadata, name: str, *, most: int = _MOST_SMALL) -> bytes:
+    """Content of a small file, of at most ``most`` bytes, compared with its digest.
 
     Raises:
         CheckpointError: The file is missing or damaged.
@@ -165,6 +221,8 @@ def read_verified(folder: Path, metadata: CheckpointMetadata, name: str) -> byte
     if entry is None:
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
     _check_file(folder / name, entry.size)
+    if entry.size > most:
+        raise CheckpointError(f"{folder / name} is damaged: it has {entry.size} bytes, where no more than {most} make sense")
     content = (folder / name).read_bytes()
     if files.sha256(content) != entry.sha256:
         raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one that {METADATA_FILE} lists")
@@ -179,18 +237,20 @@ def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> BlockSum
     """
     if name not in metadata.files:
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
-    return parse_sums(read_verified(folder, metadata, Path(name).stem + SUMS_SUFFIX), size=metadata.files[name].size)
+    size, sums = metadata.files[name].size, Path(name).stem + SUMS_SUFFIX
+    content = read_verified(folder, metadata, sums, most=most_sums_bytes(size))
+    try:
+        return parse_sums(content, size=size)
+    except Misfit as error:
+        raise CheckpointError(f"{folder / sums} is damaged: {error}") from error
 
 
 def _content(folder: Path) -> dict[str, Json]:
-    """The checked JSON object of a folder."""
+    """The JSON object of a folder, which is whole and of a version that is known."""
     file = folder / METADATA_FILE
     if not file.is_file():
         raise (CheckpointError if folder.exists() else MissingCheckpointError)(_not_a_checkpoint(folder))
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
+    content = read_json(file)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the metadata of a {FORMAT}, or is damaged")
     version = content.get("version")
@@ -198,9 +258,64 @@ def _content(folder: Path) -> dict[str, Json]:
         raise CheckpointError(
             f"{folder} has format version {version}, this lightning-ptdp reads up to {FORMAT_VERSION}: update the package"
         )
+    anything(content)
     if content.pop("sha256", None) != _digest(content):
         raise CheckpointError(f"{file} is damaged (or was edited): its content does not have the sha256 that it names")
     return content
+
+
+def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
+    """What ``metadata.json`` says, if it can be true.
+
+    Raises:
+        Misfit: It cannot.
+    """
+    fields = _FIELDS(content)
+    metadata = CheckpointMetadata(
+        created=fields["created"],
+        run=fields["run"],
+        packages=fields["packages"],
+        tensors=fields["tensors"],
+        files=fields["files"],
+        format_version=fields["version"],
+    )
+    if (listed := INDEX_FILE if metadata.format_version > 1 else DCP_FILE) not in metadata.files:
+        raise Misfit(f"does not list {listed}", "files")
+    for name, file in metadata.files.items():
+        if (file.sha256 is None) != name.endswith(DATA_SUFFIX):
+            raise Misfit("is missing" if file.sha256 is None else "is there", f"files.{name}.sha256")
+    stored = sum(file.size for name, file in metadata.files.items() if name.endswith(DATA_SUFFIX))
+    if (asked := sum(entry.num_bytes for entry in metadata.tensors.values())) > stored:
+        raise Misfit(f"would need {asked} bytes, but the files of tensors have {stored}", "tensors")
+    return metadata
+
+
+def _run(value: Json) -> dict[str, Json]:
+    """Facts about the run, of which those that we read ourselves are what they should be."""
+    record(others=True, aliases=optional(map_of(text())), epoch=optional(integer()), global_step=optional(integer()))(value)
+    return {key: item for key, item in value.items() if key != "aliases" or item is not None}
+
+
+def _entry(value: Json) -> TensorEntry:
+    entry = TensorEntry(**_ENTRY(value))
+    if math.prod(max(extent, 1) for extent in entry.shape) > _MOST_ELEMENTS:
+        raise Misfit(f"is {list(entry.shape)}, which is more than any file holds", ".shape")
+    return entry
+
+
+_ENTRY = record(
+    shape=list_of(integer(most=_MOST_ELEMENTS), most=_MOST_DIMENSIONS), dtype=one_of(DTYPES, "a dtype that is stored")
+)
+_FILE = record(size=integer(), sha256=optional(text(r"[0-9a-f]{64}", "a sha256")))
+_FIELDS = record(
+    format=text(),
+    version=integer(1, FORMAT_VERSION),
+    created=number(0.0, _LAST_SECOND),
+    run=_run,
+    packages=map_of(text()),
+    files=map_of(lambda value: FileEntry(**_FILE(value)), key=text(FILE_NAME, "the name of a file in this folder")),
+    tensors=map_of(_entry, key=text()),
+)
 
 
 def _not_a_checkpoint(folder: Path) -> str:
@@ -214,9 +329,10 @@ def _not_a_checkpoint(folder: Path) -> str:
 
 
 def _check_file(file: Path, size: int) -> None:
-    if not file.is_file():
-        raise CheckpointError(f"{file.parent} is damaged: {file.name} is missing")
-    found = file.stat().st_size
+    try:
+        found = regular_size(file)
+    except OSError as error:
+        raise CheckpointError(f"{file.parent} is damaged: {file.name} is missing ({error.strerror})") from error
     if found != size:
         raise CheckpointError(f"{file} is damaged: it has {found} bytes instead of {size}")
 

@@ -188,6 +188,10 @@ def _empty_states(
             states[parameter] = {}
             for key, entry in stored.get(named[parameter], {}).items():
                 whole = entry.shape == () and sharding.full_shape != ()
+                if not whole and entry.shape != sharding.full_shape:
+                    raise CheckpointError(
+                        f"{key!r} of {named[parameter]!r} has the shape {entry.shape} in the checkpoint and {sharding.full_shape} here"
+                    )
                 record: Placed = Sharding.replicated(()) if whole else sharding
                 device = parameter.device if scalars_on_device or not whole else torch.device("cpu")
                 states[parameter][key] = (torch.zeros(record.local_shape, dtype=entry.dtype, device=device), record)

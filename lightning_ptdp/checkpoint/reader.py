@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint import _dcp
 from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, read_metadata
+from lightning_ptdp.checkpoint.rectangles import RectangleReader
 
 __all__ = ["TensorReader"]
 
@@ -27,7 +27,7 @@ class TensorReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.metadata: CheckpointMetadata = read_metadata(path)
-        self._reader = _dcp.open_reader(Path(path), self.metadata)
+        self._reader = RectangleReader(Path(path), self.metadata)
 
     def read(self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor by its global name, on the CPU in its stored dtype: all of it, or the rectangle of ``shape`` at ``offset``.
@@ -39,5 +39,5 @@ class TensorReader:
         values = torch.empty(entry.shape if shape is None else tuple(shape), dtype=entry.dtype)
         if values.numel():
             place = tuple(offset)[: values.dim()] if offset is not None else (0,) * values.dim()
-            _dcp.read_boxes(self._reader, [Box(name=name, full_shape=entry.shape, offset=place, values=values)])
+            self._reader.read([Box(name=name, full_shape=entry.shape, offset=place, values=values)])
         return values

@@ -14,6 +14,7 @@ from lightning_ptdp.checkpoint.agreement import from_rank_zero, is_rank_zero, sa
 from lightning_ptdp.checkpoint.boxes import Box, Tensors, boxes_of, cut_strips
 from lightning_ptdp.checkpoint.claims import Claim
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.index import write_index
 from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.latest import latest_follows
 from lightning_ptdp.checkpoint.metadata import (
@@ -132,14 +133,15 @@ def save_boxes(
             if is_rank_zero():
                 keeper.take(claim)
         with same_outcome(doing, group):
-            entries = _dcp.write_boxes(part, cut_strips(boxes), group, num_files)
+            written = _dcp.write_boxes(part, cut_strips(boxes), group, num_files)
         with same_outcome(doing, group):
             if is_rank_zero():
                 for name, small in ((STATE_FILE, content), (README_FILE, README.encode())):
                     with files.open_synced(part / name) as stream:
                         stream.write(small)
+                write_index(part, written.chunks)
                 time = keeper.time_of_next(target.parent) if created is None else created
-                write_metadata(part, describe_folder(part, run=metadata, tensors=entries, created=time))
+                write_metadata(part, describe_folder(part, run=metadata, tensors=written.tensors, created=time))
                 files.sync_folder(part)
                 files.replace(part, target, follow=latest_follows(target))
                 claim.release()

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.metadata import STATE_FILE, read_metadata, read_verified
+from lightning_ptdp.checkpoint.foreign import Misfit, integer, list_of, map_of, optional, record, text
+from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_verified
+from lightning_ptdp.checkpoint.saved import check_saved
 
-__all__ = ["dump_state", "portable", "read_state"]
+__all__ = ["dump_state", "portable", "read_state", "read_state_file"]
 
 _KEPT = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, type(None))
 
@@ -83,9 +85,15 @@ def dump_state(state: dict[str, Any]) -> bytes:
     content = {key: portable(value, f"state[{key!r}]") for key, value in state.items()}
     for key, value in content.items():
         try:  # an object of a registered class may hold what weights_only refuses
-            _load(_dump(value))
+            dumped = _dump(value)
+            check_saved(io.BytesIO(dumped))
+            _load(dumped)
         except Exception as error:
             raise CheckpointError(f"state[{key!r}] cannot be written so that it can be read back: {error}") from error
+    try:
+        _STATE(content)
+    except Misfit as error:
+        raise CheckpointError(f"state: {error}") from error
     return _dump(content)
 
 
@@ -96,11 +104,46 @@ def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> di
         CheckpointError: ``path`` is not a whole checkpoint, or its state is damaged or refused.
     """
     folder = Path(path)
-    content = read_verified(folder, read_metadata(folder), STATE_FILE)
+    content = read_state_file(folder, read_metadata(folder))
     try:
-        return _load(content, map_location)
+        state = _load(content, map_location)
+        _STATE(state)
     except Exception as error:
         raise CheckpointError(f"{folder / STATE_FILE} cannot be read: {error}") from error
+    return dict(state)
+
+
+def read_state_file(folder: Path, metadata: CheckpointMetadata) -> bytes:
+    """The checked bytes of ``state.pt``.
+
+    Raises:
+        CheckpointError: It is missing or damaged, or would be larger in memory than it is.
+    """
+    entry = metadata.files.get(STATE_FILE)
+    try:
+        if entry is not None:
+            with open(folder / STATE_FILE, "rb") as stream:
+                check_saved(stream)
+    except OSError:
+        pass  # said below
+    except Misfit as error:
+        raise CheckpointError(f"{folder / STATE_FILE} is damaged: {error}") from error
+    return read_verified(folder, metadata, STATE_FILE, most=entry.size if entry is not None else 0)
+
+
+_OBJECTS = optional(map_of(lambda value: value))
+_GROUP = record(others=True, params=list_of(text()))
+_STATE = record(
+    others=True,
+    epoch=optional(integer()),
+    global_step=optional(integer()),
+    loops=_OBJECTS,
+    callbacks=_OBJECTS,
+    hyper_parameters=_OBJECTS,
+    optimizer_states=optional(list_of(record(others=True, groups=optional(list_of(_GROUP))))),
+    lr_schedulers=optional(list_of(lambda value: value)),
+    **{"pytorch-lightning_version": optional(text(r"\d{1,4}(\.\d{1,4})*[\w.+-]{0,40}", "a version"))},
+)
 
 
 def _dump(value: Any) -> bytes:

@@ -1,15 +1,12 @@
 """A rectangle out of one stored tensor, reading little more than its bytes.
 
-DCP stores a tensor as ``torch.save`` writes it: an archive whose one large record, ``data/0``, holds the values row by row. Where that
-record begins is found in the archive's first bytes; then only the runs of it that the rectangle touches are read.
+DCP stores a tensor as ``torch.save`` writes it: an archive whose one large record holds the values row by row. Where that begins is in the
+index; only the runs of it that the rectangle touches are read, and nothing else of the archive is looked at.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import struct
-import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,21 +17,17 @@ from lightning_ptdp.checkpoint.sums import BLOCK, SummedFile
 
 __all__ = ["read_rectangle", "runs"]
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a record in a zip archive: signature, …, length of the name and of what follows it
-_SMALL = 4 * BLOCK
-
 
 def read_rectangle(
     file: SummedFile,
     target: torch.Tensor,
     *,
-    start: int,
-    stop: int,
+    begin: int,
     dtype: torch.dtype,
     shape: Sequence[int],
     offset: Sequence[int],
 ) -> None:
-    """Fill ``target`` with the rectangle at ``offset`` of the tensor of ``shape`` that is stored in bytes [start, stop) of ``file``.
+    """Fill ``target`` with the rectangle at ``offset`` of the tensor of ``shape`` whose values are at byte ``begin`` of ``file``.
 
     Args:
         target: Has the rectangle's shape; any dtype, device and strides.
@@ -42,15 +35,14 @@ def read_rectangle(
     Raises:
         CheckpointError: A byte that was read is damaged; the target may then be filled in part.
     """
-    size = tuple(target.shape)
-    data = None if stop - start <= _SMALL else _find_data(file, start, stop)
-    if data is None or data + math.prod(shape) * dtype.itemsize > stop:
-        index = tuple(slice(begin, begin + extent) for begin, extent in zip(offset, size, strict=True))
-        target.copy_(torch.load(io.BytesIO(file.read(start, stop)), map_location="cpu", weights_only=True)[index])
-    elif size[1:] == tuple(shape[1:]):
-        _read_rows(file, target, data, dtype, first=offset[0])
+    if not target.numel():
+        return
+    if not target.dim():
+        target, shape, offset = target.unsqueeze(0), (1,), (0,)
+    if target.shape[1:] == tuple(shape[1:]):
+        _read_rows(file, target, begin, dtype, first=offset[0])
     else:
-        _read_runs(file, target, data, dtype, shape, offset)
+        _read_runs(file, target, begin, dtype, shape, offset)
 
 
 def _read_rows(file: SummedFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int) -> None:
@@ -64,7 +56,9 @@ def _read_rows(file: SummedFile, target: torch.Tensor, data: int, dtype: torch.d
         own = as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
         content = file.read(data + begin * row, data + end * row, into=own)
         if content is not own:
-            rows.copy_(torch.from_numpy(np.frombuffer(content, dtype=np.uint8)).view(dtype).view(rows.shape))
+            values = np.frombuffer(content, dtype=np.uint8)
+            values = values.copy() if values.ctypes.data % dtype.itemsize else values  # small ones lie anywhere in a block
+            rows.copy_(torch.from_numpy(values).view(dtype).view(rows.shape))
         begin = end
 
 
@@ -99,20 +93,3 @@ def runs(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], *, it
         begin, end = (at if begin < 0 else begin), at + length
     if begin >= 0:
         yield begin, end
-
-
-def _find_data(file: SummedFile, start: int, stop: int) -> int | None:
-    """Where the values of an archive at ``start`` begin, or None if this is not what ``torch.save`` writes today."""
-    end = start
-    while end < min(stop, start + 2 * BLOCK):
-        end = file.block_end(end)
-        head = bytes(file.read(start, end))
-        last = head.rfind(b"PK\x03\x04")
-        if last < 0 or len(head) < last + _LOCAL_HEADER.size:
-            continue
-        _, name_length, extra_length = _LOCAL_HEADER.unpack_from(head, last)
-        name = head[last + _LOCAL_HEADER.size :][:name_length]
-        begin = last + _LOCAL_HEADER.size + name_length + extra_length
-        if name.endswith(b"/data/0") and begin == len(head) and sys.byteorder.encode() in head:
-            return end
-    return None

@@ -23,6 +23,7 @@ import numpy as np
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.foreign import Misfit
 
 __all__ = [
     "BLOCK",
@@ -31,6 +32,7 @@ __all__ = [
     "SUMS_SUFFIX",
     "SummedFile",
     "SummingFile",
+    "most_sums_bytes",
     "open_summed",
     "parse_sums",
     "summing",
@@ -40,6 +42,8 @@ BLOCK = 16 * 1024
 DATA_SUFFIX, SUMS_SUFFIX = ".distcp", ".crc"
 Array = np.ndarray[Any, Any]
 _ENTRY = np.dtype([("offset", "<u8"), ("crc", "<u4")])
+_MOST_BLOCK = 4 * BLOCK
+_FEWEST_BYTES = 256  # on average of a block: what is around the values of a tensor is more, and makes two blocks of three
 
 
 class SummingFile:
@@ -108,17 +112,40 @@ class BlockSums:
 
 
 def parse_sums(content: bytes, *, size: int) -> BlockSums:
-    """The content of a ``.crc`` file, of a data file of ``size`` bytes."""
+    """The content of a ``.crc`` file, of a data file of ``size`` bytes.
+
+    Raises:
+        Misfit: It cannot be that file's: what is not in small blocks from its beginning to its end could not be checked piece by piece.
+    """
+    if len(content) % _ENTRY.itemsize:
+        raise Misfit(f"has {len(content)} bytes, which are not whole entries")
     entries = np.frombuffer(content, dtype=_ENTRY)
+    starts = entries["offset"]
+    if size == 0 and not len(starts):
+        return BlockSums(starts=np.zeros(1, dtype=np.int64), crcs=entries["crc"])
+    if not len(starts) or starts[0] != 0 or starts[-1] >= size or not (starts[1:] > starts[:-1]).all():
+        raise Misfit(f"does not list the blocks of a file of {size} bytes from its beginning to its end")
+    if (longest := int(np.diff(starts, append=np.uint64(size)).max())) > _MOST_BLOCK:
+        raise Misfit(f"lists a block of {longest} bytes; no block has more than {_MOST_BLOCK}")
     return BlockSums(starts=np.append(entries["offset"], np.uint64(size)).astype(np.int64), crcs=entries["crc"])
 
 
+def most_sums_bytes(size: int) -> int:
+    """How large the ``.crc`` file of a data file of ``size`` bytes may be."""
+    return (size // _FEWEST_BYTES + 1) * _ENTRY.itemsize
+
+
 class SummedFile:
-    """A data file of which only what was checked is handed out."""
+    """A data file of which only what was checked is handed out.
+
+    Attributes:
+        path: The file.
+        size: Of it in bytes.
+    """
 
     def __init__(self, stream: io.FileIO, path: Path, sums: BlockSums) -> None:
-        self._stream, self._path = stream, path
-        self._starts, self._crcs, self._size = sums.starts, sums.crcs, int(sums.starts[-1])
+        self._stream, self.path, self.size = stream, path, int(sums.starts[-1])
+        self._starts, self._crcs = sums.starts, sums.crcs
         self._scratch = np.empty(0, dtype=np.uint8)
 
     def block_end(self, position: int) -> int:
@@ -135,9 +162,11 @@ class SummedFile:
                 used again by the next call.
 
         Raises:
-            CheckpointError: The file is damaged there; names the file and the first bad byte's block.
+            CheckpointError: The file is damaged there, or ends before; names the file and the first bad byte's block.
         """
-        if stop <= start:
+        if not 0 <= start <= stop <= self.size:
+            raise CheckpointError(f"{self.path} is damaged: bytes {start} to {stop} would be in it, but it has {self.size}")
+        if stop == start:
             return memoryview(bytearray())
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         last = int(np.searchsorted(self._starts, stop))
@@ -147,7 +176,7 @@ class SummedFile:
         bounds = self._starts[first : last + 1].tolist()
         for one, other, crc in zip(bounds, bounds[1:], self._crcs[first:last].tolist(), strict=False):
             if zlib.crc32(content[one - begin : other - begin]) != crc:
-                raise CheckpointError(f"{self._path} is damaged: bytes {one} to {other} do not have the CRC-32 that was written")
+                raise CheckpointError(f"{self.path} is damaged: bytes {one} to {other} do not have the CRC-32 that was written")
         return content if content is into else content[start - begin : stop - begin]
 
     def check(self, *, step: int = 1 << 20) -> None:
@@ -157,8 +186,8 @@ class SummedFile:
             CheckpointError: The file is damaged.
         """
         start = 0
-        while start < self._size:
-            stop = self.block_end(min(start + step, self._size) - 1)
+        while start < self.size:
+            stop = self.block_end(min(start + step, self.size) - 1)
             self.read(start, stop)
             start = stop
 
@@ -174,7 +203,7 @@ class SummedFile:
         while done < len(content):
             count = self._stream.readinto(content[done:])
             if not count:
-                raise CheckpointError(f"{self._path} is damaged: it ends at byte {begin + done} instead of {self._size}")
+                raise CheckpointError(f"{self.path} is damaged: it ends at byte {begin + done} instead of {self.size}")
             done += count
 
 

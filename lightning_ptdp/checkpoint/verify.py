@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lightning_ptdp.checkpoint import _dcp
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, read_metadata, read_sums, read_verified
+from lightning_ptdp.checkpoint.index import check_index
+from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_sums, read_verified
+from lightning_ptdp.checkpoint.state import read_state_file
 from lightning_ptdp.checkpoint.sums import open_summed
 
 __all__ = ["verify_checkpoint"]
@@ -36,11 +37,13 @@ def verify_checkpoint(path: str | os.PathLike[str], *, part: int = 0, parts: int
             if name in data:
                 with open_summed(folder / name, read_sums(folder, metadata, name)) as file:
                     file.check()
+            elif name == STATE_FILE:
+                read_state_file(folder, metadata)
             else:
                 read_verified(folder, metadata, name)
         except (CheckpointError, OSError) as error:
             wrong.append(str(error))
     if wrong:
         raise CheckpointError("; ".join(dict.fromkeys(wrong)))
-    _dcp.check_index(folder, metadata)
+    check_index(folder, metadata)
     return metadata

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.checkpoint import CheckpointError
+from lightning_ptdp.checkpoint.foreign import Check, Misfit, anything, flag, integer, map_of, number, optional, record, text
 from lightning_ptdp.exchange.bert import BERT, MEGATRON_BERT
 from lightning_ptdp.exchange.gpt2 import GPT2
 from lightning_ptdp.exchange.llama import LLAMA
-from lightning_ptdp.exchange.tables import Family
+from lightning_ptdp.exchange.tables import MOST_EXTENT, Family
 
-__all__ = ["FAMILIES", "HF_TIED", "family_of_config_json", "family_of_hyper_parameters"]
+__all__ = ["FAMILIES", "HF_TIED", "config_of_json", "family_of_config_json", "family_of_hyper_parameters"]
 
 FAMILIES = (GPT2, LLAMA, BERT, MEGATRON_BERT)
 
@@ -28,6 +30,53 @@ HF_TIED: Mapping[str, Mapping[str, str]] = {
     "bert": _BERT_TIED,
     "megatron-bert": _BERT_TIED,
 }
+
+
+_TEXTS = ("activation_function", "hidden_act", "position_embedding_type")
+_FLAGS = (
+    "scale_attn_by_inverse_layer_idx",
+    "scale_attn_weights",
+    "add_cross_attention",
+    "attention_bias",
+    "mlp_bias",
+    "is_decoder",
+)
+_SHARES = ("resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range")
+_NUMBERS = ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps", "rope_theta")
+_SIZES = (
+    *("vocab_size", "n_positions", "n_layer", "n_embd", "n_head", "n_inner", "max_position_embeddings", "num_hidden_layers"),
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim", "type_vocab_size"),
+)
+_ROPE = record(others=True, rope_type=optional(text()), type=optional(text()), rope_theta=optional(number(0, 1e18)))
+_FIELDS: dict[str, Check[Any]] = {
+    **dict.fromkeys(_SIZES, integer(1, MOST_EXTENT)),
+    **dict.fromkeys(_TEXTS, text()),
+    **dict.fromkeys(_FLAGS, flag),
+    **dict.fromkeys(_SHARES, number(0, 1)),
+    **dict.fromkeys(_NUMBERS, number(0, 1e18)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), _ROPE),
+}
+
+
+def config_of_json(file: Path, content: Any, *, ours: bool) -> dict[str, Any]:
+    """What a ``config.json`` holds, of which those fields that we read are what they should be.
+
+    Args:
+        file: For messages.
+        content: The parsed file.
+        ours: Whether it shall be the configuration of one of our models: null is as good as missing there. Else only those fields are
+            looked at that any model has.
+
+    Raises:
+        CheckpointError: They are not.
+    """
+    fields: dict[str, Check[Any]] = {"model_type": text(), "tie_word_embeddings": flag, **(_FIELDS if ours else {})}
+    try:
+        given = map_of(anything)(content)
+        record(others=True, **{name: optional(field) for name, field in fields.items()})(given)
+    except Misfit as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    return {name: value for name, value in given.items() if value is not None} if ours else given
 
 
 def family_of_config_json(config: Mapping[str, Any]) -> Family:
@@ -75,7 +124,7 @@ def _config(stored: Mapping[str, Any]) -> Any:
         if stored.keys() <= {field.name for field in fields(config_class)}:
             try:
                 return config_class(**stored)
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 raise CheckpointError(f"the checkpoint's configuration is not a {config_class.__name__}: {error}") from error
     names = " or ".join(config_class.__name__ for config_class in classes)
     raise CheckpointError(f"the checkpoint's configuration is not one of our models' ({names}): its fields are {sorted(stored)}")

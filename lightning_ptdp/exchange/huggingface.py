@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ from lightning_ptdp.checkpoint import (
     read_state,
     write_checkpoint,
 )
-from lightning_ptdp.exchange.families import HF_TIED, family_of_config_json, family_of_hyper_parameters
+from lightning_ptdp.checkpoint.foreign import FILE_NAME, Misfit, map_of, read_json, record, regular_size, text
+from lightning_ptdp.exchange.families import HF_TIED, config_of_json, family_of_config_json, family_of_hyper_parameters
 from lightning_ptdp.exchange.plain import common_prefix, weights_only_state
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.tables import Family, Part
@@ -36,6 +38,9 @@ _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 3
 
 Names = Literal["ptdp", "hf"]
+
+
+_WEIGHT_MAP = record(others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +79,7 @@ def from_huggingface(
             choices that our model does not know. Nothing is left at ``destination``.
     """
     folder = Path(source)
-    config, tensors = _read_config(folder), open_huggingface(folder)
+    config, tensors = _read_config(folder, ours=names == "ptdp"), open_huggingface(folder)
     if names == "hf":
         tied = HF_TIED.get(config.get("model_type", ""), {}) if config.get("tie_word_embeddings", True) else {}
         aliases = {alias: name for alias, name in tied.items() if alias not in tensors and name in tensors}
@@ -120,7 +125,7 @@ def to_huggingface(
     stored = {name.removeprefix("model/") for name in reader.metadata.names("model/")}
     prefix = common_prefix(stored) if prefix is None else prefix
     if config is not None:
-        description = _read_config(Path(config))
+        description = _read_config(Path(config), ours=False)
         items = {
             name.removeprefix(prefix): _item(reader, name, Part(ours=name, transposed=False), dtype)
             for name in sorted(stored)
@@ -146,17 +151,32 @@ def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
     if not (folder / _INDEX).is_file():
         if not (folder / _ONE).is_file():
             raise CheckpointError(f"{folder} has neither {_ONE} nor {_INDEX}: weights in other formats are not read")
-        return open_safetensors(folder / _ONE)
-    where: dict[str, str] = _read_json(folder / _INDEX).get("weight_map", {})
+        return _open_file(folder, _ONE)
+    try:
+        where = _WEIGHT_MAP(read_json(folder / _INDEX, folders=_blobs(folder)))["weight_map"]
+    except Misfit as error:
+        raise CheckpointError(f"{folder / _INDEX} is damaged: {error}") from error
     found: dict[str, torch.Tensor] = {}
     for name in sorted(set(where.values())):
-        if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(f"{folder} is damaged: {_INDEX} names {name}, which is not there")
-        found |= open_safetensors(folder / name)
+        found |= _open_file(folder, name)
     missing = sorted(where.keys() - found.keys())
     if missing:
         raise CheckpointError(f"{folder} is damaged: {_INDEX} names {missing[:_SHOWN]}, which no file holds")
     return {name: found[name] for name in where}
+
+
+def _open_file(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    try:
+        regular_size(folder / name, folders=_blobs(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} is damaged: {_INDEX} names {name}, which is not there") from error
+    return open_safetensors(folder / name)
+
+
+def _blobs(folder: Path) -> list[Path]:
+    """Where the files of ``huggingface_hub``'s cache are, whose folders of a model (``snapshots/REVISION``) hold links only."""
+    snapshots = Path(os.path.abspath(folder)).parent
+    return [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
 
 
 def _our_config(family: Family, config: Mapping[str, Any], folder: Path) -> Any:
@@ -182,6 +202,8 @@ def _boxes(family: Family, config: Any, tensors: Mapping[str, torch.Tensor], pre
             continue
         if part.ours in aliases:
             continue
+        if value.dim() != 2 if part.transposed else part.rows is not None and not value.dim():
+            raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, which is not that of a matrix")
         values = value.t() if part.transposed else value
         if part.rows is None:
             yield _whole_box(prefix + part.ours, values)
@@ -208,7 +230,10 @@ def _whole_box(name: str, values: torch.Tensor) -> Box:
 
 def _check_complete(family: Family, config: Any, boxes: list[Box], prefix: str, folder: Path) -> None:
     """Compare with the model that the configuration describes."""
-    wanted = family.shapes(config)
+    wanted = family.shapes(config, stored=len(boxes))
+    twice = [place for place, count in Counter((box.name, box.offset) for box in boxes).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"{folder} has {twice[0][0].removeprefix(prefix)!r} more than once, under different names")
     found = {box.name.removeprefix(prefix): box.full_shape for box in boxes}
     missing, other = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or other:
@@ -223,7 +248,7 @@ def _check_complete(family: Family, config: Any, boxes: list[Box], prefix: str, 
 def _items(
     reader: TensorReader, family: Family, config: Any, prefix: str, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, _Item]]:
-    for name in family.shapes(config):
+    for name in family.shapes(config, stored=len(reader.metadata.tensors)):
         if f"model/{prefix}{name}" not in reader.metadata.tensors:
             raise CheckpointError(f"the checkpoint has no {prefix + name!r}, which its hyperparameters' model has")
         for theirs in family.names(name, config):
@@ -291,21 +316,14 @@ def _bytes(item: _Item) -> int:
     return math.prod(item.entry.shape) * item.entry.dtype.itemsize
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path, *, ours: bool) -> dict[str, Any]:
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist: a Hugging Face folder has a {CONFIG_FILE}")
-    return _read_json(file)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    content = read_json(file, folders=_blobs(file.parent))
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
-    return content
+    return config_of_json(file, content, ours=ours)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_ptdp.checkpoint import Box, CheckpointError, TensorEntry, TensorReader, files, read_full, write_checkpoint
+from lightning_ptdp.checkpoint.saved import check_saved
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 
 __all__ = ["common_prefix", "from_state_dict", "open_state_dict", "to_state_dict", "weights_only_state"]
@@ -31,6 +32,8 @@ def open_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tenso
     if file.suffix == _SAFETENSORS:
         return open_safetensors(file), {}
     try:
+        with open(file, "rb") as stream:
+            check_saved(stream)
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
@@ -38,8 +41,8 @@ def open_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tenso
     if not isinstance(state, dict) or not state:
         raise CheckpointError(f"{file} holds a {type(state).__name__}, not a state dict")
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{file} is not a state dict: {name!r} is a {type(value).__name__}")
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{file} is not a state dict: {name!r:.80} is a {type(value).__name__}")
     return state, {key: content[key] for key in _KEPT if key in content}
 
 

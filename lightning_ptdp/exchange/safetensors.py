@@ -8,9 +8,8 @@ asked for when it is its turn, and what is read is mapped, not copied.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +17,7 @@ from typing import IO, Any
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
+from lightning_ptdp.checkpoint.foreign import Misfit, integer, list_of, map_of, one_of, parsed_json, record, text
 
 __all__ = ["open_safetensors", "write_safetensors"]
 
@@ -41,9 +41,17 @@ _DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the format's own limit
+_TENSORS = map_of(
+    record(
+        dtype=one_of(_DTYPES, f"one of {sorted(_DTYPES)}"),
+        shape=list_of(integer(most=2**56), most=64),
+        data_offsets=list_of(integer(), most=2),
+    ),
+    key=text(),
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Place:
     entry: TensorEntry
     begin: int
@@ -57,11 +65,13 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         CheckpointError: The file is not of this format, is cut off, or its header does not fit it.
     """
     file = Path(path)
-    size = file.stat().st_size
     try:
+        size = file.stat().st_size
         with open(file, "rb") as stream:
             places, start = _read_header(stream, size)
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except (Misfit, CheckpointError) as error:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
     values = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     return {name: _view(values[start + place.begin : start + place.end], place.entry) for name, place in places.items()}
@@ -90,7 +100,7 @@ def write_safetensors(
     for name, entry in entries.items():
         if entry.dtype not in _CODES:
             raise CheckpointError(f"{name!r} is {entry.dtype}, which safetensors does not store; there are {sorted(_DTYPES)}")
-        begin, end = end, end + _bytes(entry)
+        begin, end = end, end + entry.num_bytes
         header[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -106,36 +116,28 @@ def write_safetensors(
 
 def _read_header(stream: IO[bytes], size: int) -> tuple[dict[str, _Place], int]:
     length = int.from_bytes(stream.read(8), "little")
-    if length > min(size - 8, _MAX_HEADER):
-        raise ValueError(f"its header would have {length} bytes, the file has {size}")
-    content = json.loads(stream.read(length))
-    places = {}
-    for name, entry in content.items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}; known are {sorted(_DTYPES)}")
-        place = _Place(
-            entry=TensorEntry(shape=_shape(entry["shape"]), dtype=_DTYPES[entry["dtype"]]), begin=int(begin), end=int(end)
-        )
-        if not 0 <= place.begin <= place.end <= size - 8 - length or place.end - place.begin != _bytes(place.entry):
-            raise ValueError(f"{name!r} is said to be in bytes {begin} to {end}, but the file holds {size - 8 - length}")
-        places[name] = place
-    return places, 8 + length
-
-
-def _shape(sizes: Sequence[Any]) -> tuple[int, ...]:
-    if any(not isinstance(extent, int) or extent < 0 for extent in sizes):
-        raise ValueError(f"a shape is {sizes!r}")
-    return tuple(sizes)
+    if not 0 < length <= min(size - 8, _MAX_HEADER):
+        raise Misfit(f"its header would have {length} bytes, the file has {size}")
+    header = stream.read(1)
+    if header != b"{":
+        raise Misfit("its header is not a JSON object")
+    content = parsed_json(Path(stream.name), header + stream.read(length - 1))
+    fields = _TENSORS({name: entry for name, entry in content.items() if name != "__metadata__"})
+    places, held, before = {}, size - 8 - length, 0
+    for name, entry in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
+        place = _Place(TensorEntry(shape=entry["shape"], dtype=entry["dtype"]), *(*entry["data_offsets"], -1, -1)[:2])
+        if place.begin != before or place.end != place.begin + place.entry.num_bytes or place.end > held:
+            raise Misfit(
+                f"{name!r} has {place.entry.num_bytes} bytes and is said to be in bytes {place.begin} to {place.end} of {held}, where the "
+                f"next are from {before} on"
+            )
+        places[name], before = place, place.end
+    if before != held:
+        raise Misfit(f"the tensors have {before} bytes, the file has {held} for them")
+    return {name: places[name] for name in fields}, 8 + length
 
 
 def _view(content: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     if content.storage_offset() % entry.dtype.itemsize:
         content = content.clone()  # a header of odd length: the values are not where such numbers can be read
     return content.view(entry.dtype).view(entry.shape)
-
-
-def _bytes(entry: TensorEntry) -> int:
-    return math.prod(entry.shape) * entry.dtype.itemsize

@@ -21,8 +21,10 @@ from torch import nn
 
 from lightning_ptdp.checkpoint import CheckpointError
 
-__all__ = ["Family", "Part", "Row", "check_choices"]
+__all__ = ["MOST_EXTENT", "Family", "Part", "Row", "check_choices"]
 
+MOST_EXTENT = 1 << 28
+"""Of one dimension of a model; the product of two is a number of elements that torch counts."""
 Sizes = Callable[[Any], Sequence[int]]
 
 
@@ -130,8 +132,18 @@ class Family:
         """Our tied names under a configuration: alias -> the name that is stored."""
         return dict(self.tied) if self.is_tied(config) else {}
 
-    def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Our tensors of a configuration that are stored."""
+    def shapes(self, config: Any, *, stored: int | None = None) -> dict[str, tuple[int, ...]]:
+        """Our tensors of a configuration that are stored.
+
+        Raises:
+            CheckpointError: It is of a model with more layers than there are ``stored`` tensors, or too large for any machine.
+        """
+        sizes = {name: size for name, size in vars(config).items() if type(size) is int}
+        if stored is not None and config.num_layers > stored:
+            raise CheckpointError(f"the configuration has num_layers={config.num_layers}, but only {stored} tensors are stored")
+        largest = max(sizes, key=sizes.__getitem__)
+        if sizes[largest] > MOST_EXTENT:
+            raise CheckpointError(f"the configuration has {largest}={sizes[largest]}; no more than {MOST_EXTENT} make sense")
         with torch.device("meta"):
             state = self.build(config).state_dict()
         return {name: tuple(value.shape) for name, value in state.items() if name not in self.aliases(config)}

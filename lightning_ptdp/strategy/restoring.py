@@ -207,10 +207,14 @@ class ModelSpaceRestoring(ModelSpace):
         if not isinstance(states, StoredOptimizers):
             self._load_indexed_optimizer(states)
             return
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(f"{states.path} has {len(states)} optimizers, the module has {len(self.optimizers)}")
         names, shardings = self._optimizer_records()
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, states, strict=True)):
             with self.waiting_in(f"loading optimizer {index} from {states.path}"):
-                load_optimizer(states.path, optimizer, names=names, shardings=shardings, groups=saved["groups"], index=index)
+                load_optimizer(
+                    states.path, optimizer, names=names, shardings=shardings, groups=saved.get("groups", []), index=index
+                )
                 self._take_masters(optimizer)
 
     def _take_masters(self, optimizer: Any) -> None:

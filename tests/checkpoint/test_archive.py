@@ -33,8 +33,8 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[torch.Tensor, int, int]]]:
-    """All of them in one file, and one shape twice: name -> (tensor, position, length)."""
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]]:
+    """All of them in one file, and one shape twice: name -> (tensor, position, position of its values, length)."""
     path, found = tmp_path_factory.mktemp("archive") / "x.distcp", {}
     with summing(path) as file:
         archives = ArchiveWriter(file)
@@ -49,8 +49,8 @@ def _sums(path: Path) -> BlockSums:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_torch_and_we_read_the_same(written: tuple[Path, dict[str, tuple[torch.Tensor, int, int]]], name: str) -> None:
-    path, (tensor, position, length) = written[0], written[1][name]
+def test_torch_and_we_read_the_same(written: tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]], name: str) -> None:
+    path, (tensor, position, begin, length) = written[0], written[1][name]
     found = torch.load(io.BytesIO(path.read_bytes()[position : position + length]), weights_only=True)
     assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
     assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8)) if tensor.dim() else found == tensor
@@ -60,8 +60,7 @@ def test_torch_and_we_read_the_same(written: tuple[Path, dict[str, tuple[torch.T
         read_rectangle(
             file,
             target,
-            start=position,
-            stop=position + length,
+            begin=begin,
             dtype=tensor.dtype,
             shape=tensor.shape,
             offset=(0,) * tensor.dim(),
@@ -69,7 +68,7 @@ def test_torch_and_we_read_the_same(written: tuple[Path, dict[str, tuple[torch.T
     assert torch.equal(target.view(torch.uint8), found.view(torch.uint8)) if tensor.dim() else target == tensor
 
 
-def test_the_sums_are_those_of_the_bytes(written: tuple[Path, dict[str, tuple[torch.Tensor, int, int]]]) -> None:
+def test_the_sums_are_those_of_the_bytes(written: tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]]) -> None:
     content, sums = written[0].read_bytes(), _sums(written[0])
     starts = sums.starts.tolist()
     assert (starts[0], starts[-1], len(starts)) == (0, len(content), len(sums.crcs) + 1)

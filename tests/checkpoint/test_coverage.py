@@ -64,3 +64,11 @@ def test_numbers_and_empty_tensors() -> None:
     check_cover("w", (0, 3), [], "to save")
     with pytest.raises(CheckpointError, match=r"cover 0 of 1 elements"):
         check_cover("w", (), [], "to load")
+
+
+def test_a_checkerboard_is_judged_at_once() -> None:
+    side = 200
+    squares = [((row, column), (row + 1, column + 1)) for row in range(side) for column in range(side)]
+    check_cover("w", (side, side), squares, "to save")
+    with pytest.raises(CheckpointError, match="the 20000 rectangles to save leave out elements or have some twice"):
+        check_cover("w", (side, side), squares[::2], "to save")

@@ -1,0 +1,166 @@
+"""``index.json``: which rectangle of which tensor is where. It is what we read; ``.metadata`` says the same to torch's own tools."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ptdp.checkpoint import files
+from lightning_ptdp.checkpoint.coverage import check_cover
+from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.foreign import FILE_NAME, Check, Json, Misfit, integer, list_of, map_of, parsed_json, record, text
+from lightning_ptdp.checkpoint.format_1 import find_values, parse_index
+from lightning_ptdp.checkpoint.metadata import (
+    DCP_FILE,
+    INDEX_FILE,
+    CheckpointMetadata,
+    TensorEntry,
+    read_verified,
+)
+from lightning_ptdp.checkpoint.sums import SummedFile
+
+__all__ = ["Chunk", "Index", "check_index", "open_index", "write_index"]
+
+_FORMAT = "lightning-ptdp index"
+_SMALLEST_ARCHIVE = 512  # bytes that torch.save writes around nothing, and less
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A stored rectangle of a tensor.
+
+    Attributes:
+        file: The data file that holds it.
+        begin: Where its values begin there, in bytes; they lie row by row, without gaps.
+        offset: Where it begins in the full tensor.
+        shape: Its extent.
+    """
+
+    file: str
+    begin: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Index:
+    """Where the tensors of a checkpoint are. What is said of a tensor is checked when it is asked for.
+
+    Args:
+        file: What was read, for messages.
+        metadata: The checkpoint's.
+        files: Names of data files, to which the rectangles refer by number.
+        tensors: Rectangles of every tensor, as lists of [file, begin, offset, shape].
+        find: From a file and what the index says of a rectangle, where its values begin.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        metadata: CheckpointMetadata,
+        *,
+        files: Sequence[str],
+        tensors: Mapping[str, Json],
+        find: Callable[[SummedFile, int], int] = lambda file, begin: begin,
+    ) -> None:
+        self.find = find
+        self._file, self._metadata, self._files, self._tensors = file, metadata, files, tensors
+        self._known: dict[str, tuple[Chunk, ...]] = {}
+        if unlisted := sorted(set(files) - metadata.files.keys()):
+            raise CheckpointError(f"{file} is damaged: it names {unlisted[0]}, which metadata.json does not list")
+        if other := sorted(tensors.keys() ^ metadata.tensors.keys()):
+            raise CheckpointError(f"{file} is damaged: {other[0]!r} is in it or in metadata.json, but not in both")
+
+    def chunks(self, name: str) -> tuple[Chunk, ...]:
+        """The rectangles of a tensor, each inside of it and of its file.
+
+        Raises:
+            CheckpointError: The index is damaged.
+        """
+        if name not in self._known:
+            try:
+                self._known[name] = self._checked(self._metadata.tensors[name], self._tensors[name])
+            except Misfit as error:
+                raise CheckpointError(f"{self._file} is damaged: {name!r}: {error}") from error
+        return self._known[name]
+
+    def _checked(self, entry: TensorEntry, value: Json) -> tuple[Chunk, ...]:
+        sizes: Check[tuple[int, ...]] = list_of(integer())
+        fields: tuple[Check[Json], ...] = (integer(most=len(self._files) - 1), integer(), sizes, sizes)
+
+        def check(value: Json) -> Chunk:
+            if type(value) is not list or len(value) != len(fields):
+                raise Misfit("is not [file, begin, offset, shape]")
+            file, begin, offset, shape = (field(item) for field, item in zip(fields, value, strict=True))
+            if not len(offset) == len(shape) == len(entry.shape) or any(
+                first + extent > full for first, extent, full in zip(offset, shape, entry.shape, strict=True)
+            ):
+                raise Misfit(f"is {list(shape)} at {list(offset)}, which is not in a tensor of {list(entry.shape)}")
+            name = self._files[file]
+            if begin + math.prod(shape) * entry.dtype.itemsize > self._metadata.files[name].size:
+                raise Misfit(f"would reach beyond the end of {name}, which has {self._metadata.files[name].size} bytes")
+            return Chunk(file=name, begin=begin, offset=offset, shape=shape)
+
+        return list_of(check)(value)
+
+
+def write_index(folder: Path, tensors: Mapping[str, Sequence[Chunk]]) -> None:
+    """Write ``index.json``."""
+    names = sorted({chunk.file for chunks in tensors.values() for chunk in chunks})
+    number = {name: position for position, name in enumerate(names)}
+    content = {
+        "format": _FORMAT,
+        "byteorder": sys.byteorder,
+        "files": names,
+        "tensors": {
+            name: [[number[chunk.file], chunk.begin, chunk.offset, chunk.shape] for chunk in chunks]
+            for name, chunks in tensors.items()
+        },
+    }
+    with files.open_synced(folder / INDEX_FILE) as stream:
+        stream.write(json.dumps(content, separators=(",", ":")).encode())
+
+
+def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
+    """Where the tensors of a checkpoint are, also of one of format 1.
+
+    Raises:
+        CheckpointError: The index is damaged.
+    """
+    if metadata.format_version == 1:
+        names, tensors = parse_index(folder / DCP_FILE, read_verified(folder, metadata, DCP_FILE))
+        return Index(folder / DCP_FILE, metadata, files=names, tensors=tensors, find=find_values)
+    file = folder / INDEX_FILE
+    stored = sum(entry.size for entry in metadata.files.values())
+    most = len(metadata.tensors) + 3 * stored // _SMALLEST_ARCHIVE + 8  # a rectangle is three lists
+    content = parsed_json(file, read_verified(folder, metadata, INDEX_FILE), most_containers=most)
+    try:
+        fields = _FIELDS(content)
+    except Misfit as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    if fields["byteorder"] != sys.byteorder:
+        raise CheckpointError(f"{file}: the values are {fields['byteorder']}-endian, which this machine does not read")
+    return Index(file, metadata, files=fields["files"], tensors=fields["tensors"])
+
+
+def check_index(folder: Path, metadata: CheckpointMetadata) -> None:
+    """Check that what the index lists makes up every tensor.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    index = open_index(folder, metadata)
+    for name, entry in metadata.tensors.items():
+        extents = ((chunk.offset, tuple(map(sum, zip(chunk.offset, chunk.shape, strict=True)))) for chunk in index.chunks(name))
+        check_cover(name, entry.shape, extents, f"in {folder}")
+
+
+_FIELDS = record(
+    format=text(_FORMAT, _FORMAT),
+    byteorder=text("little|big", "little or big"),
+    files=list_of(text(FILE_NAME, "the name of a file in this folder")),
+    tensors=map_of(lambda value: value),
+)

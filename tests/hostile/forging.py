@@ -1,0 +1,29 @@
+"""Checkpoints changed by somebody who can compute a sha256."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["forge", "sign"]
+
+
+def forge(folder: Path, content: dict[str, Any], *, signed: bool = True) -> None:
+    """Write ``metadata.json``; ``signed``, with the digest that such a content should have."""
+    if signed:
+        content = {key: value for key, value in content.items() if key != "sha256"}
+        plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        content["sha256"] = hashlib.sha256(plain.encode()).hexdigest()
+    (folder / "metadata.json").write_text(json.dumps(content))
+
+
+def sign(folder: Path) -> None:
+    """Make ``metadata.json`` list the sizes and digests that the files of the folder have by now."""
+    content = json.loads((folder / "metadata.json").read_bytes())
+    for name, entry in content["files"].items():
+        entry["size"] = (folder / name).stat().st_size
+        if entry["sha256"] is not None:
+            entry["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    forge(folder, content)
