@@ -158,10 +158,11 @@ def _deeper(init: Any) -> Any:
 
 
 def _refusal(error: BaseException) -> str | None:
-    """What the strategy said if it refused to begin."""
+    """What the strategy said if it refused to begin; another kind of error is a mistake of ours."""
     frames = traceback.extract_tb(error.__traceback__)
     begins = any(_STRATEGY in frame.filename and frame.name in ("check_before_launch", "setup") for frame in frames)
-    return str(error) if begins and "lightning_ptdp" in frames[-1].filename else None
+    speaks = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"
+    return str(error) if begins and speaks and "lightning_ptdp" in frames[-1].filename else None
 
 
 def _load_file_or_folder(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
