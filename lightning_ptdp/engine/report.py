@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Number
 from typing import Any
 
 import torch
@@ -70,6 +71,17 @@ class LogRecorder:
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Record a call.
+
+        Raises:
+            ValueError: As Lightning's, in the line that logs: the value is no number, tensor of one element or metric.
+        """
+        if not isinstance(value, Number | Tensor) and not is_metric(value):
+            raise ValueError(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"`self.log({name}, {value})` was called, but the tensor must have a single element: log its mean, or a metric"
+            )
         if args:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
             kwargs.update(zip(names, args, strict=False))

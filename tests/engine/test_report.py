@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.engine.report import LogCall, StepReport, average_calls
+from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.mesh import Group
 from tests.pool import Pool
@@ -59,3 +60,13 @@ def test_every_stage_gets_the_same_report(pool: Pool) -> None:
     assert last[1][3] == [LogCall("a", 4.0, {"prog_bar": True})]
     assert [call.value for call in last[2][3]] == [float(i) for i in range(100)]
     assert last[3][4] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("value", [None, "foo", {"a": 1}, [1, 2], torch.ones(2), torch.ones(0)])
+def test_what_cannot_be_logged_is_named_where_it_is_logged(value: Any) -> None:
+    recorder = LogRecorder(object())
+    with pytest.raises(ValueError, match=r"self\.log\(loss, .*was called, but"):
+        recorder("loss", value)
+    for good in (1, 2.0, True, torch.ones(()), torch.ones(1), np.float32(3)):
+        recorder("loss", good)
+    assert len(recorder.calls) == 6
