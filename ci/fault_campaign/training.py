@@ -117,6 +117,7 @@ def train_rank(rank: int, attempt: Attempt, pipe: Connection, log: Path) -> None
     Tells ("began", time) before it asks for the others, ("step", number), ("finished", time) when it has trained, and at last ("weights",
     digest) or ("error", (text, time)); times are ``time.monotonic``.
     """
+    os.setsid()  # else the kernel wakes who is stopped when the shell ends that the campaign was started from
     # What is printed, by torch's own C++ too, is of interest only where the campaign finds something.
     with open(log, "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.stdout.fileno())
