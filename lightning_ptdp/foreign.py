@@ -11,9 +11,9 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-__all__ = ["inside", "parse_json", "read_bytes", "read_json", "reason"]
+__all__ = ["MOST_BYTES", "inside", "parse_json", "read_bytes", "read_json", "reason"]
 
-_MOST_BYTES = 1 << 24
+MOST_BYTES = 1 << 24
 _MOST_VALUES = 500_000  # a file of 3-byte lists would become 25 times its size
 _MOST_DEPTH = 64
 _MOST_NAME = 255  # bytes: what every file system takes
@@ -35,7 +35,7 @@ def inside(folder: str | Path, name: object) -> Path:
     return path
 
 
-def read_bytes(path: str | Path, *, most_bytes: int = _MOST_BYTES) -> bytes:
+def read_bytes(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """The content of a regular file.
 
     Raises:
@@ -52,7 +52,7 @@ def read_bytes(path: str | Path, *, most_bytes: int = _MOST_BYTES) -> bytes:
         return stream.read(most_bytes)
 
 
-def read_json(path: str | Path, *, most_bytes: int = _MOST_BYTES, most_values: int = _MOST_VALUES) -> Any:
+def read_json(path: str | Path, *, most_bytes: int = MOST_BYTES, most_values: int = _MOST_VALUES) -> Any:
     """The JSON of a regular file: see ``read_bytes`` and ``parse_json``."""
     return parse_json(read_bytes(path, most_bytes=most_bytes), most_values=most_values)
 
@@ -82,7 +82,7 @@ def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
 
 def reason(error: Exception) -> str:
     """What is wrong with a file, for a message: the words of a ValueError; of a missing key and the like, the kind too."""
-    return str(error) if type(error) is ValueError else _short(repr(error))
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"[:300]
 
 
 def _is_relative(name: str) -> bool:

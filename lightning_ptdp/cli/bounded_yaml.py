@@ -17,6 +17,8 @@ __all__ = ["bounded", "load_yaml", "load_yaml_file"]
 _MOST_BYTES = 1 << 20
 _MOST_VALUES = 20_000
 _MOST_DEPTH = 64
+_MOST_DIGITS = 400  # more than a float's
+_NUMBER = re.compile(r"[-+.:_0-9]+")
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -78,6 +80,8 @@ def _check_size(text: str) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             _close(open_.pop(), open_[-1], known)
         elif isinstance(event, yaml.ScalarEvent):
+            if len(event.value) > _MOST_DIGITS and _NUMBER.fullmatch(event.value):
+                raise ValueError(f"a number has {len(event.value)} digits")
             _close(_Size(event.anchor), open_[-1], known)
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in known:

@@ -52,7 +52,7 @@ def find_config(name: str, *, said: str = "--config ", beside: Path | None = Non
     if short in recipe_names(shared=True):
         return recipe_folder() / f"{short}.yaml"
     raise UserError(
-        f"{said}{name[:200]}: there is no such file, and no such recipe{nearest(short, recipe_names(shared=True))} "
+        f"{said}{' '.join(name.split())[:200]}: there is no such file, and no such recipe{nearest(short, recipe_names(shared=True))} "
         "(ptdp recipes list shows all)"
     )
 

@@ -106,7 +106,7 @@ class Manifest:
         """
         path = Path(folder, MANIFEST_FILE)
         try:
-            values = read_json(path)
+            values = read_json(inside(folder, MANIFEST_FILE))
             if not isinstance(values, dict):
                 raise ValueError("not a JSON object")
         except FileNotFoundError as error:

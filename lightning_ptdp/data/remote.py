@@ -7,6 +7,7 @@ checked, and a rank never waits for a network.
 from __future__ import annotations
 
 import shutil
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, verify_store
 from lightning_ptdp.data.work_folder import work_folder
-from lightning_ptdp.foreign import inside
+from lightning_ptdp.foreign import MOST_BYTES, inside, reason
 
 __all__ = ["fetch"]
 
@@ -65,18 +66,16 @@ class _Store:
     downloader: Any
     incoming: Path
 
-    def fetch(self, name: str) -> Path:
-        """A file as it is in the store."""
+    def fetch(self, name: str, size: int | None = None) -> Path:
+        """A file as it is in the store, if it has so many bytes, or few (where a store is mounted: others do not tell before)."""
         target = self.incoming / (MANIFEST_FILE if name == MANIFEST_FILE else "file")
         try:
             if self.remote.startswith(_LOCAL):
-                file = inside(self.remote.removeprefix(_LOCAL), name)
-                if file.exists() and not file.is_file():
-                    raise ValueError(f"{file} is not a file")
+                _check_source(inside(self.remote.removeprefix(_LOCAL), name), size)
             # Whatever the store's client raises, the user needs to know which file it was.
             self.downloader.download_file(f"{self.remote}/{name}", str(target))
         except Exception as error:
-            raise StoreError(f"{self.remote}/{name} cannot be fetched: {error!r}") from error
+            raise StoreError(f"{self.remote}/{name} cannot be fetched: {reason(error)}") from error
         if not target.is_file():
             raise StoreError(f"{self.remote}/{name} was not fetched: another process may be fetching it, try again")
         return target
@@ -86,10 +85,22 @@ class _Store:
         try:
             check_file(target, record)
         except StoreError:
-            fetched = self.fetch(name)
+            fetched = self.fetch(name, record.size)
             check_file(fetched, record, said=f"{self.remote}/{name}")
             target.parent.mkdir(parents=True, exist_ok=True)
             fetched.replace(target)
+
+
+def _check_source(file: Path, size: int | None) -> None:
+    if not file.exists():
+        return  # the client says it
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{file} is not a file")
+    if found.st_size != size and (size is not None or found.st_size > MOST_BYTES):
+        raise ValueError(
+            f"it has {found.st_size} bytes, {f'at most {MOST_BYTES}' if size is None else size} are said to be there"
+        )
 
 
 def _target(folder: Path, name: str, remote: str) -> Path:

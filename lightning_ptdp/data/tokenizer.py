@@ -16,17 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.data.errors import TokenizerError
-from lightning_ptdp.foreign import read_bytes, read_json, reason
+from lightning_ptdp.foreign import inside, read_bytes, read_json, reason
 
 __all__ = ["Tokenizer"]
 
 MODEL_FILE = "tokenizer.model"
 RECORD_FILE = "tokenizer.json"
 _RECORD_BYTES = 1 << 16
+_MODEL_BYTES = 1 << 23  # about 450,000 pieces
 _MEND = "copy it again, or prepare the data again with overwrite"
 _PAD, _UNKNOWN, _BOS, _EOS = 0, 1, 2, 3
 # sentencepiece marks spaces with this character, and would read it in a text as a space.
 _SPACE_MARK = "\u2581"
+# Every ASCII character, spaces where a normalizer would take them away, and characters of two, three and four bytes.
+_PROBE = " " + "".join(map(chr, range(1, 128))) + "  a  B\u00e9\u2581\u4e00\U0001f600 \n "
 _MARK_BYTES = ("<0xE2>", "<0x96>", "<0x81>")
 # The model file embeds the number of threads, so it must not depend on the machine; the pieces do not depend on it.
 _TRAIN_THREADS = 4
@@ -56,11 +59,17 @@ class Tokenizer:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError as error:
             raise TokenizerError(f"not a sentencepiece model: {_reason(error)}") from error
-        self.fingerprint = hashlib.sha256("\n".join(map(repr, self.pieces)).encode("utf-8", "backslashreplace")).hexdigest()
+        try:
+            pieces = self.pieces
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"a piece of the sentencepiece model is no text: {error}") from error
+        self.fingerprint = hashlib.sha256("\n".join(map(repr, pieces)).encode("utf-8", "backslashreplace")).hexdigest()
         self._mark_ids = [self._processor.piece_to_id(piece) for piece in _MARK_BYTES]
         newline = self._processor.piece_to_id("\n")
         if not all(map(self._processor.is_byte, self._mark_ids)) or newline == _UNKNOWN or self._processor.eos_id() != _EOS:
             raise TokenizerError("the sentencepiece model lacks byte pieces, the newline piece or end of document = 3")
+        if not self._is_lossless():
+            raise TokenizerError("the sentencepiece model does not give every text back")
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocabulary_size: int, control_symbols: Sequence[str] = ()) -> Tokenizer:
@@ -117,9 +126,9 @@ class Tokenizer:
         model_file, record_file = Path(folder, MODEL_FILE), Path(folder, RECORD_FILE)
         reading = model_file
         try:
-            model = read_bytes(model_file)
+            model = read_bytes(inside(folder, MODEL_FILE), most_bytes=_MODEL_BYTES)
             reading = record_file
-            record = read_json(record_file, most_bytes=_RECORD_BYTES)
+            record = read_json(inside(folder, RECORD_FILE), most_bytes=_RECORD_BYTES)
             digest = record["sha256"]
         except OSError as error:
             raise TokenizerError(f"tokenizer file {reading} cannot be read: {error.strerror}") from error
@@ -220,6 +229,12 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[bytes]]:
         return Tokenizer, (self._model,)
+
+    def _is_lossless(self) -> bool:
+        try:
+            return self.decode(self.encode(_PROBE)) == _PROBE
+        except (RuntimeError, ValueError):
+            return False
 
     def _encode_segments(self, segments: list[str], num_threads: int) -> list[list[int]]:
         encoded: Any = self._processor.encode(segments, out_type=int, num_threads=num_threads)

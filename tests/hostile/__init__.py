@@ -19,8 +19,10 @@ class Case:
         name: Unique among all cases, such as ``"checkpoint/tensors/shape/huge/verify"``.
         write: Writes the files into an empty folder.
         read: Reads what was written there, as a user would; what it writes itself is beneath the folder's ``out``.
+        harmless: It need not be refused: what it says is odd, and true.
     """
 
     name: str
     write: Callable[[Path], None]
     read: Callable[[Path], None]
+    harmless: bool = False

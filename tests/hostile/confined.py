@@ -1,0 +1,302 @@
+"""One case in a process of its own, watched: what it opened, removed and started outside, how long it took, how much memory.
+
+Beside the folders of the cases lies a canary. The process is a fork of this one, so that nothing is imported in it that a reader needs.
+What Python and libraries open in their own folders does not count, everything else outside of the case's folder does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.hostile import Case
+
+__all__ = ["CANARY", "MOST_MB", "MOST_S", "Confinement", "Outcome"]
+
+CANARY = "canary"
+MOST_S = 1.0  # of a processor: the machine may be busy with something else
+_PATIENCE_S = 15.0  # of the clock: whoever waits for a pipe takes no processor
+MOST_MB = 200.0
+_ADDRESS_SPACE = 4 << 30  # more than there was: what is bigger than the machine ends in a MemoryError, not in the kernel's choice
+_EVALUATING = (
+    "typing.py",
+    "collections/__init__.py",
+    "attr/_make.py",
+    "dataclasses.py",
+    "enum.py",
+    "inspect.py",
+    "annotationlib.py",
+)
+_PATHS = {
+    "os.remove": (0,), "os.rename": (0, 1), "os.rmdir": (0,), "os.mkdir": (0,), "os.link": (0, 1), "os.symlink": (1,), "os.truncate": (0,),
+    "os.chmod": (0,), "os.chown": (0,), "os.utime": (0,), "os.setxattr": (0,), "shutil.rmtree": (0,), "shutil.move": (0, 1),
+}  # fmt: skip
+_READS = ("os.listdir", "os.scandir")
+_EXECUTIONS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        name: The case's.
+        said: The error's words; "" if nothing was refused.
+        seconds: Of a processor.
+        megabytes: More than there were before, at the highest.
+        outside: What was opened, removed or changed outside of the folder.
+        executed: What was started.
+        wrong: What is not as promised; "" if all is.
+    """
+
+    name: str
+    said: str = ""
+    seconds: float = 0.0
+    megabytes: float = 0.0
+    outside: tuple[str, ...] = ()
+    executed: tuple[str, ...] = ()
+    wrong: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The first word of the name."""
+        return self.name.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """A folder for the cases, with a canary."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        canary = self.root / CANARY
+        canary.mkdir(parents=True)
+        (canary / "secret.bin").write_bytes(bytes(range(256)) * 4)
+        (canary / "folder").mkdir()
+        (canary / "folder" / "letter.txt").write_text("not for you")
+        _unread(canary)
+
+    def run(self, case: Case) -> Outcome:
+        """Write and read a case; its folder is gone afterwards."""
+        folder = self.root / "case"
+        folder.mkdir()
+        before = _inventory(self.root / CANARY)
+        try:
+            reply, status = _forked(lambda: _confined(case, folder), folder)
+            wrong = "" if reply is not None else _ended(status)
+            outcome = Outcome(name=case.name, **(reply or {}), **({"wrong": wrong} if wrong else {}))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        touched = {name for name, _ in _inventory(self.root / CANARY).items() ^ before.items()}
+        _unread(self.root / CANARY)
+        stray = {entry.name for entry in self.root.iterdir()} - {CANARY}
+        return _judged(case, outcome, sorted({*touched, *stray}))
+
+
+def _judged(case: Case, outcome: Outcome, touched: list[str]) -> Outcome:
+    wrongs = [
+        outcome.wrong,
+        "" if not touched else f"the canary is not as it was: {', '.join(touched)}",
+        "" if not outcome.executed else f"started {outcome.executed[0]}",
+        "" if not outcome.outside else f"outside: {outcome.outside[0]}",
+        "" if outcome.seconds <= MOST_S else f"{outcome.seconds:.1f} s",
+        "" if outcome.megabytes <= MOST_MB else f"{outcome.megabytes:.0f} MB",
+        "" if outcome.said or case.harmless or outcome.wrong else "was accepted",
+    ]
+    return replace(outcome, wrong="; ".join(wrong for wrong in wrongs if wrong))
+
+
+def _confined(case: Case, folder: Path) -> dict[str, Any]:
+    """In the process of the case."""
+    (folder / "out").mkdir()
+    tempfile.tempdir = str(folder / "out")
+    sys.dont_write_bytecode = True
+    case.write(folder)
+    _unread(folder.parent / CANARY)  # a case may have asked for its hash, to lie well
+    os.chdir(folder)
+    watch = _Watch(folder)
+    gc.collect()
+    gc.disable()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest memory is counted from now on
+    before, began = _memory("VmRSS"), time.process_time()
+    limit = _memory("VmSize") * 1024 + _ADDRESS_SPACE
+    resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
+    sys.addaudithook(watch)
+    said, wrong = "", ""
+    try:
+        case.read(folder)
+    except BaseException as error:  # whatever it is, the judge wants to know
+        said = str(error) or type(error).__name__
+        wrong = _unnamed(error, said, case, folder)
+    watch.off = True
+    seconds, megabytes = time.process_time() - began, (_memory("VmHWM") - before) / 1024
+    return {
+        "said": said[:2000],
+        "wrong": wrong,
+        "seconds": seconds,
+        "megabytes": megabytes,
+        "outside": watch.outside[:5],
+        "executed": watch.executed[:5],
+    }
+
+
+def _unnamed(error: BaseException, said: str, case: Case, folder: Path) -> str:
+    """What an error lacks to be one of ours that names a file."""
+    if not isinstance(error, ValueError) or not type(error).__module__.startswith("lightning_ptdp"):
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__} of {place.filename}:{place.lineno}: {said[:200]}"
+    if "\n" in said or len(said) > 1500:
+        return f"more than a sentence: {said[:300]!r}"
+    # A parser knows the key, which is what there is to mend in a configuration.
+    names = {path.name for path in folder.rglob("*")} | {path.stem for path in folder.rglob("*")}
+    named = case.name.startswith("configuration") or any(name in said for name in names if len(name) > 1)
+    return "" if named else f"no file is named: {said[:300]}"
+
+
+@dataclass
+class _Watch:
+    """An audit hook: hears of every file that Python opens and every program that it starts."""
+
+    folder: Path
+    outside: list[str] = field(default_factory=list)
+    executed: list[str] = field(default_factory=list)
+    off: bool = False
+
+    def __post_init__(self) -> None:
+        self._own = os.path.realpath(self.folder)
+        here = str(Path(__file__).resolve().parents[2])
+        libraries = {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), here, *filter(None, sys.path)}
+        whole = {os.path.realpath(path) + os.sep for path in libraries}
+        self._libraries = tuple(path for path in whole if not self._own.startswith(path))
+        self._system = (
+            "/proc/",
+            "/dev/null",
+            "/dev/urandom",
+            "/sys/",
+            "/usr/share/zoneinfo",
+            "/etc/localtime",
+            "/etc/mime.types",
+        )
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.off:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            self._touch(event, path, writes=bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)))
+        elif event in _READS:
+            self._touch(event, arguments[0], writes=False)
+        elif event in _PATHS:
+            for place in _PATHS[event]:
+                self._touch(event, arguments[place], writes=True, follows=False)
+        elif event in _EXECUTIONS or event.startswith("socket."):
+            if event != "socket.gethostname":
+                self.executed.append(f"{event} {str(arguments)[:200]}")
+        elif event == "exec":
+            self._exec(arguments[0])
+        elif event == "ctypes.dlopen":
+            self._touch(event, arguments[0], writes=False)
+
+    def _touch(self, event: str, path: Any, *, writes: bool, follows: bool = True) -> None:
+        if path is None or isinstance(path, int):
+            return
+        text = os.fsdecode(path)
+        if event == "ctypes.dlopen" and os.sep not in text:
+            return
+        whole = (
+            os.path.realpath(text)
+            if follows
+            else os.path.join(os.path.realpath(os.path.dirname(text) or "."), os.path.basename(text))
+        )
+        inside = f"{whole}{os.sep}".startswith(self._own + os.sep)
+        known = whole.startswith(self._system) or (not writes and f"{whole}{os.sep}".startswith(self._libraries))
+        if not inside and not known:
+            self.outside.append(f"{event} {whole}")
+
+    def _exec(self, code: Any) -> None:
+        name = str(getattr(code, "co_filename", code))
+        caller = sys._getframe(2).f_code.co_filename
+        if name.startswith("<") and (name.startswith("<frozen") or caller.endswith(_EVALUATING) or "jsonargparse" in caller):
+            return
+        if not os.path.realpath(name).startswith(self._libraries):
+            self.executed.append(f"exec {name} from {caller}")
+
+
+def _forked(work: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str, Any] | None, int]:
+    """What ``work`` gives in a fork of this process, and how that ended."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reading)
+            silent = os.open(os.devnull, os.O_RDWR)
+            for stream in range(3):
+                os.dup2(silent, stream)
+            os.write(writing, json.dumps(work()).encode("utf-8", "replace"))
+            status = 0
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.write(writing, json.dumps({"wrong": f"could not be written: {error!r}"[:500]}).encode())
+        finally:
+            os._exit(status)
+    os.close(writing)
+    data = b"".join(_read_for(reading, _PATIENCE_S))
+    os.close(reading)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    return (json.loads(data) if data else None), os.waitpid(child, 0)[1]
+
+
+def _read_for(descriptor: int, seconds: float) -> Iterator[bytes]:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if not select.select([descriptor], [], [], left)[0]:
+            return
+        block = os.read(descriptor, 1 << 16)
+        if not block:
+            return
+        yield block
+
+
+def _ended(status: int) -> str:
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    return f"waited for more than {_PATIENCE_S:.0f} s" if number == signal.SIGKILL else f"the process ended with signal {number}"
+
+
+def _memory(name: str) -> float:
+    """Kilobytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return float(line.split()[1])
+
+
+def _unread(folder: Path) -> None:
+    """Read before it was written: most file systems then note the next reading."""
+    for path in folder.rglob("*"):
+        os.utime(path, (1e9, 1.1e9))
+
+
+def _inventory(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Every file with its content's size and times, the time of the last reading too."""
+    found = {}
+    for path in (folder, *sorted(folder.rglob("*"))):
+        stat = path.lstat()
+        read = stat.st_atime_ns if path.is_file() else 0  # folders are read by this
+        found[str(path.relative_to(folder.parent))] = (stat.st_mode, stat.st_size, stat.st_mtime_ns, read)
+    return found

@@ -1,0 +1,70 @@
+"""A dozen hostile files of every kind; ci/hostile_files.py has all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tests.hostile import Case, configurations, data, tokenizers
+from tests.hostile.confined import CANARY, Confinement, Outcome
+
+_OF_EACH = 12
+
+
+def selection(cases: Iterable[Case]) -> list[Case]:
+    """Spread evenly over the cases of each kind."""
+    kinds = {kind: list(group) for kind, group in groupby(cases, key=lambda case: case.name.partition("/")[0])}
+    return [group[place * len(group) // _OF_EACH] for group in kinds.values() for place in range(_OF_EACH)]
+
+
+@pytest.mark.parametrize(
+    "cases", [data.cases, configurations.cases, tokenizers.cases], ids=["data", "configurations", "tokenizers"]
+)
+def test_hostile_files_are_refused_by_name_and_touch_nothing(cases: Callable[[], Iterable[Case]], tmp_path: Path) -> None:
+    confinement = Confinement(tmp_path / "cases")
+    outcomes = [confinement.run(case) for case in selection(cases())]
+    assert not [(outcome.name, outcome.wrong) for outcome in outcomes if outcome.wrong]
+    assert sum(bool(outcome.said) for outcome in outcomes) > len(outcomes) // 2
+
+
+def follow(name: str, folder: Path) -> None:
+    (folder / name).read_bytes()
+
+
+def allocate(folder: Path) -> None:
+    bytearray(300 << 20)[:: 1 << 12] = b"x" * (300 << 8)
+
+
+def remove(folder: Path) -> None:
+    (folder.parent / CANARY / "folder" / "letter.txt").unlink()
+
+
+def start(folder: Path) -> None:
+    os.system("true")
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (partial(follow, f"../{CANARY}/secret.bin"), "outside: open"),
+        (partial(follow, "/etc/hostname"), "outside: open"),
+        (remove, "canary/folder/letter.txt"),
+        (start, "started os.system"),
+        (allocate, "MB"),
+        (lambda folder: sum(range(10**8)), " s"),
+        (lambda folder: os.kill(os.getpid(), 11), "signal 11"),
+        (lambda folder: {}["key"], "KeyError of"),
+        (lambda folder: None, "was accepted"),
+    ],
+)
+def test_the_watch_sees_what_it_is_there_for(read: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+    def read_it(folder: Path) -> None:
+        read(folder)
+
+    outcome: Outcome = Confinement(tmp_path / "cases").run(Case("any", lambda folder: None, read_it))
+    assert words in outcome.wrong

@@ -1,0 +1,114 @@
+"""Tokenizers that lie: a damaged record, a damaged model, and models that agree with their record."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from lightning_ptdp.data import Tokenizer
+from tests.hostile import Case
+from tests.hostile.data import prepared_files
+from tests.hostile.lies import BROKEN_JSON, FALSE_VALUES, ODD_FILES, put
+
+__all__ = ["cases"]
+
+_MODEL, _RECORD = "tokenizer.model", "tokenizer.json"
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    yield Case("tokenizer/sound", partial(_write, {}), _read, harmless=True)
+    for what, content in BROKEN_JSON.items():
+        yield Case(f"tokenizer/record is {what}", partial(_write, {_RECORD: content}), _read)
+        yield Case(f"tokenizer/model is {what}", partial(_write_model, content), _read)
+    for name in (_MODEL, _RECORD):
+        for what, odd in ODD_FILES.items():
+            yield Case(f"tokenizer/{name} is {what}", partial(_write, {name: odd}), _read)
+    for key in ("sha256", "vocabulary_size", "fingerprint"):
+        for what, value in FALSE_VALUES.items():
+            yield Case(f"tokenizer/{key} is {what}", partial(_write_record, key, value), _read)
+    model = prepared_files()[_MODEL]
+    draw = random.Random(2)
+    for number in range(12):
+        yield Case(f"tokenizer/model flipped {number}", partial(_write, {_MODEL: _flipped(model, draw, 1)}), _read)
+    # The record agrees with what follows, so that sentencepiece gets to read it. Harmless is another tokenizer that gives texts back.
+    for number in range(40):
+        yield Case(
+            f"tokenizer/model of noise {number}", partial(_write_model, _flipped(model, draw, 1 + number)), _read, harmless=True
+        )
+    for number in range(10):
+        yield Case(
+            f"tokenizer/model cut off {number}", partial(_write_model, model[: draw.randrange(len(model))]), _read, harmless=True
+        )
+    for what, content in _models().items():
+        yield Case(f"tokenizer/model with {what}", partial(_write_model, content), _read, harmless=True)
+
+
+@cache
+def _models() -> dict[str, bytes]:
+    """Models that sentencepiece may take, with what none of ours has."""
+    model = prepared_files()[_MODEL]
+    text = model.decode("latin-1")
+    assert "<0x41>" in text
+    return {
+        "a piece that is no text": text.replace("<0x41>", "\xff\xfe\xff\xfe\xff\xfe").encode("latin-1"),
+        "a byte piece twice": text.replace("<0x41>", "<0x42>").encode("latin-1"),
+        "another name for newline": text.replace("\n\x01\n", "\n\x01!").encode("latin-1"),
+        "a normalizer": model + _field(3, _field(2, b"\xff\xff\xff\x7f" + b"\x01\x02\x03\x04" * 64)),
+        "a short normalizer": model + _field(3, _field(2, b"\x01")),
+        "a normalizer of one table": model + _field(3, _field(2, (4).to_bytes(4, "little") + b"\xff\xff\xff\xff" + b"x\0")),
+        "a denormalizer": model + _field(5, _field(2, b"\x08\0\0\0" + b"\xff" * 32)),
+        "an empty piece": model + _field(1, _field(1, b"")),
+        "a piece without a score": model + _field(1, _field(1, b"zz") + b"\x15\x00\x00\xc0\x7f"),
+        "300,000 more pieces": model + b"".join(_field(1, _field(1, b"%06x" % number)) for number in range(300_000)),
+        "a piece of a megabyte": model + _field(1, _field(1, b"a" * (1 << 20))),
+        "another kind": model + _field(2, b"\x18\x01"),
+        "no known kind": model + _field(2, b"\x18\x63"),
+        "brackets": b"\x0b" * 100_000,
+    }
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A field of bytes in protobuf's form."""
+    length, size = bytearray(), len(content)
+    while size >= 128:
+        length.append(size & 127 | 128)
+        size >>= 7
+    length.append(size)
+    return bytes([number << 3 | 2]) + bytes(length) + content
+
+
+def _flipped(content: bytes, draw: random.Random, times: int) -> bytes:
+    flipped = bytearray(content)
+    for _ in range(times):
+        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+    return bytes(flipped)
+
+
+def _write(changed: dict[str, Any], folder: Path) -> None:
+    put(folder, {_MODEL: prepared_files()[_MODEL], _RECORD: prepared_files()[_RECORD], **changed})
+
+
+def _write_record(key: str, value: object, folder: Path) -> None:
+    _write({_RECORD: json.dumps({**json.loads(prepared_files()[_RECORD]), key: value}).encode()}, folder)
+
+
+def _write_model(content: bytes, folder: Path) -> None:
+    """With a record that agrees, in every number if the model can be read."""
+    record = {**json.loads(prepared_files()[_RECORD]), "sha256": hashlib.sha256(content).hexdigest()}
+    with contextlib.suppress(ValueError):
+        tokenizer = Tokenizer(content)
+        record |= {"fingerprint": tokenizer.fingerprint, "vocabulary_size": tokenizer.vocabulary_size}
+    _write({_MODEL: content, _RECORD: json.dumps(record).encode()}, folder)
+
+
+def _read(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    for text in ("the quick brown fox\n", "\u2581 \u00e9\U0001f600", "a" * 1000):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
