@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp._torch import (
+    abort_process_groups,
     all_gather_single,
     default_store,
     forward_hooks,
@@ -16,6 +17,7 @@ from lightning_ptdp._torch import (
     gradient_dtype,
     has_gradient_hooks,
     has_saved_tensor_hooks,
+    is_communication_error,
     is_compiled,
     reduce_scatter_single,
     set_gradient_dtype,
@@ -50,6 +52,22 @@ def _tell(rank: int) -> bytes:
 
 def test_the_default_store_can_be_connected_to_once_more(pool: Pool) -> None:
     assert pool.run(_tell, world_size=2) == [b"value 1", b"value 0"]
+
+
+def _abort(rank: int) -> bool:
+    dist.new_group([0, 1])
+    dist.barrier()
+    abort_process_groups()
+    return dist.is_initialized()
+
+
+def test_all_groups_are_given_up(pool: Pool) -> None:
+    assert pool.run(_abort, world_size=2) == [False, False]
+
+
+def test_a_message_that_gloo_gives_no_place_is_of_communication() -> None:
+    assert is_communication_error(RuntimeError("Application timeout caused pair closure"))
+    assert not is_communication_error(RuntimeError("the application timed out"))
 
 
 def test_hooks_are_seen() -> None:

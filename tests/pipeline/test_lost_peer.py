@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import TCPStore
 
+from lightning_ptdp.checkpoint.sums import SummingFile
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline import Action
@@ -29,11 +31,12 @@ from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import PRELOAD
 
 LIMIT_S = 3.0
+SAVE_LIMIT_S = 5.0
 HANGS_S = 60.0
 """By then a test that should have ended hangs."""
 
 
-def _join(rank: int, parent: Connection) -> None:
+def _join(rank: int, parent: Connection, limit_s: float = HANGS_S) -> None:
     """The world of two; rank 0 keeps the store."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=HANGS_S)
@@ -41,7 +44,7 @@ def _join(rank: int, parent: Connection) -> None:
     store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
     if rank == 0:
         parent.send(store.port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=limit_s))
 
 
 def _lose(rank: int, parent: Connection, victim: int, how: int, where: str) -> None:
@@ -122,9 +125,19 @@ def _train_sharded(rank: int, parent: Connection, victim: int, where: str) -> No
     make_trainer(place, default_root_dir=where, max_steps=1).fit(_LosesBetweenSteps(victim, "norm"), loader())
 
 
+def _save(rank: int, parent: Connection, victim: int, in_background: bool, where: str) -> None:
+    """The victim freezes while it writes."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    place = Place(world_size=2, layout={"timeout_s": SAVE_LIMIT_S, "async_save": in_background})
+    if rank == victim:
+        SummingFile.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
+    saving = ModelCheckpoint(where, every_n_train_steps=1, save_top_k=-1)
+    make_trainer(place, max_steps=4, enable_checkpointing=True, callbacks=[saving]).fit(LitNet(), loader())
+
+
 def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: Any) -> None:
     """Tell the parent how ``part`` ended."""
-    _join(rank, parent)
+    _join(rank, parent, SAVE_LIMIT_S if part is _save else HANGS_S)
     try:
         part(rank, parent, *arguments)
         parent.send("no error")
@@ -202,6 +215,14 @@ def test_collectives_outside_the_steps_name_the_lost_rank_too(hook: str, place: 
 def test_parameters_that_are_gathered_behind_the_optimizer_step_too(tmp_path: Path) -> None:
     said = _said_by_survivor(_train_sharded, 1, str(tmp_path))
     assert re.match(r"PeerError: rank 0 \(.*\) lost another rank \(optimizer step 0\):", said), said
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["synchronous", "in the background"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_peer_that_freezes_while_it_saves_is_named(victim: int, in_background: bool, tmp_path: Path) -> None:
+    said = _said_by_survivor(_save, victim, in_background, str(tmp_path))
+    assert re.match(rf"PeerError: rank {1 - victim} \(.*\) lost another rank \(.+\): ", said), said
+    assert re.search(rf"No answer from rank {victim}, for \d\.\d s: ", said), said
 
 
 class _Arriving:
