@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_ptdp.layout import nearest_divisors
+from lightning_ptdp.option_types import Size, check_arguments, check_types
 
 __all__ = ["BatchPlan", "RampUp"]
+
+_MOST_GROWTHS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +25,9 @@ class BatchPlan:
         data_parallel_size: d, replicas.
     """
 
-    micro_batch_size: int
-    num_microbatches: int
-    data_parallel_size: int
+    micro_batch_size: Size
+    num_microbatches: Size
+    data_parallel_size: Size
 
     @property
     def replica_batch(self) -> int:
@@ -40,25 +43,17 @@ class BatchPlan:
     def derive(
         cls,
         *,
-        data_parallel_size: int,
-        global_batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        num_microbatches: int | None = None,
+        data_parallel_size: Size,
+        global_batch_size: Size | None = None,
+        micro_batch_size: Size | None = None,
+        num_microbatches: Size | None = None,
     ) -> BatchPlan:
         """The plan from any two of the global batch, b and m; all three must agree.
 
         Raises:
             ValueError: Fewer than two are given, one is not positive, or they do not divide; names what would work.
         """
-        given = {
-            "global_batch_size": global_batch_size,
-            "micro_batch_size": micro_batch_size,
-            "num_microbatches": num_microbatches,
-            "data_parallel_size": data_parallel_size,
-        }
-        for field, value in given.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{field}={value!r} must be a positive integer")
+        check_arguments(BatchPlan.derive, locals())
         if sum(value is not None for value in (global_batch_size, micro_batch_size, num_microbatches)) < 2:
             raise ValueError(
                 f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} and num_microbatches={num_microbatches}: "
@@ -115,16 +110,13 @@ class RampUp:
         ValueError: A field is not positive, ``stop`` is smaller than ``start``, or the increment does not fit between them.
     """
 
-    start: int
-    stop: int
-    increment: int
-    samples: int
+    start: Size
+    stop: Size
+    increment: Size
+    samples: Size
 
     def __post_init__(self) -> None:
-        for field in ("start", "stop", "increment", "samples"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field}={value!r} must be a positive integer")
+        check_types(self)
         if self.stop < self.start:
             raise ValueError(f"stop={self.stop} is smaller than start={self.start}; the global batch can only grow")
         if (self.stop - self.start) % self.increment:
@@ -132,6 +124,11 @@ class RampUp:
             raise ValueError(
                 f"increment={self.increment} does not divide stop - start = {self.stop} - {self.start}; use increment="
                 f"{' or '.join(map(str, near))}"
+            )
+        if self._growths > _MOST_GROWTHS:
+            raise ValueError(
+                f"increment={self.increment} makes {self._growths} steps from start={self.start} to stop={self.stop}: use at most "
+                f"{_MOST_GROWTHS}, so an increment of {-(-(self.stop - self.start) // _MOST_GROWTHS)} or more"
             )
 
     @property

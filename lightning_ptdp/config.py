@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Literal
 
 from lightning_ptdp.checkpoint.latest import OnDamage
-from lightning_ptdp.context_parallel import AttentionKind, check_attention_kind
+from lightning_ptdp.context_parallel import AttentionKind
 from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.option_types import Count, Size, check_types
 from lightning_ptdp.pipeline import CustomSchedule, Schedule, build_schedule
 from lightning_ptdp.pipeline.schedules import check_schedule, schedule_microbatches, schedule_placement
 from lightning_ptdp.recompute import RecomputePolicy, check_recompute_options
@@ -23,14 +23,8 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientDtype = Literal["float32", "parameter"]
 FiniteAction = Literal["raise", "skip"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
-_REDUCE_DTYPES = (None, "float32", "bfloat16", "float16")
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "gradient_dtype": ("float32", "parameter"),
-    "reduce_dtype": _REDUCE_DTYPES,
-    "inter_node_reduce_dtype": _REDUCE_DTYPES,
-    "check_finite": (None, "raise", "skip"),
-}
+_MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9}
+"""A TiB, and thirty years, which clocks and sockets still take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +35,21 @@ class PTDPConfig:
         ValueError: A field is out of range; names the field, the value and what would work.
     """
 
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    virtual_pipeline_size: int = 1
-    context_parallel_size: int = 1
+    tensor_parallel_size: Size = 1
+    pipeline_parallel_size: Size = 1
+    virtual_pipeline_size: Size = 1
+    context_parallel_size: Size = 1
     context_parallel_attention: AttentionKind = "ring"
     context_parallel_positions: bool = True
     sequence_dims: Mapping[str, int | None] | None = None
     sequence_parallel: bool = False
-    num_microbatches: int | None = None
-    micro_batch_size: int | None = None
+    num_microbatches: Size | None = None
+    micro_batch_size: Size | None = None
     schedule: str | CustomSchedule = "auto"
-    microbatch_group_size: int | None = None
+    microbatch_group_size: Size | None = None
     partition: tuple[int, ...] | tuple[str, ...] | None = None
     recompute: RecomputePolicy = "none"
-    recompute_layers: int | tuple[int, ...] | None = None
+    recompute_layers: Count | tuple[Count, ...] | None = None
     distribute_saved_activations: bool = False
     scatter_gather: bool = True
     plan: ParallelPlan | None = None
@@ -67,7 +61,7 @@ class PTDPConfig:
     master_weights: bool = True
     gradient_dtype: GradientDtype = "float32"
     reduce_dtype: ReduceDtype | None = None
-    data_parallel_replicas: int = 1
+    data_parallel_replicas: Size = 1
     inter_node_reduce_dtype: ReduceDtype | None = None
     overlap_parameter_gather: bool | None = None
     check_finite: FiniteAction | None = None
@@ -78,34 +72,18 @@ class PTDPConfig:
     async_save: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         # One replica of the smallest world that holds it: all checks that do not need the world's size.
-        sizes = (self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size)
-        # A size that is no positive integer is named by the layout itself, whatever the world.
-        self.layout(math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 1)
-        for field in ("num_microbatches", "micro_batch_size"):
-            value = getattr(self, field)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{field}={value!r} must be a positive integer, or None")
+        self.layout(math.prod((self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size)))
         if self.num_microbatches is not None and self.micro_batch_size is not None:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and micro_batch_size={self.micro_batch_size}: give one of them, the other "
                 "follows from the batch (replica's batch = micro_batch_size * num_microbatches)"
             )
-        if self.start_method not in _START_METHODS:
-            near = difflib.get_close_matches(self.start_method, _START_METHODS, n=1) or ["popen"]
-            raise ValueError(f"start_method={self.start_method!r} must be one of {_START_METHODS}; did you mean {near[0]!r}?")
-        if self.on_damage not in get_args(OnDamage):
-            raise ValueError(f"on_damage={self.on_damage!r} must be one of {get_args(OnDamage)}")
-        for field in ("bucket_mb", "timeout_s"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field}={getattr(self, field)!r} must be greater than 0")
-        for field, allowed in _CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field}={getattr(self, field)!r} must be one of {allowed}")
-        nodes = self.data_parallel_replicas
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-            raise ValueError(f"data_parallel_replicas={nodes!r} must be a positive integer")
-        if self.inter_node_reduce_dtype is not None and nodes == 1:
+        for field, most in _MOST.items():
+            if not 0 < getattr(self, field) <= most:
+                raise ValueError(f"{field}={getattr(self, field)!r} must be greater than 0 and at most {most:g}")
+        if self.inter_node_reduce_dtype is not None and self.data_parallel_replicas == 1:
             raise ValueError(
                 f"inter_node_reduce_dtype={self.inter_node_reduce_dtype!r} is for sums between nodes, but data_parallel_replicas=1: set "
                 "it to the number of nodes, or use reduce_dtype"
@@ -116,7 +94,6 @@ class PTDPConfig:
                 f"virtual_pipeline_size = {self.num_stages}; give the number of layers of each stage"
             )
         self._check_distribution()
-        check_attention_kind(self.context_parallel_attention)
         check_recompute_options(self.recompute, self.recompute_layers, num_stages=self.num_stages)
         check_schedule(
             self.schedule,

@@ -13,12 +13,13 @@ so that it stays inside a node, and pipeline parallelism outermost, so that its 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ptdp.placement import PLACEMENTS, Placement, rank_of_stage, stages_of_rank
+from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.placement import Placement, rank_of_stage, stages_of_rank
 
-__all__ = ["Axis", "Coordinates", "ParallelLayout", "nearest_divisors"]
+__all__ = ["Axis", "Coordinates", "ParallelLayout", "divisors", "nearest_divisors"]
 
 Axis = Literal["tensor", "context", "data", "pipeline", "model", "replica_sum"]
 
@@ -33,10 +34,18 @@ _AXIS_DIMS: dict[str, tuple[str, ...]] = {
 }
 
 
+_TRIED = 100_000
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of ``number``, in ascending order; of one above 10^10 those that are at most 100,000, and what they leave."""
+    small = [k for k in range(1, min(math.isqrt(number), _TRIED) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
+
+
 def nearest_divisors(number: int, wanted: int, *, count: int = 3) -> list[int]:
     """The divisors of ``number`` closest to ``wanted``, in ascending order: what an error message proposes."""
-    divisors = [k for k in range(1, number + 1) if number % k == 0]
-    return sorted(sorted(divisors, key=lambda k: (abs(k - wanted), k))[:count])
+    return sorted(sorted(divisors(number), key=lambda k: (abs(k - wanted), k))[:count])
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -70,23 +79,16 @@ class ParallelLayout:
             pipeline, sequence parallelism without tensor parallelism, or an unknown placement.
     """
 
-    world_size: int
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    virtual_pipeline_size: int = 1
-    context_parallel_size: int = 1
+    world_size: Size
+    tensor_parallel_size: Size = 1
+    pipeline_parallel_size: Size = 1
+    virtual_pipeline_size: Size = 1
+    context_parallel_size: Size = 1
     sequence_parallel: bool = False
     placement: Placement = "loop"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("sequence_parallel", "placement") and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise ValueError(f"{field.name}={value!r} must be a positive integer")
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"placement={self.placement!r} must be one of {PLACEMENTS}")
+        check_types(self)
         model = self.model_parallel_size
         if self.world_size % model:
             lower, upper = self.world_size // model * model, -(-self.world_size // model) * model

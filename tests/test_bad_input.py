@@ -203,7 +203,7 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({P: 2, "schedule": "none.csv"}, ["none.csv"]),
         ({P: 2, "schedule": CustomSchedule("mine", stuck)}, ["mine", "B0.0"]),
         ({C: 0}, ["context_parallel_size=0", "positive"]),
-        ({A: "rings"}, ["context_parallel_attention='rings'", "'ring' or 'all_to_all'"]),
+        ({A: "rings"}, ["context_parallel_attention='rings'", "'ring', 'all_to_all'"]),
         ({"data_parallel_replicas": 0}, ["data_parallel_replicas=0", "positive"]),
         ({"gradient_dtype": "bfloat16"}, ["gradient_dtype='bfloat16'", "'parameter'"]),
         ({"reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "'bfloat16'"]),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.option_types import Count, Size, check_types
 
 __all__ = ["SampleOptions", "run", "write_text"]
 
@@ -26,10 +27,15 @@ class SampleOptions:
     """
 
     prompt: str = "def "
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     temperature: float = 0.8
-    top_k: int | None = 50
+    top_k: Size | None = 50
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature!r} must not be negative; 0 takes the most likely token")
 
 
 def run(verb: str, arguments: list[str]) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_ptdp.option_types import Count, Size, check_types
+
 __all__ = ["LaunchJob", "slurm_script", "torchrun_script"]
 
 _SAVE_S = 120
@@ -34,16 +36,19 @@ class LaunchJob:
     """
 
     arguments: tuple[str, ...]
-    nodes: int
-    devices: int
+    nodes: Size
+    devices: Size
     gpus: bool
-    cpus_per_task: int
+    cpus_per_task: Size
     name: str
     folder: Path
     python: str
     sbatch: tuple[str, ...] = ()
-    max_restarts: int = 3
+    max_restarts: Count = 3
     rendezvous: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 def slurm_script(job: LaunchJob) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from lightning_ptdp.batch_size import BatchPlan, RampUp
-from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.option_types import Size, check_types
 
 __all__ = ["BatchOptions", "RampUpOptions"]
 
@@ -16,11 +16,11 @@ _MICRO_BATCH_SIZE = 8
 class RampUpOptions(TypedDict):
     """How the global batch grows to its full size; as a mapping, it can be in checkpoints and in YAML."""
 
-    start: int
+    start: Size
     """Global batch of the first step, a multiple of the samples that a microbatch of every replica takes."""
-    increment: int
+    increment: Size
     """By how many samples it grows at once, such a multiple too."""
-    samples: int
+    samples: Size
     """Over how many samples it grows."""
 
 
@@ -32,26 +32,18 @@ class BatchOptions:
         ValueError: A number is out of range, or they are not enough, or the ramp-up has other keys; names field and value.
     """
 
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    num_microbatches: int | None = None
+    global_batch_size: Size | None = None
+    micro_batch_size: Size | None = None
+    num_microbatches: Size | None = None
     ramp_up: RampUpOptions | None = None
 
     def __post_init__(self) -> None:
-        for field in ("global_batch_size", "micro_batch_size", "num_microbatches"):
-            if getattr(self, field) is not None:
-                check_integer(field, getattr(self, field))
+        check_types(self)
         if self.global_batch_size is not None and self.micro_batch_size is None and self.num_microbatches is None:
             raise ValueError(
                 f"global_batch_size={self.global_batch_size} alone does not say how it is cut: give micro_batch_size or "
                 "num_microbatches too"
             )
-        if self.ramp_up is not None:
-            keys = tuple(RampUpOptions.__annotations__)
-            if set(self.ramp_up) != set(keys):
-                raise ValueError(f"ramp_up has the keys {sorted(self.ramp_up)}; give {', '.join(keys)}")
-            for key, value in self.ramp_up.items():
-                check_integer(f"ramp_up.{key}", value)
 
     def plan(self, num_replicas: int) -> BatchPlan:
         """Sizes of a step of ``num_replicas`` replicas, after the ramp-up.

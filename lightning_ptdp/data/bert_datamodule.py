@@ -10,6 +10,7 @@ from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.pairs import PairObjective
 from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.data.words import SPECIAL_PIECES
+from lightning_ptdp.option_types import check_arguments
 
 __all__ = ["BertDataModule"]
 
@@ -33,6 +34,7 @@ class BertDataModule(TextDataModule):
     control_symbols = SPECIAL_PIECES
 
     def __init__(self, *, pairs: PairObjective = "swap", mask_probability: float = 0.15, **kwargs: Any) -> None:
+        check_arguments(BertDataModule.__init__, locals())
         super().__init__(**kwargs)
         check_options(sequence_length=self.sequence_length, pairs=pairs, mask_probability=mask_probability)
         self.pairs, self.mask_probability = pairs, mask_probability

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES, Corpus, Source, Undecodable
+from lightning_ptdp.option_types import Size, check_types
 
 __all__ = ["PrepareConfig"]
 
@@ -54,13 +55,14 @@ class PrepareConfig:
     chunk_tokens: int = 1 << 22
     control_symbols: tuple[str, ...] = ()
     tokenizer_dir: str | Path | None = None
-    tokenizer_characters: int = 20_000_000
+    tokenizer_characters: Size = 20_000_000
     document_bytes: int = 1 << 22
     overwrite: bool = False
-    num_workers: int = 1
-    part_bytes: int = 1 << 24
+    num_workers: Size = 1
+    part_bytes: Size = 1 << 24
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not str(self.output):
             raise ValueError("output='' must be the path of a folder")
         if "://" in str(self.output):
@@ -68,19 +70,14 @@ class PrepareConfig:
                 f"output={str(self.output)!r} is an address: name a local folder, and copy it to the store when it is made. To train "
                 "on one in a store, set remote to its address and data_dir to a local folder for the copy"
             )
-        object.__setattr__(self, "suffixes", tuple(self.suffixes) if not isinstance(self.suffixes, str) else self.suffixes)
         symbols = self.control_symbols
-        if isinstance(symbols, str) or not all(isinstance(s, str) and s for s in symbols) or len(set(symbols)) < len(symbols):
+        if not all(symbols) or len(set(symbols)) < len(symbols):
             raise ValueError(f"control_symbols={symbols!r} must be different pieces, such as ['[CLS]', '[SEP]', '[MASK]']")
-        object.__setattr__(self, "control_symbols", tuple(symbols))
         check_integer("vocabulary_size", self.vocabulary_size, least=262, most=(1 << 31) - 1)
         check_integer("seed", self.seed, least=0, most=(1 << 63) - 1)
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
-        check_integer("tokenizer_characters", self.tokenizer_characters)
         check_integer("document_bytes", self.document_bytes, least=1 << 10)
-        check_integer("num_workers", self.num_workers)
-        check_integer("part_bytes", self.part_bytes)
-        if isinstance(self.validation_fraction, bool) or not 0 < self.validation_fraction <= 0.5:
+        if not 0 < self.validation_fraction <= 0.5:
             raise ValueError(f"validation_fraction={self.validation_fraction!r} must be more than 0 and at most 0.5")
         self.corpus  # noqa: B018 - raises for suffixes and undecodable
 

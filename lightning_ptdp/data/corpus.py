@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import CorpusError
 from lightning_ptdp.data.pieces import CorpusFile, Piece, cut_lines, cut_text
+from lightning_ptdp.option_types import Size, check_types
 
 __all__ = ["DEFAULT_SUFFIXES", "Corpus", "Document", "ReadReport", "Source", "Undecodable", "iter_documents"]
 
@@ -81,13 +81,11 @@ class Corpus:
     suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
     text_field: str = "text"
     undecodable: Undecodable = "replace"
-    document_bytes: int = 1 << 22
+    document_bytes: Size = 1 << 22
 
     def __post_init__(self) -> None:
-        if self.undecodable not in ("replace", "skip", "error"):
-            raise ValueError(f"undecodable={self.undecodable!r} must be 'replace', 'skip' or 'error'")
-        check_integer("document_bytes", self.document_bytes)
-        if isinstance(self.suffixes, str) or not all(isinstance(s, str) and s.startswith(".") for s in self.suffixes):
+        check_types(self)
+        if not all(suffix.startswith(".") for suffix in self.suffixes):
             raise ValueError(f"suffixes={self.suffixes!r} must be a list of endings with their dot, such as ['.txt', '.jsonl']")
 
     @property

@@ -16,6 +16,7 @@ from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.option_types import check_arguments
 
 __all__ = ["TextDataModule"]
 
@@ -82,6 +83,7 @@ class TextDataModule(StreamDataModule):
         prepare_workers: int = 1,
         verify_hashes: bool = True,
     ) -> None:
+        check_arguments(TextDataModule.__init__, locals())
         super().__init__(
             sequence_length=sequence_length,
             global_batch_size=global_batch_size,

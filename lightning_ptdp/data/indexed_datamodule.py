@@ -9,6 +9,7 @@ from lightning_ptdp.data.indexed_stream import IndexedStream, check_options
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
+from lightning_ptdp.option_types import check_arguments
 
 __all__ = ["IndexedDataModule"]
 
@@ -43,6 +44,7 @@ class IndexedDataModule(StreamDataModule):
         verify_tokens: bool = True,
         **kwargs: Any,
     ) -> None:
+        check_arguments(IndexedDataModule.__init__, locals())
         super().__init__(**kwargs)
         self.save_hyperparameters()
         check_options(vocabulary_size=vocabulary_size, validation_fraction=validation_fraction, split_seed=split_seed)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypedDict
 
-from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.interleave import Turns
 from lightning_ptdp.data.manifest import Manifest, SplitName, verify_store
@@ -14,6 +13,7 @@ from lightning_ptdp.data.mixture_stream import MixtureStream
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.option_types import Size, check_arguments
 
 __all__ = ["CorpusOptions", "MixtureDataModule"]
 
@@ -47,11 +47,11 @@ class MixtureDataModule(StreamDataModule):
     """
 
     def __init__(
-        self, *, corpora: list[CorpusOptions], vocabulary_size: int = 8192, verify_hashes: bool = True, **kwargs: Any
+        self, *, corpora: list[CorpusOptions], vocabulary_size: Size = 8192, verify_hashes: bool = True, **kwargs: Any
     ) -> None:
+        check_arguments(MixtureDataModule.__init__, locals())
         super().__init__(**kwargs)
         self.save_hyperparameters()
-        check_integer("vocabulary_size", vocabulary_size)
         _check_corpora(corpora)
         self.corpora = [CorpusOptions(data_dir=str(corpus["data_dir"]), weight=corpus["weight"]) for corpus in corpora]
         self.vocabulary_size = vocabulary_size
@@ -99,12 +99,8 @@ class MixtureDataModule(StreamDataModule):
 
 
 def _check_corpora(corpora: Sequence[CorpusOptions]) -> None:
-    keys = tuple(CorpusOptions.__annotations__)
     if not corpora:
-        raise ValueError(f"corpora={corpora!r} is empty: give a list of {{{', '.join(keys)}}}")
-    for corpus in corpora:
-        if set(corpus) != set(keys):
-            raise ValueError(f"a corpus has the keys {sorted(corpus)}; give {' and '.join(keys)}")
+        raise ValueError(f"corpora={corpora!r} is empty: give a list of {{{', '.join(CorpusOptions.__annotations__)}}}")
     Turns.of([corpus["weight"] for corpus in corpora])
 
 

@@ -9,10 +9,10 @@ from lightning.pytorch import LightningDataModule
 
 from lightning_ptdp.batch_size import BatchPlan, RampUp
 from lightning_ptdp.data.batch_options import BatchOptions, RampUpOptions
-from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import SampleStream
+from lightning_ptdp.option_types import Count, Size, check_arguments
 
 __all__ = ["StreamDataModule"]
 
@@ -47,21 +47,17 @@ class StreamDataModule(LightningDataModule):
     def __init__(
         self,
         *,
-        sequence_length: int = 256,
+        sequence_length: Size = 256,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
         num_microbatches: int | None = None,
         ramp_up: RampUpOptions | None = None,
-        validation_samples: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
+        validation_samples: Size | None = None,
+        seed: Count = 0,
+        num_workers: Count = 0,
     ) -> None:
         super().__init__()
-        check_integer("sequence_length", sequence_length)
-        check_integer("seed", seed, least=0)
-        check_integer("num_workers", num_workers, least=0)
-        if validation_samples is not None:
-            check_integer("validation_samples", validation_samples)
+        check_arguments(StreamDataModule.__init__, locals())
         self.sequence_length = sequence_length
         self.batch_options = BatchOptions(
             global_batch_size=global_batch_size,

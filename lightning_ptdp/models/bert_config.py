@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_ptdp.option_types import Size, check_types
+
 __all__ = ["BertConfig"]
 
 
@@ -38,13 +40,13 @@ class BertConfig:
         ValueError: Sizes that do not fit together; the message names the field and what would work.
     """
 
-    vocabulary_size: int = 30522
-    sequence_length: int = 512
-    num_layers: int = 12
-    hidden_size: int = 768
-    num_heads: int = 12
-    ffn_hidden_size: int | None = None
-    num_segments: int = 2
+    vocabulary_size: Size = 30522
+    sequence_length: Size = 512
+    num_layers: Size = 12
+    hidden_size: Size = 768
+    num_heads: Size = 12
+    ffn_hidden_size: Size | None = None
+    num_segments: Size = 2
     norm_order: Literal["post", "pre"] = "post"
     gelu: Literal["exact", "tanh"] = "exact"
     dropout: float = 0.1
@@ -82,24 +84,7 @@ class BertConfig:
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocabulary_size",
-            "sequence_length",
-            "num_layers",
-            "hidden_size",
-            "num_heads",
-            "ffn_hidden_size",
-            "num_segments",
-        )
-        for name in sizes:
-            value = getattr(self, name)
-            if value is None and name == "ffn_hidden_size":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
-        for name, known in (("norm_order", ("post", "pre")), ("gelu", ("exact", "tanh"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(known)}")
+        check_types(self)
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < 1.0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_ptdp.option_types import Size, check_types
+
 __all__ = ["GPTConfig"]
 
 
@@ -39,13 +41,13 @@ class GPTConfig:
         ValueError: Sizes that do not fit together; the message names the field and what would work.
     """
 
-    vocabulary_size: int = 50257
-    sequence_length: int = 1024
-    num_layers: int = 12
-    hidden_size: int = 768
-    num_heads: int = 12
-    num_kv_heads: int | None = None
-    ffn_hidden_size: int | None = None
+    vocabulary_size: Size = 50257
+    sequence_length: Size = 1024
+    num_layers: Size = 12
+    hidden_size: Size = 768
+    num_heads: Size = 12
+    num_kv_heads: Size | None = None
+    ffn_hidden_size: Size | None = None
     norm: Literal["layer", "rms"] = "layer"
     position: Literal["learned", "rope"] = "learned"
     mlp: Literal["gelu", "swiglu"] = "gelu"
@@ -89,33 +91,13 @@ class GPTConfig:
         return -(-8 * self.hidden_size // (3 * multiple)) * multiple
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._check_heads()
-
-    def _check_types(self) -> None:
-        sizes = (
-            "vocabulary_size",
-            "sequence_length",
-            "num_layers",
-            "hidden_size",
-            "num_heads",
-            "num_kv_heads",
-            "ffn_hidden_size",
-        )
-        for name in sizes:
-            value = getattr(self, name)
-            if value is None and name in ("num_kv_heads", "ffn_hidden_size"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
-        for name, known in (("norm", ("layer", "rms")), ("position", ("learned", "rope")), ("mlp", ("gelu", "swiglu"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(known)}")
+        check_types(self)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1; use 0 for none")
         for name in ("init_std", "norm_eps", "rope_base"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
+        self._check_heads()
 
     def _check_heads(self) -> None:
         if self.hidden_size % self.num_heads:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_ptdp.option_types import Count, check_types
+
 __all__ = [
     "AdamWConfig",
     "Decay",
@@ -51,27 +53,24 @@ class AdamWConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     decay: Decay = "cosine"
     decay_steps: int | None = None
     min_lr_ratio: float = 0.1
-    warmup_samples: int | None = None
-    decay_samples: int | None = None
+    warmup_samples: Count | None = None
+    decay_samples: Count | None = None
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "weight_decay", "warmup_steps"):
+        check_types(self)
+        for name in ("learning_rate", "eps", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers, each at least 0 and below 1, for example (0.9, 0.95)")
-        if self.decay not in ("cosine", "linear"):
-            raise ValueError(f"decay={self.decay!r} must be 'cosine' or 'linear'")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
         for name, other in (("warmup", self.warmup_steps or None), ("decay", self.decay_steps)):
             samples = getattr(self, f"{name}_samples")
-            if samples is not None and samples < 0:
-                raise ValueError(f"{name}_samples={samples} must not be negative")
             if samples is not None and other is not None:
                 raise ValueError(f"{name}_samples={samples} and {name}_steps={other} say the same twice: give one of them")
         if self.decay_steps is not None and self.decay_steps < max(self.warmup_steps, 1):

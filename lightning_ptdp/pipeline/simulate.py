@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_ptdp.option_types import check_types
 from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
 from lightning_ptdp.pipeline.schedule_error import ScheduleError
 from lightning_ptdp.pipeline.spans import MemoryCurve, Number, Span, Timeline
@@ -49,6 +50,7 @@ class Costs:
     latency: Number = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         for field in (*_FIELDS.values(), "send", "latency"):
             value = getattr(self, field)
             values = value if isinstance(value, Sequence) else [value]

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
+from lightning_ptdp.option_types import check_types
+
 __all__ = ["DEVICES", "Device", "Link", "find_device", "known_peak_flops"]
 
 _GIB = 2**30
@@ -28,6 +30,13 @@ class Link:
 
     bandwidth: float
     latency_s: float
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not (self.bandwidth > 0 and self.latency_s >= 0):
+            raise ValueError(
+                f"bandwidth={self.bandwidth!r} must be greater than 0, and latency_s={self.latency_s!r} must not be negative"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,7 @@ class Device:
     between: Link
 
     def __post_init__(self) -> None:
+        check_types(self)
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and field.name != "reserved_bytes" and not value > 0:

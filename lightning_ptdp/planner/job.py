@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models.gpt_config import GPTConfig
+from lightning_ptdp.option_types import Count, Size, check_types
 from lightning_ptdp.pipeline.schedules import schedule_placement
 from lightning_ptdp.planner.devices import Device
 
@@ -85,19 +86,16 @@ class Job:
     """
 
     model: GPTConfig
-    world_size: int
-    global_batch_size: int
+    world_size: Size
+    global_batch_size: Size
     device: Device
     precision: Precision = field(default_factory=lambda: PRECISIONS["bf16-true"])
-    sequence_length: int = 0
+    sequence_length: Count = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.sequence_length == 0:
             object.__setattr__(self, "sequence_length", self.model.sequence_length)
-        for name in ("world_size", "global_batch_size", "sequence_length"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
         if self.sequence_length > self.model.sequence_length:
             raise ValueError(
                 f"sequence_length={self.sequence_length} is longer than the model's {self.model.sequence_length}: use a model with a "

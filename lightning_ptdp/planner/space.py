@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.layout import ParallelLayout, divisors
+from lightning_ptdp.option_types import Size, check_types
 from lightning_ptdp.pipeline.schedules import schedule_placement
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, least_microbatches
 from lightning_ptdp.planner.job import Job
@@ -40,28 +42,23 @@ class Space:
         ValueError: An unknown schedule or recomputation, or a size that is not a positive integer.
     """
 
-    tensor_parallel_sizes: Sequence[int] | None = None
-    pipeline_parallel_sizes: Sequence[int] | None = None
-    virtual_pipeline_sizes: Sequence[int] | None = None
-    context_parallel_sizes: Sequence[int] | None = None
-    micro_batch_sizes: Sequence[int] | None = None
+    tensor_parallel_sizes: Sequence[Size] | None = None
+    pipeline_parallel_sizes: Sequence[Size] | None = None
+    virtual_pipeline_sizes: Sequence[Size] | None = None
+    context_parallel_sizes: Sequence[Size] | None = None
+    micro_batch_sizes: Sequence[Size] | None = None
     schedules: Sequence[str] = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
     recompute: Sequence[Literal["none", "selective", "full"]] = ("none", "full")
     sequence_parallel: bool | None = None
     shard_optimizer: Sequence[bool] = (False, True)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_sizes") and value is not None and not all(isinstance(n, int) and n > 0 for n in value):
-                raise ValueError(f"{field.name}={list(value)} must hold positive integers")
-        for name, values, known in (
-            ("schedules", self.schedules, tuple(CLOSED_FORMS)),
-            ("recompute", self.recompute, ("none", "selective", "full")),
-        ):
-            for value in values:
-                if value not in known:
-                    raise ValueError(f"{name} holds {value!r}, which the planner does not know: it knows {', '.join(known)}")
+        check_types(self)
+        for value in self.schedules:
+            if value not in CLOSED_FORMS:
+                raise ValueError(
+                    f"schedules holds {value!r}, which the planner does not know: it knows {', '.join(CLOSED_FORMS)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +143,7 @@ def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
     if space.tensor_parallel_sizes is not None:
         return space.tensor_parallel_sizes
     largest = min(job.device.node_size, job.world_size)
-    return [t for t in range(1, largest + 1) if job.device.node_size % t == 0 and job.world_size % t == 0]
+    return [t for t in divisors(math.gcd(job.device.node_size, job.world_size)) if t <= largest]
 
 
 def _tensor_misfit(job: Job, t: int) -> Misfit | None:
@@ -166,9 +163,8 @@ def _context_sizes(job: Job, space: Space) -> Sequence[int]:
 
 def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Degrees | Misfit]:
     rest = job.world_size // (t * c)
-    divisors = [p for p in range(1, rest + 1) if rest % p == 0]
-    for p in divisors if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes:
-        if p not in divisors:
+    for p in divisors(rest) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes:
+        if rest % p:
             yield Misfit(what=f"t{t} c{c} p{p}", reason=f"it does not divide the world of {job.world_size}")
         elif p > job.model.num_layers:
             yield Misfit(what=f"t{t} c{c} p{p}", reason=f"{job.model.num_layers} layers cannot fill {p} stages")

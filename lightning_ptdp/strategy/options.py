@@ -128,9 +128,9 @@ class StrategyOptions(StrategyBase):
             micro_batch_size=micro_batch_size,
             schedule=schedule,
             microbatch_group_size=microbatch_group_size,
-            partition=None if partition is None else tuple(partition),  # type: ignore[arg-type]
+            partition=partition,  # type: ignore[arg-type]
             recompute=recompute,  # type: ignore[arg-type]
-            recompute_layers=tuple(recompute_layers) if isinstance(recompute_layers, Sequence) else recompute_layers,
+            recompute_layers=recompute_layers,  # type: ignore[arg-type]
             distribute_saved_activations=distribute_saved_activations,
             scatter_gather=scatter_gather,
             plan=plan,

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import nn
 
+from lightning_ptdp.option_types import check_types
 from lightning_ptdp.tensor_parallel.explain import explain
 from lightning_ptdp.tensor_parallel.kinds import Kind, kind_from
 from lightning_ptdp.tensor_parallel.numbers import Number, local_numbers
@@ -59,16 +60,8 @@ class ParallelPlan:
     why_not: Mapping[Literal["sequence", "pipeline"], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_types(self)
         object.__setattr__(self, "tensor", self.kinds)
-        for name in ("before", "between", "after", "everywhere", "selective"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise ValueError(f"{name}={value!r} must be a list of module names: {name}=({value!r},)")
-            object.__setattr__(self, name, tuple(value))
-        if self.blocks is not None and not isinstance(self.blocks, str):
-            object.__setattr__(self, "blocks", tuple(self.blocks))
-        if self.sequence not in ("ends", "blocks", None):
-            raise ValueError(f"sequence={self.sequence!r} must be 'ends', 'blocks' or None")
 
     @property
     def kinds(self) -> dict[str, Kind]:

@@ -274,8 +274,8 @@ RAMP = {"start": 8, "increment": 8, "samples": 400}
         ({"global_batch_size": 16, "micro_batch_size": 4, "num_microbatches": 3}, "is not micro_batch_size"),
         ({"global_batch_size": 16}, "alone does not say"),
         ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "start": 4}}, "multiples of 8"),
-        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {"start": 8}}, "give start, increment, samples"),
-        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "samples": 0}}, "ramp_up.samples=0"),
+        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {"start": 8}}, "must be a mapping of start"),
+        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "samples": 0}}, r"ramp_up=.*samples.: 0"),
     ],
 )
 def test_batch_sizes_that_do_not_fit_are_known_before_launch(given: dict[str, Any], words: str) -> None:

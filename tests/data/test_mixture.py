@@ -164,7 +164,11 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(fol
 
 @pytest.mark.parametrize(
     ("corpora", "words"),
-    [([], "empty"), ([{"data_dir": "x"}], "give data_dir and weight"), ([{"data_dir": "x", "weight": 0}], "weight=0")],
+    [
+        ([], "empty"),
+        ([{"data_dir": "x"}], "must be a list of .*data_dir .*weight"),
+        ([{"data_dir": "x", "weight": 0}], "weight=0"),
+    ],
 )
 def test_bad_corpora_are_named(corpora: list[Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):

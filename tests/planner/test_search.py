@@ -107,9 +107,9 @@ def test_reasons_of_memory() -> None:
 def test_wishes_are_checked() -> None:
     with pytest.raises(ValueError, match="schedules holds '2f2b'"):
         Space(schedules=("2f2b",))
-    with pytest.raises(ValueError, match="recompute holds 'some'"):
+    with pytest.raises(ValueError, match=r"recompute=.*'some'"):
         Space(recompute=("some",))
-    with pytest.raises(ValueError, match=r"tensor_parallel_sizes=\[0\]"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_sizes=\(0,\)"):
         Space(tensor_parallel_sizes=(0,))
     with pytest.raises(ValueError, match="count=0"):
         search(small_job(GPTConfig()), count=0)

@@ -72,7 +72,7 @@ def test_what_does_not_fit_the_model(plan: dict[str, Any], words: list[str]) -> 
     ("make", "words"),
     [
         (lambda: ParallelPlan(tensor={"a": "columns"}), ["'columns'", "'column'", "'row'"]),
-        (lambda: ParallelPlan(tensor={"a": 3}), ["tensor['a']=3"]),
+        (lambda: ParallelPlan(tensor={"a": 3}), ["tensor={'a': 3}", "a Kind"]),
         (lambda: ParallelPlan(before="wte"), ["before='wte'", "('wte',)"]),
         (lambda: Column(parts=()), ["parts=()"]),
         (lambda: Column(parts=(4, 0)), ["parts=(4, 0)"]),

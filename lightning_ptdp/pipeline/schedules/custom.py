@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lightning_ptdp.option_types import check_types
 from lightning_ptdp.pipeline.actions import Action
-from lightning_ptdp.placement import PLACEMENTS, Placement
+from lightning_ptdp.placement import Placement
 
 __all__ = ["CustomSchedule"]
 
@@ -40,9 +41,6 @@ class CustomSchedule:
     placement: Placement = "loop"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
+        check_types(self)
+        if not self.name:
             raise ValueError(f"name={self.name!r} must be a word, for logs and plots")
-        if not callable(self.order):
-            raise ValueError(f"order={self.order!r} must be a function of (p, v, m): pass the function, not its result")
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"placement={self.placement!r} must be one of {PLACEMENTS}")

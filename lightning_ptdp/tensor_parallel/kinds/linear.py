@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_ptdp.option_types import Size, check_types
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides, check_embedding, shape_text
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.tensor_parallel.linear_like import is_conv1d, is_linear, output_input_sizes, stores_outputs_last
@@ -26,8 +27,8 @@ class Column(Kind):
             give every rank one head; the ranks whose queries share it hold the same one.
     """
 
-    parts: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | int | None = None
+    parts: tuple[Size, ...] | None = None
+    heads: tuple[Size, ...] | Size | None = None
     copy_heads: bool = False
 
     name = "column"
@@ -35,13 +36,13 @@ class Column(Kind):
     region_part = True
 
     def __post_init__(self) -> None:
-        if self.parts is not None:
-            object.__setattr__(self, "parts", _sizes("parts", self.parts, "output sizes, like (768, 768, 768)"))
+        check_types(self)
+        if self.parts == ():
+            raise ValueError("Column(parts=()): give the output sizes of all parts, like (768, 768, 768), or None for one part")
         if self.heads is not None:
             heads = (self.heads,) if isinstance(self.heads, int) else self.heads
-            object.__setattr__(self, "heads", _sizes("heads", heads, "numbers of heads, like (12, 4, 4)"))
-            assert isinstance(self.heads, tuple)
-            if len(self.heads) != len(self.parts or (0,)):
+            object.__setattr__(self, "heads", heads)
+            if len(heads) != len(self.parts or (0,)):
                 raise ValueError(f"Column(parts={self.parts}, heads={self.heads}): give one number of heads for each part")
 
     def __repr__(self) -> str:
@@ -150,10 +151,3 @@ class Row(Kind):
         if key != "weight":
             return shape_text(shape), "row: whole, added once; gradient partial under sequence parallelism"
         return shape_text(shape, 0 if outputs_last else 1), "row: split by input features"
-
-
-def _sizes(name: str, value: object, what: str) -> tuple[int, ...]:
-    sizes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"Column({name}={value!r}): {name} must be positive {what}")
-    return sizes

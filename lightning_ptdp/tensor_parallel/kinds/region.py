@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_ptdp.option_types import Size, check_types
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides
 from lightning_ptdp.tensor_parallel.region import enter_region
 from lightning_ptdp.tensor_parallel.sharding import Sharding, shard_columns
@@ -26,7 +27,7 @@ class Region(Kind):
         per_head: Its own parameters with an element for each head along dimension 0, split as the heads are.
     """
 
-    heads: int | None = None
+    heads: Size | None = None
     arguments: tuple[str, ...] = ()
     per_head: tuple[str, ...] = ()
 
@@ -36,6 +37,7 @@ class Region(Kind):
     keeps_children = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         if (self.arguments or self.per_head) and self.heads is None:
             raise ValueError(f"Region(arguments={self.arguments}, per_head={self.per_head}): give the number of heads, too")
 

@@ -1,0 +1,188 @@
+"""What an option may hold, read from its annotation: one check for every dataclass and function that a user gives options to."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+import reprlib
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+__all__ = ["Count", "Least", "Size", "check_arguments", "check_types", "shown"]
+
+_MOST = 2**63 - 1
+_SHOWN_BITS = 256
+_LONG = 100
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least integer that an annotated option may be: ``Annotated[int, Least(1)]``."""
+
+    value: int
+
+
+Size = Annotated[int, Least(1)]
+"""A positive integer."""
+Count = Annotated[int, Least(0)]
+"""0 or more."""
+
+
+def check_types(options: Any) -> None:
+    """Check the fields of a dataclass against their annotations. A list that is given for a tuple becomes one.
+
+    Raises:
+        ValueError: A field holds something else; names the field, the value and what it must be.
+    """
+    hints = _hints(options.__class__)
+    for field in fields(options):
+        value, hint = getattr(options, field.name), hints[field.name]
+        if isinstance(value, list) and _takes_tuple(hint):
+            value = tuple(value)
+            object.__setattr__(options, field.name, value)
+        _check(field.name, value, hint)
+
+
+def check_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    """Check arguments (``locals()``, say) against the annotations of a function's parameters; other values are left alone.
+
+    Raises:
+        ValueError: As for ``check_types``.
+    """
+    parameters = inspect.signature(function).parameters
+    for name, hint in _hints(function).items():
+        if name in values and name in parameters and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+            _check(name, values[name], hint)
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: short, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"(an integer of {value.bit_length()} bits)"
+    printer = reprlib.Repr()
+    printer.maxstring = printer.maxother = _LONG
+    try:
+        return printer.repr(value)
+    except Exception:  # a repr of somebody else's
+        return f"(a {type(value).__name__})"
+
+
+# Neither raises nor changes: the annotations of a class that exists stay what they are.
+@functools.cache
+def _hints(annotated: Any) -> dict[str, Any]:
+    return get_type_hints(annotated, include_extras=True)
+
+
+def _check(name: str, value: object, hint: Any) -> None:
+    if _fits(value, hint):
+        return
+    raise ValueError(f"{name}={shown(value)} must be {_words(hint)}{_meant(value, hint)}")
+
+
+def _meant(value: object, hint: Any) -> str:
+    if not isinstance(value, str):
+        return ""
+    if _fits((value,), hint) or _fits([value], hint):
+        return f"; did you mean ({shown(value)},)?"
+    choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
+    near = difflib.get_close_matches(value[:_LONG], choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if hint is None or hint is types.NoneType:
+        return value is None
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is Annotated:
+        least = next((extra.value for extra in arguments[1:] if isinstance(extra, Least)), None)
+        return _fits(value, arguments[0]) and (least is None or value >= least)
+    if origin is Literal:
+        return any(isinstance(value, type(choice)) and value == choice for choice in arguments)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and -_MOST <= value <= _MOST
+    if hint is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
+    if is_typeddict(hint):
+        items = _hints(hint)
+        return isinstance(value, Mapping) and set(value) == set(items) and all(_fits(value[key], items[key]) for key in items)
+    if origin is not None:
+        return _fits_container(value, origin, arguments)
+    return isinstance(value, hint)
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is no float
+        return False
+
+
+def _fits_container(value: Any, origin: Any, arguments: tuple[Any, ...]) -> bool:
+    if origin is Callable:
+        return callable(value)
+    if not isinstance(value, origin) or isinstance(value, str | bytes | bytearray):
+        return False
+    if isinstance(value, Mapping):
+        key, item = arguments
+        return all(_fits(k, key) and _fits(v, item) for k, v in value.items())
+    if origin is tuple and Ellipsis not in arguments:
+        return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    return all(_fits(item, arguments[0]) for item in value)
+
+
+def _takes_tuple(hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_takes_tuple(argument) for argument in get_args(hint))
+    return get_origin(hint) is tuple
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(choice for argument in get_args(hint) for choice in _choices(argument))
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def _words(hint: Any) -> str:
+    """What an annotation asks for, in words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return ", or ".join(_words(argument) for argument in arguments)
+    if origin is Annotated:
+        least = next((extra.value for extra in arguments[1:] if isinstance(extra, Least)), None)
+        return {None: _words(arguments[0]), 1: "a positive integer"}.get(least, f"an integer of at least {least}")
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, arguments))}" if len(arguments) > 1 else repr(arguments[0])
+    if origin is Callable:
+        return "a function"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a mapping of {_many(arguments[0])} to {_many(arguments[1])}"
+    if origin is tuple and Ellipsis not in arguments:
+        return f"a list of {len(arguments)} {_many(arguments[0])}"
+    if origin is not None:
+        return f"a list of {_many(arguments[0])}"
+    if is_typeddict(hint):
+        return f"a mapping of {', '.join(f'{key} ({_words(item)})' for key, item in _hints(hint).items())}"
+    plain = {
+        int: "an integer",
+        float: "a finite number",
+        bool: "True or False",
+        str: "text",
+        types.NoneType: "None",
+        None: "None",
+    }
+    return plain.get(hint) or f"a {hint.__name__}"
+
+
+def _many(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        return "positive integers" if Least(1) in get_args(hint) else _many(get_args(hint)[0])
+    return {int: "integers", float: "numbers", str: "texts", bool: "True or False"}.get(hint) or f"({_words(hint)})"
