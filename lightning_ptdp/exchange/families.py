@@ -79,8 +79,8 @@ def config_of_json(file: Path, content: Any, *, ours: bool) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None} if ours else given
 
 
-def family_of_config_json(config: Mapping[str, Any]) -> Family:
-    """The family that a ``config.json`` names.
+def family_of_config_json(config: Mapping[str, Any], file: Path) -> Family:
+    """The family that the ``config.json`` at ``file`` names.
 
     Raises:
         CheckpointError: None that is known; lists those that are.
@@ -90,7 +90,7 @@ def family_of_config_json(config: Mapping[str, Any]) -> Family:
             return family
     known = ", ".join(f"{family.model_type!r}" for family in FAMILIES)
     raise CheckpointError(
-        f"config.json has model_type={config.get('model_type')!r}; our own models are read from and written to {known}. A "
+        f"{file} has model_type={config.get('model_type')!r}; our own models are read from and written to {known}. A "
         "LightningModule that wraps a Hugging Face model takes any: convert with their names (names='hf')"
     )
 

@@ -86,7 +86,7 @@ def from_huggingface(
         boxes = [_whole_box(f"model/{prefix}{name}", value) for name, value in tensors.items()]
         state = weights_only_state({})
     else:
-        family = family_of_config_json(config)
+        family = family_of_config_json(config, folder / CONFIG_FILE)
         ours = _our_config(family, config, folder)
         boxes = list(_boxes(family, ours, tensors, f"model/{prefix}"))
         _check_complete(family, ours, boxes, f"model/{prefix}", folder)
@@ -156,6 +156,8 @@ def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
         where = _WEIGHT_MAP(read_json(folder / _INDEX, folders=_blobs(folder)))["weight_map"]
     except Misfit as error:
         raise CheckpointError(f"{folder / _INDEX} is damaged: {error}") from error
+    if not where:
+        raise CheckpointError(f"{folder / _INDEX} is damaged: it names no tensors")
     found: dict[str, torch.Tensor] = {}
     for name in sorted(set(where.values())):
         found |= _open_file(folder, name)

@@ -1,0 +1,36 @@
+"""A share of the hostile checkpoints and exports; all of them take a minute."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from pathlib import Path
+
+from lightning_ptdp.checkpoint import CheckpointError
+from tests.hostile.checkpoints import cases
+
+_EVERY = 31  # coprime to the numbers of lies and of readers
+
+
+def test_each_is_one_named_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "canary").mkdir()
+    wrong = []
+    for number, case in enumerate(islice(cases(tmp_path / "made"), 0, None, _EVERY)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        case.write(folder)
+        began = time.process_time()
+        try:
+            case.read(folder)
+            said = "" if case.harmless else "was accepted"
+        except CheckpointError as error:
+            said = "" if str(folder) in str(error) or "configuration" in str(error) else f"names no file: {error}"
+        if said or time.process_time() - began > 1:
+            wrong.append(f"{case.name}: {said or time.process_time() - began}")
+    assert not wrong
+    assert list((tmp_path / "canary").iterdir()) == []
+
+
+def test_there_are_many_and_each_has_its_name(tmp_path: Path) -> None:
+    names = [case.name for case in cases(tmp_path)]
+    assert len(names) == len(set(names)) > 1000
