@@ -28,7 +28,8 @@ __all__ = [
     "is_compiled",
     "layer_sync",
     "lightning_names",
-    "replace_sigterm_notifier",
+    "register_signal_handlers",
+    "replace_signal_handlers",
 ]
 
 NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -161,10 +162,20 @@ def is_compiled(module: Any) -> bool:
     return getattr(module, "_compiler_ctx", None) is not None
 
 
-def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None]) -> None:
-    """Have ``trainer`` register ``notifier`` for SIGTERM, which it does after the strategy's ``setup``, instead of its own."""
-    assert hasattr(trainer._signal_connector, "_sigterm_notifier_fn")
-    trainer._signal_connector._sigterm_notifier_fn = notifier
+def replace_signal_handlers(trainer: Any, *, sigterm: Callable[[int, Any], None] | None, register: Callable[[], None]) -> None:
+    """Have ``trainer`` call ``register`` where it registers its handlers, which it does after the strategy's ``setup``, and use ``sigterm``
+    for its own notifier of SIGTERM (None: that one)."""
+    connector = trainer._signal_connector
+    assert hasattr(connector, "_sigterm_notifier_fn") and hasattr(connector, "register_signal_handlers")
+    connector.register_signal_handlers = register
+    if sigterm is not None:
+        connector._sigterm_notifier_fn = sigterm
+
+
+def register_signal_handlers(trainer: Any) -> None:
+    """What Lightning does itself there; it restores the handlers of all signals at the end of a run."""
+    connector = trainer._signal_connector
+    type(connector).register_signal_handlers(connector)
 
 
 def announce_sigterm(trainer: Any) -> None:

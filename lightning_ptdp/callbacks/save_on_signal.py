@@ -1,11 +1,9 @@
-"""A run that is told to end saves first: SIGTERM, and SLURM's signal before pre-emption."""
+"""A run that is told to end saves first: Ctrl-C, SIGTERM, and SLURM's signal before pre-emption."""
 
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,28 +13,37 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_ptdp.signals import SignalNotes
+
 __all__ = ["SaveOnSignal"]
+
+_ENDS = (signal.SIGINT, signal.SIGTERM)
+_ANNOUNCEMENT = "Ctrl-C: saves after this step and ends; once more: ends now"
 
 
 class SaveOnSignal(pl.Callback):
-    """After SIGTERM to any rank, all ranks finish the step that they are in, save, and end.
+    """After Ctrl-C or SIGTERM to any rank, all ranks finish the step that they are in, save, say where, and end.
 
-    Lightning's own handler talks to the other ranks from inside the signal handler, in the middle of whatever they are in; here a
-    handler sets a flag, and the ranks compare flags after every step, over a group of their own and one step late, so that nobody
-    waits. The signal that SLURM sends before it takes a job away (Lightning's handler for it saves and puts the job back in the queue)
-    is put off to the same moment.
+    Lightning's own handler of SIGTERM talks to the other ranks from inside the signal handler, in the middle of whatever they are in, and
+    Ctrl-C raises there; here a handler sets a flag, and the ranks compare flags after every step, over a group of their own and one step
+    late, so that nobody waits. The second Ctrl-C ends them where they are. The signal that SLURM sends before it takes a job away
+    (Lightning's handler for it saves and puts the job back in the queue) is put off to the same moment.
 
     Args:
         name: Name of the checkpoint; it lies where ModelCheckpoint writes, else in ``default_root_dir``.
 
     Raises:
         SIGTERMException: (after the save) From the hook that runs after a step; Lightning then closes everything.
+        KeyboardInterrupt: (after the save) Likewise.
     """
 
     def __init__(self, name: str = "on_signal.ckpt") -> None:
         self._name = name
-        self._received: dict[int, bool] = {}
-        self._handlers: dict[int, Any] = {}
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        self._notes = SignalNotes()
+        self._before: dict[int, Any] = {}
         self._group: Any = None
         self._pending: tuple[Any, torch.Tensor] | None = None
 
@@ -44,17 +51,16 @@ class SaveOnSignal(pl.Callback):
         """Take the signals over from Lightning."""
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGTERM, *_requeue_signals(trainer)):
-            self._received[number] = False
-            self._handlers[number] = signal.signal(number, self._note)
+        numbers = _signals(trainer)
+        self._before = {number: signal.getsignal(number) for number in numbers}
+        self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
+        self._notes.take(*numbers)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Look at what the ranks said after the step before, and say what has come since."""
-        numbers = (signal.SIGTERM, *_requeue_signals(trainer))
+        numbers = _signals(trainer)
         agreed = self._agreed()
-        mine = torch.tensor([int(self._received.get(number, False)) for number in numbers])
+        mine = torch.tensor([int(number in self._notes.received) for number in numbers])
         work = None
         if self._group is not None:
             work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -62,12 +68,17 @@ class SaveOnSignal(pl.Callback):
         if agreed is None or not agreed.any():
             return
         self._agreed()
-        for number, received in zip(numbers, agreed.tolist(), strict=True):
-            if received and number != signal.SIGTERM:
-                self._received[number] = False
-                self._handlers[number](number, None)
-        if agreed[0]:
-            self._save(trainer)
+        received = [number for number, flag in zip(numbers, agreed.tolist(), strict=True) if flag]
+        for number in received:
+            if number not in _ENDS:
+                self._notes.received.discard(number)
+                self._before[number](number, None)
+        if signal.SIGINT in received:
+            self._save(trainer, "Ctrl-C")
+            raise KeyboardInterrupt
+        if signal.SIGTERM in received:
+            self._save(trainer, "SIGTERM")
+            raise SIGTERMException
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the signals back."""
@@ -80,10 +91,11 @@ class SaveOnSignal(pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without handlers and groups, which cannot be copied."""
-        return {"_name": self._name, "_received": {}, "_handlers": {}, "_group": None, "_pending": None}
+        return {"_name": self._name}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received[number] = True
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_empty()
 
     def _agreed(self) -> torch.Tensor | None:
         pending, self._pending = self._pending, None
@@ -94,21 +106,23 @@ class SaveOnSignal(pl.Callback):
             work.wait()
         return flags
 
-    def _save(self, trainer: pl.Trainer) -> None:
+    def _save(self, trainer: pl.Trainer, why: str) -> None:
         folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         path = Path(next((folder for folder in folders if folder), trainer.default_root_dir)) / self._name
-        rank_zero_info(f"SIGTERM: saving {path}")
+        rank_zero_info(f"{why}: saving {path}")
         trainer.save_checkpoint(path)
         strategy: Any = trainer.strategy
         if hasattr(strategy, "finish_saving"):
             strategy.finish_saving()
-        raise SIGTERMException
+        rank_zero_info(f"{why}: saved {path}; go on with fit(..., ckpt_path=...)")
 
     def _close(self) -> None:
         self._pending = None  # not waited for: after an exception a rank may be gone
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers, self._received = {}, {}
+        self._notes.give_back()
+
+
+def _signals(trainer: pl.Trainer) -> tuple[int, ...]:
+    return (*_ENDS, *_requeue_signals(trainer))
 
 
 def _requeue_signals(trainer: pl.Trainer) -> tuple[int, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,13 @@ from lightning_ptdp.checkpoint.save import checked_content, save_boxes
 
 __all__ = ["BackgroundSaver"]
 
+_EXIT_PRIORITY = 20  # before the logger's
+_TELL_S = 2.0
+
 
 class BackgroundSaver:
-    """One save at a time in a thread of its own, agreed on over a process group of its own; used by all ranks alike.
+    """One save at a time in a thread of its own, agreed on over a process group of its own; used by all ranks alike. The end of the
+    process waits for it, however it comes, unless by a signal that Python does not see.
 
     The copies' memory (as much as this rank holds of the model and the optimizer) is kept from one save to the next; under CUDA it is
     pinned, so that the copy runs at the bus's speed.
@@ -46,6 +52,8 @@ class BackgroundSaver:
         self._lock = threading.Lock()
         self._then: list[Callable[[], object]] = []
         self._target = Path()
+        # Python joins no daemon thread, and other threads without a limit; processes of multiprocessing know no atexit.
+        self._at_exit = util.Finalize(None, self._finish, exitpriority=_EXIT_PRIORITY)
         self.stall_s = 0.0
 
     def save(
@@ -118,10 +126,26 @@ class BackgroundSaver:
         Raises:
             CheckpointError: As :meth:`wait`; and RuntimeError.
         """
+        self.wait()
+        self._copies = {}
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Do not wait at the end of the process."""
+        self._at_exit.cancel()
+
+    def _finish(self) -> None:
+        thread = self._thread
+        if thread is None:
+            return
+        thread.join(_TELL_S)
+        if thread.is_alive():
+            limit = self._limit.total_seconds()
+            print(f"waiting until the checkpoint {self._target} is complete, at most {limit:g} s", file=sys.stderr, flush=True)
         try:
             self.wait()
-        finally:
-            self._copies = {}
+        except (Exception, KeyboardInterrupt) as error:
+            print(f"the checkpoint {self._target} was not saved: {str(error) or 'Ctrl-C'}", file=sys.stderr, flush=True)
 
     def _copied(self, tensors: Tensors) -> Tensors:
         copies: dict[str, torch.Tensor] = {}

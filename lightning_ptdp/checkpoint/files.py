@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -89,7 +90,9 @@ class EarlySync:
         if position - self._synced < _SYNC_BYTES or (self._running is not None and not self._running.done()):
             return
         self.wait()
-        self._running, self._synced = self._pool.submit(os.fsync, self._stream.fileno()), position
+        with contextlib.suppress(RuntimeError):  # Python is ending, and starts no thread any more: the last sync does it all
+            self._running = self._pool.submit(os.fsync, self._stream.fileno())
+        self._synced = position
 
     def wait(self) -> None:
         """Wait for what runs.
@@ -168,8 +171,11 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
     try:
         if aside is not None:
             follow(part)
-            os.rename(target, aside)
-            follow(aside)
+            try:
+                os.rename(target, aside)
+                follow(aside)
+            except FileNotFoundError:  # another training in this folder has just removed it
+                aside = None
         os.rename(part, target)
     except OSError:
         if aside is not None:
@@ -188,9 +194,10 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
 
 
 def discard(path: Path) -> None:
-    """Remove a folder so that at no instant a part of it stands under its name."""
+    """Remove a folder so that at no instant a part of it stands under its name; another training may have done that already."""
     gone = Path(_fresh(path, _GONE))
-    os.rename(path, gone)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, gone)
     remove(gone)
 
 

@@ -54,12 +54,13 @@ class Keeper:
         assert target is not None
         target.parent.mkdir(parents=True, exist_ok=True)
         self.tidy(target.parent)
-        for writer in filter(None, map(writer_of, files.leftovers(target))):
+        claim.take()  # before looking around: of two that begin at once, at least one sees the other
+        others = [path for path in files.leftovers(target) if files.lock_name(path) != files.lock_name(claim.part)]
+        for writer in filter(None, map(writer_of, others)):
             raise CheckpointError(
                 f"{target} is being saved by another process, {writer.pid} on {writer.host}: give each training a folder of its own "
                 "(ModelCheckpoint's dirpath), or end that one"
             )
-        claim.take()
 
     def tidy(self, folder: Path) -> None:
         """Finish the complete saves in ``folder`` whose process is gone before they had their name, and remove what else such processes

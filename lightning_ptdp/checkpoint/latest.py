@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 LATEST = "latest"
+_TRIES = 10
 OnDamage = Literal["previous", "refuse"]
 
 
@@ -41,14 +42,23 @@ def mark_latest(checkpoint: Path) -> None:
     link = checkpoint.parent / LATEST
     if os.path.lexists(link) and not link.is_symlink():
         return
-    fresh = link.with_name(f".{LATEST}-{uuid.uuid4().hex[:12]}")
     try:
-        os.symlink(checkpoint.name, fresh)
-        os.replace(fresh, link)
+        any(_pointed(link, checkpoint.name) for _ in range(_TRIES))
         for cut_off in link.parent.glob(f".{LATEST}-*"):
             files.remove(cut_off)
     except OSError as error:  # a file system without links; the checkpoint itself is whole
         warnings.warn(f"{link} cannot be made ({error}): continue with newest_checkpoint({str(link.parent)!r})", stacklevel=2)
+
+
+def _pointed(link: Path, name: str) -> bool:
+    """Whether ``link`` points to ``name`` now; another training that marks its own may have taken the new link for one that was cut off."""
+    fresh = link.with_name(f".{LATEST}-{uuid.uuid4().hex[:12]}")
+    os.symlink(name, fresh)
+    try:
+        os.replace(fresh, link)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def latest_follows(target: Path) -> Callable[[Path], None]:
@@ -68,7 +78,7 @@ def latest_leaves(checkpoint: Path) -> None:
     if left:
         mark_latest(left[0])
     else:
-        (checkpoint.parent / LATEST).unlink()
+        (checkpoint.parent / LATEST).unlink(missing_ok=True)
 
 
 def _led_to(folder: Path) -> Path | None:

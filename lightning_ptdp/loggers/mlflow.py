@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ __all__ = ["MLFlowLogger"]
 _PARAMS_PER_BATCH = 100
 _MAX_LISTED = 5
 _LIMIT_S = 30.0
+_TOLD_TO_END = ("KeyboardInterrupt", "SIGTERMException", "Terminated")  # Lightning's has two namespaces; the command line's own
 _MONITOR = "mlflow.system_metrics.system_metrics_monitor"
 
 
@@ -40,7 +42,7 @@ class MLFlowLogger(Logger):
     """Log to MLflow, by default to an SQLite file in ``save_dir``.
 
     Metrics, texts and tags are written by a background thread, and all of them by the end of ``finalize``; training does not wait for
-    the store. A run is FINISHED when training ends well and FAILED when it does not. Checkpoints land in
+    the store. A run is FINISHED when training ends well, KILLED when Ctrl-C or SIGTERM ended it, and FAILED otherwise. Checkpoints land in
     ``save_dir/experiment_name/run_id/checkpoints``.
 
     MLflow's own telemetry is off unless ``MLFLOW_DISABLE_TELEMETRY`` is already set in the environment: the variable must be
@@ -210,7 +212,8 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Flush, and end the run as FINISHED, or FAILED for any status but "success" and "finished".
+        """Flush, and end the run as FINISHED, or, for any status but "success" and "finished", as KILLED if Ctrl-C or SIGTERM is what
+        ended training, and FAILED otherwise.
 
         What a store that is away does not take is kept in the file ``unwritten_metrics.jsonl`` of the run's folder, with a warning; where
         that cannot be written either, as on a disk that is full, the warning names what is lost.
@@ -218,7 +221,9 @@ class MLFlowLogger(Logger):
         if not self._is_open():
             return
         self._finalized = True
-        ended, inner = status if status in ("success", "finished") else "failed", self._open()
+        inner, ended = self._open(), status
+        if status not in ("success", "finished"):
+            ended = "KILLED" if _told_to_end(sys.exc_info()[1]) else "failed"
         assert self._writer is not None
         if self._monitor is not None:
             # In the thread: it asks the store, which may not answer.
@@ -319,6 +324,15 @@ def _find_run(inner: LightningMLFlowLogger, run_id: str | None) -> Any:
         if run_id is None:
             raise
         raise ValueError(f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run") from error
+
+
+def _told_to_end(error: BaseException | None) -> bool:
+    """Whether a signal is behind what is being handled: Lightning tells loggers no more than that something went wrong."""
+    while error is not None:
+        if any(kind.__name__ in _TOLD_TO_END for kind in type(error).__mro__):
+            return True
+        error = error.__context__
+    return False
 
 
 def _finish(monitor: Any) -> None:

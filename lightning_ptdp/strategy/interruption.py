@@ -9,6 +9,7 @@ from lightning_ptdp.pipeline.watchdog import Watchdog
 __all__ = ["Interruption"]
 
 _PATIENCE_S = 5.0
+_LEAVING_S = 40.0
 
 
 class Interruption:
@@ -35,3 +36,13 @@ class Interruption:
             topic = f"{self._run}/{self._trainer.global_step}"
             self._alone = torn or not self._watchdog.all_come(topic, limit_s=_PATIENCE_S)
         return self._alone
+
+    def meet(self) -> None:
+        """Find that out now, so that :meth:`leave` knows it."""
+        _ = self.is_of_this_rank_alone
+
+    def leave(self) -> None:
+        """After an exception of all ranks: wait for them, some seconds, before this one ends. Whoever started them ends all when one has
+        ended, and rank 0 may still be writing its log."""
+        if self._alone is False:
+            self._watchdog.all_come(f"{self._run}/end", limit_s=_LEAVING_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 from lightning_ptdp._lightning import lightning_names
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.strategy.stopping import ending_children_on_sigterm
+from lightning_ptdp.strategy.stopping import INTERRUPTED, ending_children_on_sigterm, handing_on_ctrl_c, not_handing_on
 
 __all__ = ["InProcessLauncher", "make_launcher"]
 
@@ -84,6 +85,14 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
             with ending_children_on_sigterm(self):
                 return super().launch(function, *args, trainer=trainer, **kwargs)
 
+        def kill(self, signum: int) -> None:
+            """Also to end with this process. That they have ended is then no failure, for which Lightning would kill this one too."""
+            super().kill(signum)
+            if signum == signal.SIGKILL:
+                for process in self.procs:
+                    process.wait()
+                self.procs.clear()
+
         __reduce__ = reduce
 
     class CheckedMultiProcessingLauncher(multiprocessing_launcher):
@@ -93,14 +102,18 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
             self._strategy.check_before_launch(trainer, args)
             self._strategy.ranks_failed = False
             try:
-                return super().launch(function, *args, trainer=trainer, **kwargs)
+                with handing_on_ctrl_c(self):
+                    return super().launch(function, *args, trainer=trainer, **kwargs)
             except BaseException:
                 self._strategy.ranks_failed = True
                 raise
 
         def _wrapping_function(self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *queues: Any) -> None:
+            not_handing_on()
             try:
                 super()._wrapping_function(process_idx, trainer, function, args, kwargs, *queues)
+            except KeyboardInterrupt:
+                sys.exit(INTERRUPTED)  # some versions of torch take it for a good end
             except SystemExit as end:
                 if process_idx == 0 and not end.code:
                     queues[0].put(_Ended())

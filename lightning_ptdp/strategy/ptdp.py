@@ -131,8 +131,9 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         """Convert, cut, give values, shard; then optimizers and gradient buckets."""
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
         assert self.mesh is not None
+        self._stop_request = StopRequest(trainer, alone=self.layout.world_size == 1)
         if self.layout.world_size > 1:
-            self._stop_request, self._validation_clock = StopRequest(trainer), ValidationClock(trainer)
+            self._validation_clock = ValidationClock(trainer)
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
         if not self._is_cut_here:
@@ -266,6 +267,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         if self._engine is not None:
             with self.waiting_in("the last parameters to arrive"):
                 self._engine.close()
+        if self._interruption is not None:
+            self._interruption.leave()
         if self.lightning_module is not None and awaits_values(self.lightning_module):
             return  # setup failed before there were values: moving what is not there would hide why
         super().teardown()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.checkpoint import (
     BackgroundSaver,
     CheckpointError,
@@ -29,6 +30,8 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.agreement import from_rank_zero, gather, is_rank_zero
 from lightning_ptdp.checkpoint.latest import latest_leaves
+from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.signals import StoppedNow, breakable
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, ModelSpace, checked_tensor
 from lightning_ptdp.tensor_parallel import Sharding
 
@@ -150,23 +153,34 @@ class ModelSpaceSaving(ModelSpace):
             CheckpointError: It failed; the same on all ranks.
         """
         self._is_training = False
-        saver, self._saver = self._saver, None
-        if saver is not None:
+        if self._saver is not None:
             with self.waiting_in("the end of a save in the background"):
-                saver.close()
+                self._saver.close()
+            self._saver = None  # not before: a Ctrl-C here finds it in on_exception
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let a save in the background end, if it can: a dead rank would never let it. An error of torch's communication from outside
-        the strategy's own waits gets a note of what each rank did last."""
+        """Let a save in the background end, if it can: a lost rank would never let it, and the second Ctrl-C gives it up. An error of
+        torch's communication from outside the strategy's own waits gets a note of what each rank did last."""
         super().on_exception(exception)
         if self._watchdog is not None:
             self._watchdog.annotate(exception)
-        saver, self._saver = self._saver, None
-        if saver is not None:
-            try:
-                saver.wait(min(self.config.timeout, _PATIENCE))
-            except (CheckpointError, RuntimeError) as error:
-                warnings.warn(f"the save in the background did not end: {error}", stacklevel=2)
+        told_to_end = isinstance(exception, (KeyboardInterrupt, SystemExit)) and not isinstance(exception, StoppedNow)
+        if told_to_end and self._interruption is not None:
+            self._interruption.meet()
+        saver, self._saver, self._is_training = self._saver, None, False
+        if saver is None:
+            return
+        lost = isinstance(exception, (PeerError, CheckpointError)) or is_communication_error(exception)
+        try:
+            if isinstance(exception, StoppedNow):
+                raise StoppedNow
+            with breakable():
+                saver.wait(min(self.config.timeout, _PATIENCE) if lost else self.config.timeout)
+        except (CheckpointError, RuntimeError, KeyboardInterrupt) as error:
+            why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else error
+            warnings.warn(f"the save in the background did not end: {why}", stacklevel=2)
+        finally:
+            saver.give_up()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint that is no longer among the best, but not before the one that is being written is complete; a ``latest``

@@ -42,9 +42,8 @@ class ScheduledSteps(WorldCollectives):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, and under a schedule backward too, of one batch."""
         assert self._engine is not None
+        self._heed_signals("step", dist.group.WORLD if self.layout.world_size > 1 else None)
         with self._during("step"):
-            if self._stop_request is not None:
-                self._stop_request.heed(dist.group.WORLD, self.root_device)
             if self._validation_clock is not None:
                 self._validation_clock.agree(self.reduce_boolean_decision)
             context = partial(self.one_step, "training_step", self.precision_plugin.train_step_context)
@@ -106,12 +105,23 @@ class ScheduledSteps(WorldCollectives):
 
     def _evaluate(self, hook: str, context: Any, args: tuple[Any, ...]) -> Any:
         assert self._engine is not None
+        assert self.mesh is not None
+        # Replicas may have different numbers of batches: only the ranks of one agree. The others of a fit would wait for them.
+        fits = self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING
+        interrupts = self.layout.data_parallel_size == 1 or not fits
+        self._heed_signals(hook, self.mesh.group("model").handle, interrupts=interrupts)
         with self._during(hook):
-            if self._stop_request is not None:
-                # Replicas may have different numbers of batches: only the ranks of one agree.
-                assert self.mesh is not None
-                self._stop_request.heed(self.mesh.group("model").handle, self.root_device)
             return self._engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
+
+    def _heed_signals(self, what: str, group: Any, *, interrupts: bool = True) -> None:
+        """End here if a rank of ``group`` was told to."""
+        assert self._watchdog is not None
+        if self._stop_request is None:
+            return
+        with self._during(what):
+            ends = self._stop_request.heed(group, self.root_device, interrupts=interrupts)
+        if ends:
+            raise KeyboardInterrupt  # out here: nothing has failed, and all ranks can still save
 
     def _during(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Says what this rank is busy with to the ranks that wait for it."""

@@ -1,8 +1,8 @@
-"""SIGTERM as a request to all ranks to stop after the same batch.
+"""SIGTERM and Ctrl-C as requests to all ranks to stop after the same batch.
 
-Lightning's handler runs a collective wherever the signal happens to find the rank. Under a pipeline that comes to a stand still: the
-other stages wait for this one's next message in a call of C++, where no Python handler runs, and this one waits for them in the
-handler. So here the handler only takes a note, and the ranks agree where all of them come by.
+Lightning's handler of SIGTERM runs a collective wherever the signal happens to find the rank, and Ctrl-C raises there. Under a pipeline
+both come to a stand still: the other stages wait for this one's next message in a call of C++, where no Python handler runs. So here the
+handlers only take a note, and the ranks agree where all of them come by.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -18,35 +17,62 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp._lightning import announce_sigterm, replace_sigterm_notifier
+from lightning_ptdp._lightning import announce_sigterm, register_signal_handlers, replace_signal_handlers
+from lightning_ptdp.signals import SignalNotes, StoppedNow, in_main_thread
 
-__all__ = ["StopRequest", "ending_children_on_sigterm"]
+__all__ = ["INTERRUPTED", "StopRequest", "ending_children_on_sigterm", "handing_on_ctrl_c", "not_handing_on"]
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a process that ended by Ctrl-C."""
+
+_ANNOUNCEMENT = "Ctrl-C: ends after this step (the callback SaveOnSignal() would save first); once more: ends now"
+_HANDED_ON = "Ctrl-C: the processes end after their step; once more: they end now"
+_TERMINATE, _INTERRUPT = 1, 2
 
 
 class StopRequest:
-    """Notes SIGTERM while ``trainer`` runs, instead of Lightning's handler.
+    """Notes SIGTERM while ``trainer`` runs, instead of Lightning's handler, and Ctrl-C, unless it has a handler of the user's.
+
+    Args:
+        trainer: Whose loops end.
+        alone: Whether there is no other rank: SIGTERM is Lightning's then.
 
     Attributes:
-        received: Whether this rank got the signal.
+        received: Whether this rank got SIGTERM.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, *, alone: bool) -> None:
         self._trainer = trainer
         self.received = False
-        replace_sigterm_notifier(trainer, self._note)
+        self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
+        replace_signal_handlers(trainer, sigterm=None if alone else self._note, register=self._register)
 
-    def heed(self, group: Any, device: torch.device) -> None:
-        """If any rank of ``group`` got the signal, have Lightning's loop end on all of them after the batch; collective, one bit.
+    def heed(self, group: Any, device: torch.device, *, interrupts: bool = True) -> bool:
+        """If any rank of ``group`` got SIGTERM, have Lightning's loop end on all of them after the batch; whether one got Ctrl-C, so that
+        all of them are to end here. Collective, one number.
 
         Args:
             group: Ranks that work on the same batches; None is this rank alone.
             device: Where the group communicates.
+            interrupts: Whether Ctrl-C may end them here.
         """
-        received = torch.tensor(int(self.received), device=device)
+        asked = _TERMINATE if self.received else 0
+        if interrupts and signal.SIGINT in self._notes.received:
+            asked = _INTERRUPT
         if group is not None:
-            dist.all_reduce(received, op=dist.ReduceOp.MAX, group=group)
-        if received:
+            agreed = torch.tensor(asked, device=device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+            asked = int(agreed)
+        if asked == _TERMINATE:
             announce_sigterm(self._trainer)
+        return asked == _INTERRUPT
+
+    def _register(self) -> None:
+        """Behind Lightning's own, which takes back at the end of the run what was set meanwhile; before data is read by processes, which
+        inherit the handler and survive the terminal's Ctrl-C."""
+        register_signal_handlers(self._trainer)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._notes.take(signal.SIGINT)
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         if not self.received:
@@ -62,7 +88,7 @@ def ending_children_on_sigterm(launcher: Any) -> Iterator[None]:
     By itself it would end this process alone, and the others would look for the store of this one until their time limit.
     """
     before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+    if before is not signal.SIG_DFL or not in_main_thread():
         yield  # the user has made provision, or Python allows none
         return
 
@@ -77,3 +103,50 @@ def ending_children_on_sigterm(launcher: Any) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def handing_on_ctrl_c(launcher: Any) -> Iterator[None]:
+    """While all ranks are processes that ``launcher`` started: Ctrl-C to this one asks them to end, as SIGTERM does, and the second kills
+    them. That they have ended by it, or by a Ctrl-C of their own, is raised here.
+
+    Raises:
+        KeyboardInterrupt: Instead of what the launcher raises about processes that were told to end.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not in_main_thread():
+        yield
+        return
+    notes = SignalNotes(_HANDED_ON)
+    notes.take()
+    signal.signal(signal.SIGINT, _HandsOn(launcher, notes))
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if notes.received or getattr(error, "exit_code", None) == INTERRUPTED:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        not_handing_on()
+
+
+def not_handing_on() -> None:
+    """Leave that; also in a rank that has inherited it."""
+    if isinstance(signal.getsignal(signal.SIGINT), _HandsOn):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _HandsOn:
+    def __init__(self, launcher: Any, notes: SignalNotes) -> None:
+        self._launcher, self._notes, self._owner = launcher, notes, os.getpid()
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner or not self._launcher.procs:  # just forked, or there is nobody yet
+            signal.default_int_handler(signum, frame)
+        try:
+            self._notes.note(signum, frame)
+        except StoppedNow:
+            self._launcher.kill(signal.SIGKILL)
+            raise
+        self._launcher.kill(signal.SIGTERM)

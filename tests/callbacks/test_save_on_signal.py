@@ -1,4 +1,4 @@
-"""SIGTERM to one rank: all save, end, and go on later as if nothing had happened."""
+"""SIGTERM or Ctrl-C to one rank: all save, end, and go on later as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler
@@ -25,19 +26,23 @@ from tests.pool import Pool
 class Terminate(L.Callback):
     """Signals this process when a step begins."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, number: int) -> None:
+        self._step, self._number = step, number
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self._step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self._number)
+
+
+def _handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
 def _train(
-    rank: int, folder: str, signalled: int | None, async_save: bool, resume: str | None
+    rank: int, folder: str, signalled: int | None, sent: int, async_save: bool, resume: str | None, saver: str = "SaveOnSignal"
 ) -> tuple[int, dict[str, torch.Tensor]]:
     L.seed_everything(3, verbose=False)
-    before = signal.getsignal(signal.SIGTERM)
+    before = _handlers()
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
     trainer = L.Trainer(
         strategy=strategy,
@@ -45,9 +50,12 @@ def _train(
         devices=2,
         max_steps=5,
         default_root_dir=folder,
-        callbacks=[SaveOnSignal(), *([Terminate(1)] if rank == signalled else [])],
+        callbacks=[
+            SaveOnSignal() if saver == "SaveOnSignal" else OnExceptionCheckpoint(folder),
+            *([Terminate(1, sent)] if rank == signalled else []),
+        ],
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=saver != "SaveOnSignal",
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -56,22 +64,35 @@ def _train(
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     if signalled is None:
         trainer.fit(LitTiny(Run(layers=4)), loader, ckpt_path=resume)
-        assert signal.getsignal(signal.SIGTERM) == before
+        assert _handlers() == before
     else:
-        with pytest.raises(SIGTERMException):
+        with pytest.raises(SystemExit) as info:
             trainer.fit(LitTiny(Run(layers=4)), loader)
-        signal.signal(signal.SIGTERM, before)  # the process is used again
+        assert isinstance(info.value, SIGTERMException) == (sent == signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) == before[1]
+        signal.signal(signal.SIGTERM, before[0])  # the process is used again
     return trainer.global_step, strategy.gather_state_dict() if signalled is None else {}
 
 
-@pytest.mark.parametrize(("signalled", "async_save"), [(0, False), (1, True)])
-def test_all_ranks_save_and_end(pool: Pool, tmp_path: Path, signalled: int, async_save: bool) -> None:
-    steps = [step for step, _ in pool.run(_train, world_size=2, args=(str(tmp_path), signalled, async_save, None))]
-    assert steps[0] == steps[1] in (2, 3)
-    assert os.readlink(tmp_path / "latest") == "on_signal.ckpt"
+@pytest.mark.parametrize(
+    ("signalled", "sent", "async_save", "saver"),
+    [
+        (0, signal.SIGTERM, False, "SaveOnSignal"),
+        (1, signal.SIGTERM, True, "SaveOnSignal"),
+        (0, signal.SIGINT, True, "SaveOnSignal"),
+        (1, signal.SIGINT, False, "SaveOnSignal"),
+        (1, signal.SIGINT, True, "OnExceptionCheckpoint"),
+    ],
+)
+def test_all_ranks_save_and_end(pool: Pool, tmp_path: Path, signalled: int, sent: int, async_save: bool, saver: str) -> None:
+    args = (str(tmp_path), signalled, sent, async_save, None, saver)
+    steps = [step for step, _ in pool.run(_train, world_size=2, args=args)]
+    assert steps[0] == steps[1] in (1, 2, 3)
+    name = "on_signal.ckpt" if saver == "SaveOnSignal" else "on_exception.ckpt"
+    assert os.readlink(tmp_path / "latest") == name
     assert read_metadata(tmp_path / "latest").run["global_step"] == steps[0]
-    _, resumed = pool.run(_train, world_size=2, args=(str(tmp_path), None, False, str(tmp_path / "latest")))[0]
-    _, whole = pool.run(_train, world_size=2, args=(str(tmp_path), None, False, None))[0]
+    _, resumed = pool.run(_train, world_size=2, args=(str(tmp_path), None, 0, False, str(tmp_path / "latest")))[0]
+    _, whole = pool.run(_train, world_size=2, args=(str(tmp_path), None, 0, False, None))[0]
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 

@@ -182,10 +182,10 @@ def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Sig
         fit.process.send_signal(sent)
         assert fit.finish(60) == expected, fit.output
     run = only_run(tmp_path)
-    assert mlflow_run(tmp_path, run.name).info.status == "FAILED"
+    assert mlflow_run(tmp_path, run.name).info.status == "KILLED"
     assert "training ended early" in fit.output
-    if sent == signal.SIGTERM:
-        verify_checkpoint(run / "checkpoints" / "on_signal.ckpt")
+    verify_checkpoint(run / "checkpoints" / "on_signal.ckpt")
+    assert f"saved {run}/checkpoints/on_signal.ckpt" in fit.output
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_a_sentence(config: str, tmp_path: Path) -> None:

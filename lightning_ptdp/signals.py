@@ -1,0 +1,86 @@
+"""Signals as requests: noted where they arrive, and acted on where nothing is torn by it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+__all__ = ["SignalNotes", "StoppedNow", "breakable", "in_main_thread"]
+
+_COPIES_S = 1.0  # launchers hand on what a terminal has sent to all processes already
+
+
+class StoppedNow(KeyboardInterrupt):
+    """The second Ctrl-C: nothing more is waited for."""
+
+
+class SignalNotes:
+    """Handlers that only take a note. The second Ctrl-C raises ``StoppedNow`` where it finds this process.
+
+    Args:
+        announcement: Written to stderr at the first Ctrl-C; "" for nothing.
+
+    Attributes:
+        received: What came.
+    """
+
+    def __init__(self, announcement: str = "") -> None:
+        self.received: set[int] = set()
+        self._announcement = announcement
+        self._before: dict[int, Any] = {}
+        self._first, self._pid = 0.0, 0
+
+    def take(self, *numbers: int) -> None:
+        """Note these signals from now on; nothing happens outside of the main thread, where Python allows no handlers."""
+        self._pid = os.getpid()
+        for number in numbers if in_main_thread() else ():
+            self._before[number] = signal.signal(number, self.note)
+
+    def give_back(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if number in self.received:
+                if now - self._first > _COPIES_S:
+                    raise StoppedNow
+                return
+            self._first = now
+            if self._announcement and os.getpid() == self._pid:  # forked readers of data inherit the handler
+                os.write(2, f"\n{self._announcement}\n".encode())  # print may not be entered twice
+        self.received.add(number)
+
+
+@contextmanager
+def breakable() -> Iterator[None]:
+    """Around a wait at the end of a run: Ctrl-C ends it with ``StoppedNow``, although Lightning ignores the signal by then."""
+    if not in_main_thread():
+        yield
+        return
+    began = time.monotonic()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - began > _COPIES_S:
+            raise StoppedNow
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def in_main_thread() -> bool:
+    """Whether Python lets this thread set handlers."""
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,104 @@
+"""Two trainings that save into one folder, and remove there what is no longer among the best."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ptdp.checkpoint import complete_checkpoints, files, latest, mark_latest, verify_checkpoint
+from lightning_ptdp.checkpoint.latest import latest_leaves
+from tests.checkpoint.test_interrupted import save
+from tests.conformance.toys import LitNet, Place, loader, make_trainer
+
+LIMIT_S = 60
+
+
+class Together(L.Callback):
+    """Both are at the same step."""
+
+    def __init__(self, barrier: Any) -> None:
+        self._barrier = barrier
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._barrier.wait(LIMIT_S)
+
+
+def train(folder: Path, barrier: Any, told: Any) -> None:
+    warnings.filterwarnings("error", message=".*latest cannot be made")
+    saver = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max", save_last=True
+    )
+    try:
+        trainer = make_trainer(
+            Place(), callbacks=[Together(barrier), saver], enable_checkpointing=True, max_steps=8, max_epochs=None
+        )
+        trainer.fit(LitNet(), loader())
+        told.put("")
+    except BaseException as error:
+        barrier.abort()
+        told.put(f"{type(error).__name__}: {error}")
+
+
+def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, told = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=train, args=(tmp_path / "both", barrier, told), daemon=True) for _ in range(2)]
+    for process in processes:
+        process.start()
+    outcomes = [told.get(timeout=2 * LIMIT_S) for _ in processes]
+    for process in processes:
+        process.join(LIMIT_S)
+    for outcome in outcomes:
+        mend = "give each training a folder of its own" in outcome
+        assert not outcome or mend or outcome.startswith("BrokenBarrierError"), outcomes  # the other one ended
+    found = complete_checkpoints(tmp_path / "both")
+    assert found
+    for checkpoint in found:
+        verify_checkpoint(checkpoint)
+    assert (tmp_path / "both" / "latest").exists()
+
+
+def test_what_another_training_has_removed_is_gone(tmp_path: Path) -> None:
+    files.discard(tmp_path / "nothing")
+    target = tmp_path / "step=1.ckpt"
+    save(target, 1)
+    mark_latest(target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latest, "complete_checkpoints", lambda folder: (folder / "latest").unlink() or [])
+        latest_leaves(target)
+    assert not (tmp_path / "latest").is_symlink()
+
+
+def test_latest_is_marked_although_another_training_takes_the_new_link_for_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, link = tmp_path / "step=1.ckpt", latest.os.symlink
+    save(target, 1)
+    (tmp_path / "latest").unlink(missing_ok=True)
+    taken: list[Path] = []
+
+    def symlink(name: str, path: Path) -> None:
+        link(name, path)
+        if not taken:
+            taken.append(path)
+            path.unlink()
+
+    monkeypatch.setattr(latest.os, "symlink", symlink)
+    mark_latest(target)
+    assert (tmp_path / "latest").resolve() == target
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "last.ckpt"
+    save(target, 1)
+    save(tmp_path / "new", 2)
+    others = iter([target])
+    files.replace(tmp_path / "new", target, follow=lambda _: [files.discard(path) for path in others])
+    verify_checkpoint(target)
+    assert not files.leftovers(target)

@@ -1,0 +1,103 @@
+"""What Ctrl-C means: the first is a request, a copy of it nothing, the second now."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightning_ptdp import signals
+from lightning_ptdp.signals import SignalNotes, StoppedNow, breakable
+from lightning_ptdp.strategy.stopping import INTERRUPTED, handing_on_ctrl_c
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The clock, in seconds; Ctrl-C raises, as pytest has it."""
+    clock, before = [100.0], signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
+    yield clock
+    signal.signal(signal.SIGINT, before)
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_is_noted_a_copy_ignored_and_the_second_raised(now: list[float], capfd: pytest.CaptureFixture[str]) -> None:
+    notes = SignalNotes("saves first")
+    notes.take(signal.SIGINT, signal.SIGTERM)
+    try:
+        ctrl_c()
+        now[0] += 0.5
+        ctrl_c()
+        assert notes.received == {signal.SIGINT}
+        now[0] += 1
+        with pytest.raises(StoppedNow):
+            ctrl_c()
+    finally:
+        notes.give_back()
+    assert capfd.readouterr().err == "\nsaves first\n"
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+
+
+def test_a_wait_that_lightning_protects_can_be_broken(now: list[float]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with breakable():
+        ctrl_c()  # a copy of the one that led here
+        now[0] += 2
+        with pytest.raises(StoppedNow):
+            ctrl_c()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+class Launcher:
+    """Of processes that are told."""
+
+    def __init__(self, *procs: Any) -> None:
+        self.procs, self.told = procs, list[int]()
+
+    def kill(self, number: int) -> None:
+        self.told.append(number)
+
+
+def in_launcher(launcher: Launcher, now: list[float], *, times: tuple[float, ...], error: BaseException) -> None:
+    with handing_on_ctrl_c(launcher):
+        for time in times:
+            now[0] = 100 + time
+            ctrl_c()
+        raise error
+
+
+def test_a_launcher_asks_its_processes_to_end_and_kills_them_the_second_time(now: list[float]) -> None:
+    launcher = Launcher("a process")
+    with pytest.raises(KeyboardInterrupt):
+        in_launcher(launcher, now, times=(0, 0.5), error=SystemExit())
+    assert {*launcher.told} == {signal.SIGTERM}
+    with pytest.raises(StoppedNow):
+        in_launcher(launcher, now, times=(0, 2), error=SystemExit())
+    assert launcher.told[-1] == signal.SIGKILL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_a_launcher_raises_of_interrupted_processes(now: list[float]) -> None:
+    class Ended(Exception):
+        exit_code = INTERRUPTED
+
+    for launcher, times, error, expected in (
+        (Launcher("a process"), (), Ended(), KeyboardInterrupt),
+        (Launcher("a process"), (), ZeroDivisionError(), ZeroDivisionError),
+        (Launcher(), (0.0,), ZeroDivisionError("there is nobody to hand it to"), KeyboardInterrupt),
+    ):
+        with pytest.raises(expected):
+            in_launcher(launcher, now, times=times, error=error)
+
+
+def test_a_handler_of_the_users_own_stays(now: list[float]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with handing_on_ctrl_c(Launcher("a process")):
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
