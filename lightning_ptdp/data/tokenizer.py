@@ -57,7 +57,7 @@ class Tokenizer:
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError) as error:  # the second of its own message
             raise TokenizerError(f"not a sentencepiece model: {_reason(error)}") from error
         try:
             pieces = self.pieces
@@ -311,5 +311,5 @@ def _training_message(error: RuntimeError, wanted: int) -> str:
     return f"sentencepiece could not learn vocabulary_size={wanted}: {_reason(error)}"
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     return str(error).strip() or "the bytes end early or are damaged"
