@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests. One thread a process: the distributed ones run up to eight.
+# All tests, a few files at a time. One thread a process: the distributed ones run up to eight.
 set -euo pipefail
 export OMP_NUM_THREADS=1
-python -m pytest --durations=15
+python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --durations=15
