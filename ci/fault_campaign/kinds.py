@@ -85,7 +85,7 @@ KINDS = {
     "async: renames": Kind(calls=_RENAME, most=5, anyone=False, saves="beside"),
     "async: latest": Kind(calls=_LATEST, most=10, anyone=False, saves="beside"),
     "any time": Kind(),
-    "any time, async": Kind(saves="beside"),
+    "any time: async": Kind(saves="beside"),
 }
 
 
