@@ -30,6 +30,7 @@ class Placeholder(nn.Module):
         for key, value in plain_attributes(original).items():
             if key not in vars(self):
                 self.__dict__[key] = value
+        self.training = original.training
         self.__dict__["_ptdp_name"] = name
         self.__dict__["_ptdp_boundary"] = boundary
 

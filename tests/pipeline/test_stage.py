@@ -75,6 +75,17 @@ def test_parameters_keep_their_names_and_each_lives_once() -> None:
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 
 
+def test_stand_ins_are_in_the_mode_of_what_they_stand_for() -> None:
+    whole = Net()
+    for name in ("embedding", "layers.0", "layers.3", "head"):
+        whole.get_submodule(name).eval()
+    modes = {name: module.training for name, module in whole.named_modules()}
+    for stage in range(3):
+        part = copy.deepcopy(whole)
+        PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
+        assert {name: module.training for name, module in part.named_modules() if name in modes} == modes
+
+
 class SameNorm(Net):
     """One norm, in front of the blocks and behind them."""
 
