@@ -25,7 +25,15 @@ from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
 from lightning_ptdp.checkpoint.load import Stored, load_tensors, open_folder
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
-from lightning_ptdp.checkpoint.optimizer import load_optimizer, merge_groups, optimizer_groups, optimizer_tensors
+from lightning_ptdp.checkpoint.optimizer import (
+    keeps_history,
+    load_history,
+    load_optimizer,
+    merge_groups,
+    optimizer_groups,
+    optimizer_history,
+    optimizer_tensors,
+)
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.reshard import reshard_checkpoint
 from lightning_ptdp.checkpoint.save import save_checkpoint, write_checkpoint
@@ -52,6 +60,8 @@ __all__ = [
     "choose_checkpoint",
     "complete_checkpoints",
     "is_checkpoint",
+    "keeps_history",
+    "load_history",
     "load_optimizer",
     "load_tensors",
     "open_folder",
@@ -60,6 +70,7 @@ __all__ = [
     "merge_groups",
     "newest_checkpoint",
     "optimizer_groups",
+    "optimizer_history",
     "optimizer_tensors",
     "portable",
     "read_full",

@@ -3,6 +3,8 @@
 Two layouts hold different parameters, in a different order: index 3 of one is not index 3 of the other (nor need it be after the
 model was edited). So ``exp_avg`` of the first optimizer is stored as ``optimizer/0/exp_avg/<parameter>``, cut like the parameter;
 a Python number, such as a step count kept as int, as ``optimizer/0/step:number/<parameter>``, so that it comes back as a number.
+
+LBFGS keeps one history of all parameters together, flattened in the optimizer's order: it is stored as it is, for ranks that hold all.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from lightning_ptdp.checkpoint.load import load_tensors
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 from lightning_ptdp.tensor_parallel.sharding import Sharding
 
-__all__ = ["load_optimizer", "merge_groups", "optimizer_groups", "optimizer_tensors"]
+__all__ = [
+    "keeps_history",
+    "load_history",
+    "load_optimizer",
+    "merge_groups",
+    "optimizer_groups",
+    "optimizer_history",
+    "optimizer_tensors",
+]
 
 Names = Mapping[torch.nn.Parameter, str]
 _NUMBER = ":number"
@@ -71,6 +81,37 @@ def optimizer_tensors(
                 sharding if value.shape == parameter.shape else Sharding.replicated(()),
             )
     return found
+
+
+def keeps_history(optimizer: Optimizer) -> bool:
+    """Whether its state belongs to all parameters together."""
+    return isinstance(optimizer, torch.optim.LBFGS)
+
+
+def optimizer_history(optimizer: Optimizer) -> dict[int, Any]:
+    """The state of an optimizer that keeps one of all parameters together, for ``load_history``."""
+    history: dict[int, Any] = optimizer.state_dict()["state"]
+    return history
+
+
+def load_history(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restore an optimizer's history, if it keeps one.
+
+    Args:
+        optimizer: Its groups are restored.
+        saved: What was saved of the optimizer that the checkpoint was written with; its ``"history"``, if that kept one.
+
+    Raises:
+        CheckpointError: Only one of the two keeps one.
+    """
+    if keeps_history(optimizer) != ("history" in saved):
+        keeps = "keeps" if "history" in saved else "does not keep"
+        raise CheckpointError(
+            f"the checkpoint's optimizer {keeps} a history of all parameters together, as LBFGS does, unlike {type(optimizer).__name__}: "
+            "configure the same optimizer, or load the weights alone (InitFrom)"
+        )
+    if keeps_history(optimizer):
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["history"]})
 
 
 def optimizer_groups(optimizer: Optimizer, names: Names) -> list[dict[str, Any]]:

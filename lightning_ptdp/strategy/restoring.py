@@ -19,6 +19,7 @@ from lightning_ptdp.checkpoint import (
     StoredWeights,
     choose_checkpoint,
     files,
+    load_history,
     load_optimizer,
     load_tensors,
     local_path,
@@ -215,6 +216,7 @@ class ModelSpaceRestoring(ModelSpace):
                 load_optimizer(
                     states.path, optimizer, names=names, shardings=shardings, groups=saved.get("groups", []), index=index
                 )
+                load_history(optimizer, saved)
                 self._take_masters(optimizer)
 
     def _take_masters(self, optimizer: Any) -> None:

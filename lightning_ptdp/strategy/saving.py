@@ -20,10 +20,12 @@ from lightning_ptdp.checkpoint import (
     Keeper,
     Placed,
     files,
+    keeps_history,
     local_path,
     mark_latest,
     merge_groups,
     optimizer_groups,
+    optimizer_history,
     optimizer_tensors,
     same_outcome,
     save_checkpoint,
@@ -69,7 +71,8 @@ class ModelSpaceSaving(ModelSpace):
         with self.waiting_in("saving the optimizer's parameter groups"):
             with same_outcome("reading the optimizer's parameter groups"):
                 groups = optimizer_groups(inner, self._optimizer_records()[0])
-            return {"groups": merge_groups(gather(groups))}
+            history = {"history": optimizer_history(inner)} if keeps_history(inner) else {}
+            return {"groups": merge_groups(gather(groups)), **history}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint folder; entered by all ranks. After an exception there is a warning instead where that cannot be.
@@ -106,6 +109,8 @@ class ModelSpaceSaving(ModelSpace):
             masters = {e.value: {MASTER: e.value.detach()} for e in self._adopted or () if e.target is not None}
             optimizers: dict[str, tuple[Tensor, Placed]] = {}
             for index, optimizer in enumerate(self.optimizers if "optimizer_states" in state else ()):
+                if keeps_history(optimizer):
+                    continue
                 optimizers |= optimizer_tensors(optimizer, names=names, shardings=shardings, index=index, extra=masters)
         if self.ranks_hold_all:
             # What rank 0's hooks made of it is saved, as in Lightning; the others help to write what nobody changed.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.conformance.toys import ONE, P2, LitNet, Losses, Place, assert_weights, loader, make_trainer, weights
 from tests.pool import Pool
@@ -73,6 +75,23 @@ def test_every_evaluation_is_that_of_one_device(optimizer: str, place: Place, po
     assert losses[-1] < losses[0]
     if optimizer != "weighted":
         assert torch.tensor([values for _, values in found]).mean(0).tolist() == pytest.approx(losses, rel=1e-5)
+
+
+def stop_and_go_on(rank: int, place: Place, folder: str) -> Any:
+    for epochs in (2, 4):
+        L.seed_everything(1, verbose=False)
+        save = ModelCheckpoint(dirpath=folder, save_last=True)
+        trainer = make_trainer(place, precision="64-true", max_epochs=epochs, enable_checkpointing=True, callbacks=[save])
+        trainer.fit(LitClosure("plain"), loader(batch_size=32 // place.world_size), ckpt_path="last" if epochs == 4 else None)
+        assert trainer.global_step == epochs
+    return weights(trainer)
+
+
+@pytest.mark.parametrize("place", [ONE, M4, D2], ids=["one", "m4", "d2"])
+def test_its_history_goes_on_with_a_checkpoint(place: Place, pool: Pool, tmp_path: Path) -> None:
+    ((expected, _),) = pool.run(run, world_size=1, args=(ONE, "plain", {}))
+    for found in pool.run(stop_and_go_on, world_size=place.world_size, args=(place, str(tmp_path))):
+        assert_weights(found, expected, tolerance=1e-7)
 
 
 def refuse(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> str:

@@ -428,12 +428,8 @@ def fit_and_save(rank: int, place: Place, path: str, make: Any, saves: bool) -> 
 
 
 def test_an_optimizer_that_cannot_be_checkpointed_is_refused_before_the_first_step(pool: Pool, tmp_path: Any) -> None:
-    for make, words in (
-        (torch.optim.Adafactor, "Adafactor cannot be checkpointed: its state 'row_var'"),
-        (torch.optim.LBFGS, "LBFGS"),
-    ):
-        (message,) = pool.run(fit_and_save, world_size=1, args=(Place(), str(tmp_path), make, True))
-        assert words in message
-        assert "enable_checkpointing=False" in message
+    (message,) = pool.run(fit_and_save, world_size=1, args=(Place(), str(tmp_path), torch.optim.Adafactor, True))
+    assert "Adafactor cannot be checkpointed: its state 'row_var'" in message
+    assert "enable_checkpointing=False" in message
     for make, saves in ((torch.optim.Adafactor, False), (torch.optim.Adam, True)):
         assert pool.run(fit_and_save, world_size=1, args=(Place(), str(tmp_path), make, saves)) == ["4 steps"]

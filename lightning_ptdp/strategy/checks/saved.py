@@ -66,8 +66,6 @@ def check_optimizer_state(optimizer: Optimizer, *, device: torch.device) -> None
     Raises:
         ValueError: They cannot; names the optimizer and the state.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"LBFGS cannot be checkpointed: it keeps a history of all parameters in one. {_MEND}")
     if not _may_be_tried(optimizer):
         return
     for group in optimizer.param_groups:
