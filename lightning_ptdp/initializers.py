@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.shadow import shallow_copy, without_tensors
 
-__all__ = ["Initializers"]
+__all__ = ["Initializers", "why_without_values"]
 
 
 class Initializers:
@@ -40,10 +40,7 @@ class Initializers:
         """
         chain = self._chain(name)
         module = chain[-1]
-        owner = self._owner(chain)
-        resets = [
-            reset for reset in (_own_reset(module), *(_reset_of_children(m) for m in reversed(chain[:-1]))) if reset is not None
-        ]
+        owner, resets = self._owner(chain), _resets(chain)
         if owner is None and not resets:
             return None
         tensors = dict(module._parameters), dict(module._buffers)
@@ -64,6 +61,11 @@ class Initializers:
                 module.__dict__["_parameters"], module.__dict__["_buffers"] = tensors
         return made
 
+    def knows(self, name: str) -> bool:
+        """Whether there is anything that would initialize the module."""
+        chain = self._chain(name)
+        return self._owner(chain) is not None or bool(_resets(chain))
+
     def _chain(self, name: str) -> list[Any]:
         """The modules from the root down to ``name``."""
         chain: list[Any] = [self._shadow]
@@ -74,6 +76,20 @@ class Initializers:
     def _owner(self, chain: list[Any]) -> Any:
         """The nearest module at or above the last whose ``_init_weights`` takes a module."""
         return next((module for module in reversed(chain) if _takes_a_module(getattr(module, "_init_weights", None))), None)
+
+
+def why_without_values(name: str, module: nn.Module) -> str:
+    """What is said of a module that nothing initializes."""
+    who = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+    return (
+        f"{who} was built on the meta device but has no reset_parameters() method that gives it "
+        "values; add one, build the model in __init__, or set PTDPStrategy(meta_init=False)"
+    )
+
+
+def _resets(chain: list[Any]) -> list[Callable[[], Any]]:
+    found = (_own_reset(chain[-1]), *(_reset_of_children(module) for module in reversed(chain[:-1])))
+    return [reset for reset in found if reset is not None]
 
 
 def _own_reset(module: nn.Module) -> Callable[[], Any] | None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ptdp.initializers import Initializers
+from lightning_ptdp.initializers import Initializers, why_without_values
 from lightning_ptdp.random import derive_seed, seeded
 
 __all__ = ["Materializer", "agree_on_values", "awaits_values", "is_meta"]
@@ -89,10 +89,7 @@ class Materializer:
         with seeded(derive_seed(self._seed, "init", name), torch.device("cpu")):
             made = self._initialize(name, others=self._others.get(name, ()))
         if made is None:
-            raise ValueError(
-                f"'{name}' ({type(asked).__name__}) was built on the meta device but has no reset_parameters() method that gives it "
-                "values; add one, build the model in __init__, or set PTDPStrategy(meta_init=False)"
-            )
+            raise ValueError(why_without_values(name, asked))
         return made
 
 

@@ -97,14 +97,16 @@ class GradientChecks:
         Raises:
             ValueError: Names the parameter and what works.
         """
-        change = f"requires_grad of '{self._parallel.records[parameter].name}' has become {parameter.requires_grad} since"
+        name = self._parallel.records[parameter].name
         if accumulating:
             raise ValueError(
-                f"{change} the batches began whose gradients are accumulated: change it when an optimizer step is complete"
+                f"requires_grad of '{name}' has become {parameter.requires_grad} since the batches began whose gradients are accumulated: "
+                "change it when an optimizer step is complete"
             )
         raise ValueError(
-            f"{change} set-up, but the optimizer steps on shards or float32 copies of what could be trained then; set it before fit, call "
-            "fit again after it, or use shard_optimizer=False and precision='32-true' or 'bf16-mixed' (or master_weights=False)"
+            f"requires_grad of '{name}' has become {parameter.requires_grad} since set-up, but the optimizer steps on shards or float32 "
+            "copies of what could be trained then; set it before fit, call fit again after it, or use shard_optimizer=False and "
+            "precision='32-true' or 'bf16-mixed' (or master_weights=False)"
         )
 
     def complete(self, optimizer: Any, *, losses: Sequence[Tensor], norm: Callable[[], Tensor] | None) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conformance.toys import FEATURES, LitNet, Place, loader, make_trainer
+from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer
 
 
 class LitStatistics(LitNet):
@@ -46,3 +46,8 @@ class LitBuffer(LitNet):
 def test_what_nothing_gives_a_value_is_the_error_that_is_shown() -> None:
     with pytest.raises(ValueError, match=r"LitBuffer.*meta device.*reset_parameters.*meta_init=False"):
         make_trainer(Place()).fit(LitBuffer(), loader())
+
+
+def test_it_is_known_before_launch_where_the_model_is_cut() -> None:
+    with pytest.raises(ValueError, match=r"^LitBuffer.*meta device.*reset_parameters.*meta_init=False"):
+        make_trainer(Place(world_size=2, layout=P2)).fit(LitBuffer(), loader())

@@ -16,6 +16,7 @@ from lightning_ptdp._lightning import NAMESPACES
 from lightning_ptdp._torch import forward_hooks
 from lightning_ptdp._transformers import is_capture
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.initializers import Initializers, why_without_values
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parallelize import layer_ranges, parts_of
@@ -80,7 +81,8 @@ def check_model(
         whole = _converted(whole, convert, config, late=late)
     _check_compiled(whole)
     if config.meta_init:
-        _check_parametrized(whole, built={name for name, parameter in module.named_parameters() if not parameter.is_meta})
+        named = (*module.named_parameters(), *module.named_buffers())
+        _check_late(whole, built={name for name, tensor in named if not tensor.is_meta})
     plan = plan_of(whole, config)
     check = getattr(whole, "check_parallel", None)
     if check is not None:
@@ -134,14 +136,21 @@ def _converted(whole: nn.Module, convert: Callable[[nn.Module], nn.Module], conf
         raise ValueError(f"the plugin's {name} needs values ({error}), which are not there yet in {way}") from error
 
 
-def _check_parametrized(model: nn.Module, *, built: Collection[str]) -> None:
+def _check_late(model: nn.Module, *, built: Collection[str]) -> None:
+    """Check that what was built on the meta device, which is what is not ``built``, can be given values."""
+    initialize: Initializers | None = None
     for name, module in model.named_modules():
-        late = [key for key, _ in module.named_parameters() if f"{name}.{key}" not in built]
-        if late and is_parametrized(module):
+        prefix = f"{name}." if name else ""
+        if is_parametrized(module) and any(prefix + key not in built for key, _ in module.named_parameters()):
             raise ValueError(
                 f"'{name}' is parametrized (weight norm, or the like) and was built in configure_model on the meta device, where its parts "
                 "have no initial values: build the model in __init__, or set PTDPStrategy(meta_init=False)"
             )
+        own = (*module._parameters.items(), *module._buffers.items())
+        if any(tensor is not None and tensor.is_meta and prefix + key not in built for key, tensor in own):
+            initialize = initialize or Initializers(model)
+            if not initialize.knows(name):
+                raise ValueError(why_without_values(name, module))
 
 
 def _check_compiled(model: Any) -> None:
