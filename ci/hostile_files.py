@@ -28,11 +28,11 @@ from tests.hostile.confined import MOST_MB, MOST_S, Confinement, Outcome
 _COLUMNS = ("kind", "cases", "refused", "harmless", "wrong", "slow", "memory", "outside", "started", "longest", "most")
 
 
-def all_cases() -> list[Case]:
-    """Of every module of ``tests.hostile`` that has some."""
+def all_cases(folder: Path) -> list[Case]:
+    """Of every module of ``tests.hostile`` that has some; ``folder`` keeps what they are made of."""
     names = [module.name for module in pkgutil.iter_modules(tests.hostile.__path__) if not module.name.startswith("test_")]
     modules = [importlib.import_module(f"tests.hostile.{name}") for name in names]
-    return [case for module in modules if hasattr(module, "cases") for case in module.cases()]
+    return [case for module in modules if hasattr(module, "cases") for case in module.cases(folder)]
 
 
 def main() -> int:
@@ -42,14 +42,13 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print what every case was told")
     parser.add_argument("--folder", type=Path, default=None, help="where the cases are written; a temporary folder by default")
     options = parser.parse_args()
-    cases = [case for case in all_cases() if options.only in case.name]
-    names = [case.name for case in cases]
-    assert len(set(names)) == len(names), "two cases of one name"
     # What a reader imports when it is used, so that its time and memory are the file's.
     for module in ("sentencepiece", "litdata.streaming.downloader"):
         importlib.import_module(module)
-    gc.freeze()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        cases = [case for case in all_cases(Path(folder).resolve() / "made") if options.only in case.name]
+        assert len({case.name for case in cases}) == len(cases), "two cases of one name"
+        gc.freeze()
         confinement = Confinement(Path(folder).resolve() / "cases")
         outcomes = []
         for case in cases:

@@ -19,9 +19,11 @@ from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.latest import complete_checkpoints, latest_follows, leads_nowhere, mark_latest
 from lightning_ptdp.checkpoint.metadata import DCP_FILE, INDEX_FILE, METADATA_FILE, README_FILE, STATE_FILE, read_metadata
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX
+from lightning_ptdp.turns import one_at_a_time
 
 __all__ = ["Keeper"]
 
+_TURN_S = 5.0
 _NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, DCP_FILE, README_FILE)
 
 
@@ -54,9 +56,13 @@ class Keeper:
         assert target is not None
         target.parent.mkdir(parents=True, exist_ok=True)
         self.tidy(target.parent)
-        claim.take()  # before looking around: of two that begin at once, at least one sees the other
-        others = [path for path in files.leftovers(target) if files.lock_name(path) != files.lock_name(claim.part)]
-        for writer in filter(None, map(writer_of, others)):
+        with one_at_a_time(target.parent, limit_s=_TURN_S):
+            claim.take()  # before looking around: where there are no turns, at least one sees the other
+            others = [path for path in files.leftovers(target) if files.lock_name(path) != files.lock_name(claim.part)]
+            writer = next(filter(None, map(writer_of, others)), None)
+            if writer is not None:
+                claim.release()  # in this turn, so that the next in line does not see who has given up
+        if writer is not None:
             raise CheckpointError(
                 f"{target} is being saved by another process, {writer.pid} on {writer.host}: give each training a folder of its own "
                 "(ModelCheckpoint's dirpath), or end that one"

@@ -7,6 +7,7 @@ holds, a ``bytearray(10**12)``, a tensor of 10^13 elements that all are one, lis
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import zipfile
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import torch
 from lightning_ptdp.checkpoint.foreign import Misfit
 from lightning_ptdp.checkpoint.pickles import Made, Name, Persistent, read_pickle
 
-__all__ = ["check_saved"]
+__all__ = ["check_saved", "why_unread"]
 
 _TENSORS = {
     f"torch._utils._rebuild_{name}": position
@@ -36,6 +37,15 @@ _ITEM_SIZES = {
     "ComplexDouble": 16,
 }
 _MOST_PICKLE, _MOST_VALUES, _MOST_DEPTH, _SPARE = 1 << 26, 20_000_000, 100, 1 << 26
+
+
+def why_unread(error: BaseException) -> str:
+    """What ``torch.load`` said in one sentence; its own advice would be to run the file."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return str(error)
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = found[1] if found is not None else "more than that"
+    return f"it holds {what}, but only tensors and plain values are loaded"
 
 
 def check_saved(stream: IO[bytes]) -> None:

@@ -19,7 +19,7 @@ import torch
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.foreign import Misfit, integer, list_of, map_of, optional, record, text
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_verified
-from lightning_ptdp.checkpoint.saved import check_saved
+from lightning_ptdp.checkpoint.saved import check_saved, why_unread
 
 __all__ = ["dump_state", "portable", "read_state", "read_state_file"]
 
@@ -109,7 +109,7 @@ def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> di
         state = _load(content, map_location)
         _STATE(state)
     except Exception as error:
-        raise CheckpointError(f"{folder / STATE_FILE} cannot be read: {error}") from error
+        raise CheckpointError(f"{folder / STATE_FILE} cannot be read: {why_unread(error)}") from error
     return dict(state)
 
 

@@ -51,7 +51,7 @@ def bounded(text: str, load: Callable[[], Any]) -> Any:
         _check_size(text)
         return load()
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
     except (LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         # Of constructors, which do not expect that `!!int ""` or `!!bool maybe` is no such thing.
         raise ValueError(f"a value is not of the type that it says ({error!r})") from error

@@ -111,6 +111,7 @@ def _read(checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
     import torch
 
     from lightning_ptdp.checkpoint import read_full, read_state
+    from lightning_ptdp.checkpoint.saved import why_unread
     from lightning_ptdp.cli.checks import check_checkpoint
 
     check_checkpoint("--checkpoint", checkpoint)
@@ -120,7 +121,9 @@ def _read(checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         return state, state["state_dict"]
     except Exception as error:
-        raise UserError(f"--checkpoint {checkpoint} is not a Lightning checkpoint ({type(error).__name__}: {error})") from error
+        raise UserError(
+            f"--checkpoint {checkpoint} is not a Lightning checkpoint ({type(error).__name__}: {why_unread(error)})"
+        ) from error
 
 
 def _build(state: dict[str, Any], weights: dict[str, Any], checkpoint: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_ptdp.checkpoint import Box, CheckpointError, TensorEntry, TensorReader, files, read_full, write_checkpoint
-from lightning_ptdp.checkpoint.saved import check_saved
+from lightning_ptdp.checkpoint.saved import check_saved, why_unread
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 
 __all__ = ["common_prefix", "from_state_dict", "open_state_dict", "to_state_dict", "weights_only_state"]
@@ -36,7 +36,7 @@ def open_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tenso
             check_saved(stream)
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {why_unread(error)}") from error
     state = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(state, dict) or not state:
         raise CheckpointError(f"{file} holds a {type(state).__name__}, not a state dict")

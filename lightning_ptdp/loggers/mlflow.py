@@ -25,9 +25,10 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.loggers.names import allowed_name, flat_parameters
-from lightning_ptdp.loggers.store import check_store, check_writable_folder, one_at_a_time, sqlite_path
+from lightning_ptdp.loggers.store import check_store, check_writable_folder, sqlite_path
 from lightning_ptdp.loggers.unwritten import keep_metrics
 from lightning_ptdp.loggers.writer import BackgroundWriter
+from lightning_ptdp.turns import one_at_a_time
 
 __all__ = ["MLFlowLogger"]
 
@@ -260,6 +261,7 @@ class MLFlowLogger(Logger):
             path.parent.mkdir(parents=True, exist_ok=True)
         folder = path.parent if path is not None else None
         chatty = ("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow")
+        # Of several processes that find no tables all but one would fail over making them.
         with one_at_a_time(folder, limit_s=_LIMIT_S), _quiet(*chatty):
             inner, client = self._found()
         if self._run_id is not None:

@@ -5,19 +5,14 @@ MLflow itself retries an unusable store for up to 100 seconds, and creates datab
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-__all__ = ["check_store", "check_writable_folder", "one_at_a_time", "sqlite_path"]
+__all__ = ["check_store", "check_writable_folder", "sqlite_path"]
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
-_POLL_S = 0.02
 
 
 def sqlite_path(tracking_uri: str) -> Path | None:
@@ -56,34 +51,6 @@ def check_writable_folder(folder: Path, what: str) -> None:
         raise ValueError(f"{what}: {existing} is a file, so no folder can be made there; give another folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{what}: {existing} is not writable; give a folder that you may write to")
-
-
-@contextlib.contextmanager
-def one_at_a_time(folder: Path | None, *, limit_s: float) -> Iterator[None]:
-    """Around the opening of a database in ``folder``: of several processes that find none, MLflow lets all but one fail over its tables.
-
-    Who has waited for ``limit_s`` goes on, and so does everybody where the file system knows no locks. None: there is nothing to wait for.
-    """
-    if folder is None:
-        yield
-        return
-    handle, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + limit_s
-    try:
-        while not _locked(handle) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # no locks on this file system
-        return True
-    return True
 
 
 def _check_database(path: Path, tracking_uri: str) -> None:

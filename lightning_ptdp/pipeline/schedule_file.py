@@ -82,7 +82,7 @@ def dump_schedule(schedule: Schedule, path: str | Path) -> None:
 def _read(path: Path) -> list[_Line]:
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no text, or no name of a file
         raise ValueError(f"{path} cannot be read as a schedule: {error}") from None
     lines = []
     for number, row in enumerate(text.splitlines(), start=1):

@@ -42,6 +42,7 @@ def _train(
     rank: int, folder: str, signalled: int | None, sent: int, async_save: bool, resume: str | None, saver: str = "SaveOnSignal"
 ) -> tuple[int, dict[str, torch.Tensor]]:
     L.seed_everything(3, verbose=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
     before = _handlers()
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
     trainer = L.Trainer(

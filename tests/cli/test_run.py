@@ -151,7 +151,7 @@ def test_mistakes_are_found_before_anything_is_written(
 def test_a_configuration_that_is_not_yaml(ptdp: Run, tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("trainer: {max_steps: 3")
     code, _, err = ptdp("fit", "--config", str(tmp_path / "broken.yaml"))
-    assert (code, "broken.yaml is not YAML" in err) == (2, True)
+    assert (code, "broken.yaml: is not YAML" in err) == (2, True)
 
 
 @pytest.mark.parametrize("kind", ["missing", "not a checkpoint"])

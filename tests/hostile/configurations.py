@@ -19,7 +19,7 @@ _FILE = "mine.yaml"
 _BASE = b"base: gpt/nano\n"
 
 
-def cases() -> Iterator[Case]:
+def cases(_folder: Path | None = None) -> Iterator[Case]:
     """All of them."""
     parsed_values(resolve_configs(["--config", "gpt/nano"]))  # imports what a parser does when it is used first
     for what, text in _TEXTS.items():

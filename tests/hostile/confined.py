@@ -164,7 +164,7 @@ def _unnamed(error: BaseException, said: str, case: Case, folder: Path) -> str:
         return f"more than a sentence: {said[:300]!r}"
     # A parser knows the key, which is what there is to mend in a configuration.
     names = {path.name for path in folder.rglob("*")} | {path.stem for path in folder.rglob("*")}
-    named = case.name.startswith("configuration") or any(name in said for name in names if len(name) > 1)
+    named = case.name.startswith("configuration") or str(folder) in said or any(name in said for name in names if len(name) > 1)
     return "" if named else f"no file is named: {said[:300]}"
 
 

@@ -54,7 +54,7 @@ def prepared_files() -> Mapping[str, bytes]:
         return {path.relative_to(made.folder).as_posix(): path.read_bytes() for path in made.folder.rglob("*") if path.is_file()}
 
 
-def cases() -> Iterator[Case]:
+def cases(_folder: Path | None = None) -> Iterator[Case]:
     """All of them."""
     prepared_files()
     yield from _manifests()

@@ -158,7 +158,7 @@ def schedule_placement(name: str | CustomSchedule) -> Placement:
         nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ValueError(
-            f"schedule={name!r} is unknown: {hint}The schedules are {', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
+            f"schedule={name!r:.100} is unknown: {hint}The schedules are {', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
             "the path of a .csv file"
         )
     return "loop" if name == "auto" else _FAMILIES[name].placement
