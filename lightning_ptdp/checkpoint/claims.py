@@ -57,6 +57,7 @@ class Claim:
         self.part, self._file = part, files.lock_name(part)
         self._stream: IO[bytes] | None = None
         self._over = threading.Event()
+        self._toucher: threading.Thread | None = None
 
     def take(self) -> None:
         """Make the file, and go on touching it.
@@ -71,11 +72,14 @@ class Claim:
                 time.sleep(_POLL_S)  # somebody looks whether it is locked
         self._stream.write(json.dumps(vars(_this_process())).encode())
         self._stream.flush()
-        threading.Thread(target=_touch, args=(self._file, self._over), name="ptdp claim", daemon=True).start()
+        self._toucher = threading.Thread(target=_touch, args=(self._file, self._over), name="ptdp claim", daemon=True)
+        self._toucher.start()
 
     def release(self) -> None:
         """Remove the file: what there is has its name, or is gone. Does nothing without a ``take``."""
         self._over.set()
+        if self._toucher is not None and self._toucher.is_alive():  # not in a process that was forked meanwhile
+            self._toucher.join()
         if self._stream is not None:
             stream, self._stream = self._stream, None
             with stream, suppress(OSError):
