@@ -77,6 +77,7 @@ class LightningNames:
     TorchCheckpointIO: Any
     AsyncCheckpointIO: Any
     casting: tuple[Any, ...]  # ``convert_module`` of the precision plugins that change dtypes only
+    LightningEnvironment: Any
     SubprocessLauncher: Any
     MultiProcessingLauncher: Any
     init_process_group: Any
@@ -124,6 +125,7 @@ def lightning_names(namespace: str) -> LightningNames:
             take(f"{namespace}.plugins.precision", name).convert_module
             for name in ("Precision", "HalfPrecision", "DoublePrecision")
         ),
+        LightningEnvironment=take(f"{namespace}.plugins.environments", "LightningEnvironment"),
         SubprocessLauncher=take(f"{namespace}.strategies.launchers", "_SubprocessScriptLauncher"),
         MultiProcessingLauncher=take(f"{namespace}.strategies.launchers", "_MultiProcessingLauncher"),
         init_process_group=take(f"{fabric}.utilities.distributed", "_init_dist_connection"),

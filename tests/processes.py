@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Session", "session"]
+__all__ = ["Session", "listening", "session"]
 
 LIMIT = 120.0
 
@@ -96,3 +97,21 @@ def session(command: Sequence[str], *, folder: Path, **env: str) -> Iterator[Ses
         yield run
     finally:
         run.kill()
+
+
+def listening(pids: Sequence[int]) -> set[str]:
+    """The local addresses on which processes listen, "address:port"; IPv4 addresses mapped into IPv6 as they are written there."""
+    inodes = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(handle))
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                address, port = words[1].split(":")
+                raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+                found.add(f"{socket.inet_ntop(family, raw)}:{int(port, 16)}")
+    return found

@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import os
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
+from lightning_ptdp.meeting import listen_on_loopback, meeting_store
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.strategy.joining import joining
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.crowd import Crowd
+from lightning_ptdp.strategy.joining import join
 
 LIMIT = timedelta(seconds=2)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What is asked of Lightning's cluster environment."""
+    """Where the store is, and whether rank 0 keeps it."""
 
-    main_port: int
-    main_address: str = "127.0.0.1"
+    port: int
+    kept: bool = True
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place() -> Iterator[Place]:
     """A store as torchrun keeps it."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Not torch's own way: where names are not resolved at once, a store on all interfaces stands still for every rank that connects.
+    store: Any = meeting_store("127.0.0.1", 0, keeps=True, one_machine=True, limit=LIMIT)
     yield Place(store.port)
     del store
 
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
+
+
+def joined(place: Place, rank: int, world_size: int, make: Callable[[Any], Any]) -> Any:
+    crowd = Crowd(rank=rank, world_size=world_size, address="127.0.0.1", port=place.port)
+
+    def open_store() -> Any:
+        return meeting_store("127.0.0.1", place.port, keeps=rank == 0 and not place.kept, one_machine=True, limit=LIMIT)
+
+    return join(crowd, open_store=open_store, make=make, limit=LIMIT)
 
 
 def together(
@@ -46,16 +61,18 @@ def together(
     """What each of the ranks, threads here, got: its store, or the error that it ended with. Those that die say nothing."""
     found: dict[int, Any] = {}
 
-    def join(rank: int) -> None:
+    def make(rank: int, store: Any) -> Any:
+        if rank not in dying and dying:
+            raise error
+        return store
+
+    def run(rank: int) -> None:
         try:
-            with joining(place, rank=rank, world_size=world_size, limit=LIMIT) as store:
-                found[rank] = store
-                if rank not in dying and dying:
-                    raise error
+            found[rank] = joined(place, rank, world_size, functools.partial(make, rank))
         except PeerError as lost:
             found[rank] = str(lost)
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -74,25 +91,32 @@ def test_a_life_does_not_see_what_an_earlier_one_left(place: Place) -> None:
 def test_a_rank_that_does_not_come(place: Place) -> None:
     together(place, range(4), 4)  # an earlier life, in which all came
     found = together(place, [0, 2], 4, dying=[2])
-    assert found[0] == "rank 0 could not join the other ranks: ranks 1, 3 did not come: 2 of 4 ranks came within 2 s"
+    assert (
+        found[0]
+        == "rank 0 could not join the other ranks: ranks 1, 3 did not come, while waiting for all ranks: 2 of 4 ranks came within 2 s"
+    )
     found = together(place, [1], 2)
-    assert found[1].startswith("rank 1 could not join the other ranks: rank 0 did not come: ")
+    assert found[1].startswith("rank 1 could not join the other ranks: rank 0 did not come, while calling rank 0: ")
 
 
-def test_a_rank_that_does_not_come_to_the_store_of_rank_0(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+def test_a_rank_that_does_not_come_to_the_store_of_rank_0() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        free = Place(probe.getsockname()[1])
+        free = Place(probe.getsockname()[1], kept=False)
     found = together(free, [0, 2], 3, dying=[1])
     for rank in (0, 2):
-        assert found[rank].startswith(f"rank {rank} could not join the other ranks: rank 1 did not come: ")
+        assert found[rank].startswith(
+            f"rank {rank} could not join the other ranks: rank 1 did not come, while waiting for all ranks: "
+        )
 
 
 def test_a_rank_that_came_and_was_lost(place: Place) -> None:
     found = together(place, range(3), 3, dying=[1])
     for rank in (0, 2):
-        assert found[rank] == f"rank {rank} could not join the other ranks: rank 1 came and was lost: {GLOO}"
+        assert (
+            found[rank]
+            == f"rank {rank} could not join the other ranks: rank 1 came and was lost, while making the process groups: {GLOO}"
+        )
 
 
 def test_a_store_that_is_not_there(place: Place) -> None:
@@ -105,9 +129,55 @@ def test_a_store_that_listens_and_does_not_answer() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         said = together(Place(listening.getsockname()[1]), [1], 2)[1]
-    assert said.endswith("(or torchrun does), does not answer: no answer within 2 s")
+    assert "(or torchrun does), does not answer, while looking for the store" in said
 
 
 def test_errors_of_other_kinds_pass(place: Place) -> None:
-    with pytest.raises(KeyError), joining(place, rank=0, world_size=1, limit=LIMIT):
+    def make(store: Any) -> None:
         raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        joined(place, 0, 1, make)
+
+
+def test_a_process_that_ended_before_it_came(place: Place) -> None:
+    """Whoever has started it sees that at once."""
+    crowd = Crowd(rank=0, world_size=2, address="127.0.0.1", port=place.port)
+    store = meeting_store("127.0.0.1", place.port, keeps=False, one_machine=True, limit=LIMIT)
+    said = "rank 1 was lost: its process ended with exit code -9"
+    with pytest.raises(PeerError, match=f"^rank 0 could not join the other ranks: {said}, while waiting for all ranks"):
+        join(crowd, open_store=lambda: store, make=lambda store: store, limit=timedelta(seconds=600), ended=lambda: said)
+
+
+def test_the_processes_that_this_one_started_are_looked_after() -> None:
+    strategy: Any = PTDPStrategy()
+    strategy._launcher = SimpleNamespace(procs=[subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"])])
+    try:
+        assert strategy._ended() == ""
+        strategy._launcher.procs[1].kill()
+        strategy._launcher.procs[1].wait()
+        assert strategy._ended() == "rank 2 was lost: its process ended with exit code -9"
+    finally:
+        for process in strategy._launcher.procs:
+            process.kill()
+            process.wait()
+
+
+def test_where_to_start_those_that_are_missing() -> None:
+    crowd = Crowd(rank=0, world_size=6, address="10.0.0.1", port=29500, num_nodes=3, started_by_hand=True)
+    said = crowd.missing([1, 2, 3, 4, 5])
+    assert said.startswith("for ranks 1, 2, 3, 4, 5 on nodes 0, 1, 2, 1 of 6 came; start there: ")
+    for node in (1, 2):
+        assert f"MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK={node} {sys.orig_argv[0]}" in said
+    assert "NODE_RANK=0" not in said and "that the other nodes can reach" not in said
+    other = dataclasses.replace(crowd, rank=2, address="127.0.0.1")
+    assert "NODE_RANK=0" in other.first_of_all() and "that the other nodes can reach" in other.first_of_all()
+    assert dataclasses.replace(other, rank=3).first_of_all() == ""
+
+
+def test_an_interface_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    listen_on_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert os.environ.pop("NCCL_SOCKET_IFNAME").startswith("lo")

@@ -54,7 +54,7 @@ _LATEST = ("os:symlink", "os:replace")
 _FORWARD = "lightning_ptdp.models.gpt:Block.forward"
 
 KINDS = {
-    "absent": Kind(calls=("torch.distributed:rendezvous",), armed="start", alone=True),
+    "absent": Kind(calls=("lightning_ptdp.strategy.world:meeting_store",), armed="start", alone=True),
     "joining": Kind(
         calls=("torch.distributed:init_process_group", "lightning_ptdp.mesh:ProcessMesh.create"), most=2, armed="start"
     ),

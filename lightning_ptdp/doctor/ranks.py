@@ -16,6 +16,7 @@ from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
 from lightning_ptdp.doctor.check import Check, failed, ok
 from lightning_ptdp.doctor.collectives import COLLECTIVES, Place
 from lightning_ptdp.doctor.processes import Outcome, Tell, run_ranks
+from lightning_ptdp.meeting import LOOPBACK, listen_on_loopback, meeting_store
 
 __all__ = ["RankCheck", "check_ranks"]
 
@@ -59,9 +60,10 @@ def _rank(rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s:
     tell(_GROUP)
     start = time.perf_counter()
     # The parent's limit comes first and names the rank; torch's ends a process that lost its parent.
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count, timeout=timedelta(seconds=2 * timeout_s)
-    )
+    limit = timedelta(seconds=2 * timeout_s)
+    listen_on_loopback()
+    store = meeting_store(LOOPBACK, port, keeps=rank == 0, one_machine=True, limit=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     formed = time.perf_counter() - start
     wrong = []
     measurements: list[Measurement] = []

@@ -4,18 +4,22 @@ torchrun keeps one store for all its restarts, in which the addresses of process
 ones are written connects to nobody. So the ranks of one life agree on a name for it, under which they keep everything::
 
     rank r    sets call/r to a name of its own, N
-    rank 0    answers every N that it finds with the name of this life, L, until all ranks have set L/came/r
+    rank 0    answers every N that it finds with the name of this life, L, until all ranks have set L/came/r; then it sets L/all
+
+torch waits for a store that stands still without a limit, in C++. So whatever asks one runs beside (``_Beside``), and this thread
+looks at the clock, at who is gone, and says whom it waits for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
+import logging
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,75 +27,179 @@ import torch.distributed as dist
 
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.strategy.crowd import Crowd, has_ended, this_process
 
-__all__ = ["joining"]
+__all__ = ["join"]
 
 _CALL, _ANSWER = "lightning_ptdp/call", "lightning_ptdp/answer"
-_CAME, _FAILED, _KNOWS = "lightning_ptdp/came", "lightning_ptdp/failed", "lightning_ptdp/knows"
+_CAME, _ALL, _LOST = "lightning_ptdp/came", "lightning_ptdp/all", "lightning_ptdp/lost"
+_FAILED, _KNOWS = "lightning_ptdp/failed", "lightning_ptdp/knows"
 _ANSWERS_S = 2.0
 _POLL_S = 0.02
+_LOOK_S = 0.1
+_LISTEN_S = 0.25
+_KNOWN_S = 1.0
+_GRACE = 1.1  # of the limit, by which torch's own error, which says more, has come
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-@contextlib.contextmanager
-def joining(environment: Any, *, rank: int, world_size: int, limit: timedelta) -> Iterator[dist.Store]:
-    """Around the making of the process groups: yields the store that ``init_process_group`` is to be given.
+def join(
+    crowd: Crowd,
+    *,
+    open_store: Callable[[], dist.Store],
+    make: Callable[[dist.Store], _T],
+    limit: timedelta,
+    ended: Callable[[], str] = lambda: "",
+) -> _T:
+    """What ``make`` makes of the store of this life, which is to be given to ``init_process_group``; it is called in another thread.
 
     Args:
-        environment: Lightning's cluster environment, which knows where the store is.
-        rank: Global rank.
-        world_size: Number of ranks.
+        crowd: Who this rank is, and who is to come.
+        open_store: Opens, or reaches, the store that all ranks share.
+        make: Makes the process groups.
         limit: Of every wait.
+        ended: Which processes have ended, as far as whoever started them knows; "" if none.
 
     Raises:
         PeerError: The others did not all come, or one was lost meanwhile; names those that did not come, or else those that did not
             notice that somebody is lost.
     """
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
+    beside = _Beside(crowd, limit, ended)
     shared: Any = None
     own: Any = None
     try:
-        # A world of one: rank 0's store would wait for the others, whom it does not know by name.
-        shared, _, _ = _within(limit, lambda: next(dist.rendezvous("env://", rank, 1, timeout=limit)))
+        shared = beside.run(open_store, f"looking for the store at {crowd.where}", crowd.first_of_all)
         shared.set_timeout(limit)
-        life = uuid.uuid4().hex if rank == 0 else _within(limit, lambda: _called(shared, rank))
+        if crowd.rank == 0:
+            life = uuid.uuid4().hex
+        else:
+            life = beside.run(lambda: _called(shared, crowd.rank), "calling rank 0", crowd.first_of_all)
         own = dist.PrefixStore(life, shared)
-        own.set(f"{_CAME}/{rank}", "")
-        if rank == 0:
-            _answer(shared, own, life, world_size, limit)
-        yield own
+        beside.listen(shared, life)
+        missing = list(range(crowd.world_size))
+        beside.run(
+            lambda: _meet(shared, own, life, crowd, missing, limit), "waiting for all ranks", lambda: crowd.missing(missing)
+        )
+        made = beside.run(lambda: make(own), "making the process groups", lambda: "")
+        beside.close(patience_s=limit.total_seconds())
+        return made
     except Exception as error:
         if not is_communication_error(error):
             raise
-        where = f"{environment.main_address}:{environment.main_port}"
-        missed = _lost(own, rank, world_size) if own is not None else _unanswered(shared, where)
-        raise PeerError(f"rank {rank} could not join the other ranks: {missed}: {error}") from error
+        missed = beside.lost
+        if not missed:
+            missed = _lost(shared, life, crowd) if own is not None else crowd.unanswered(shared is not None)
+        raise PeerError(f"rank {crowd.rank} could not join the other ranks: {missed}, while {beside.doing}: {error}") from error
+    finally:
+        beside.close()
 
 
-def _within(limit: timedelta, action: Callable[[], _T]) -> _T:
-    """What ``action`` returns or raises; ``DistNetworkError`` after ``limit``.
+class _Beside:
+    """Runs what may wait for ever in a thread of its own, and gives up on it."""
 
-    torch's client takes up to three times its own limit to give up on a store that goes away while it connects, and waits for ever for
-    one that listens and does not answer.
-    """
-    outcome: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+    def __init__(self, crowd: Crowd, limit: timedelta, ended: Callable[[], str]) -> None:
+        self._crowd, self._limit, self._ended = crowd, limit.total_seconds(), ended
+        self._notes: Any = None
+        self._closed = threading.Event()
+        self._listening: threading.Thread | None = None
+        self._heard = float("inf")
+        self.doing = ""
+        """What ``run`` is, or was, called for."""
+        self.lost = ""
+        """Who was lost, as soon as anybody knows."""
 
-    def run() -> None:
+    def run(self, action: Callable[[], _T], doing: str, waits_for: Callable[[], str]) -> _T:
+        """What ``action`` returns or raises.
+
+        Raises:
+            DistNetworkError: After the limit, or when a rank is lost.
+        """
+        self.doing = doing
+        outcome: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put((action(), None))
+            except Exception as error:
+                outcome.put((None, error))
+
+        threading.Thread(target=run, name="ptdp-joining", daemon=True).start()
+        started = said = time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                value, error = outcome.get(timeout=min(_LOOK_S, self._limit))
+                if error is not None:
+                    # A rank that is lost makes torch fail at the others; who it was is known a moment later.
+                    if is_communication_error(error):
+                        self._look(patience_s=_KNOWN_S)
+                        self._hear()
+                    raise error
+                return value  # type: ignore[return-value]
+            now = time.monotonic()
+            self._look()
+            if self.lost:
+                raise dist.DistNetworkError("given up")
+            if now - started > _GRACE * self._limit:
+                self._hear()
+                raise dist.DistNetworkError(f"no answer within {self._limit:g} s")
+            if now - said > self._crowd.say_every_s and (what := waits_for()):
+                _log.warning("rank %d has waited %.0f s %s", self._crowd.rank, now - started, what)
+                said = now
+
+    def listen(self, shared: Any, life: str) -> None:
+        """Hear from now on what the others note about lost ranks, and see which of this machine's processes end."""
+        self._heard = time.monotonic()
+        self._listening = threading.Thread(target=self._listen, args=(shared, life), name="ptdp-listening", daemon=True)
+        self._listening.start()
+
+    def close(self, *, patience_s: float = _KNOWN_S) -> None:
+        """Listen no longer."""
+        self._closed.set()
+        if self._listening is not None:
+            # A thread that comes back from C++ while Python ends aborts the process.
+            self._listening.join(patience_s)
+
+    def _look(self, *, patience_s: float = 0.0) -> None:
+        deadline = time.monotonic() + patience_s
+        while not self.lost:
+            self.lost = self._ended()
+            if self.lost and self._notes is not None:
+                _quietly(functools.partial(self._notes.set, _LOST, self.lost))
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_POLL_S)
+
+    def _hear(self) -> None:
+        if time.monotonic() - self._heard > _ANSWERS_S:
+            self.lost = self.lost or f"{self._crowd.keeper} does not answer any more"
+
+    def _listen(self, shared: Any, life: str) -> None:
+        # A connection of its own: on the other one, another thread may be waiting.
+        processes: dict[int, str] = {}
         try:
-            outcome.put((action(), None))
-        except Exception as error:
-            outcome.put((None, error))
+            notes = self._notes = dist.PrefixStore(life, shared.clone())
+            while not self._closed.wait(_LISTEN_S):
+                self._heard = time.monotonic()
+                if notes.check([_LOST]):
+                    self.lost = self.lost or notes.get(_LOST).decode()
+                    return
+                for rank in self._crowd.watched:
+                    if rank not in processes and notes.check([f"{_CAME}/{rank}"]):
+                        processes[rank] = notes.get(f"{_CAME}/{rank}").decode()
+                gone = [rank for rank, process in processes.items() if has_ended(process)]
+                if gone and not self._closed.is_set():
+                    notes.set(_LOST, f"{_ranks(gone)} came and was lost (the process has ended)")
+        except dist.DistError:
+            if not self._closed.is_set():
+                self.lost = self.lost or f"{self._crowd.keeper} is gone"
 
-    threading.Thread(target=run, name="ptdp-joining", daemon=True).start()
-    try:
-        value, error = outcome.get(timeout=limit.total_seconds())
-    except queue.Empty:
-        raise dist.DistNetworkError(f"no answer within {limit.total_seconds():g} s") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
+
+def _quietly(action: Callable[[], None]) -> None:
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(_ANSWERS_S)
 
 
 def _called(shared: dist.Store, rank: int) -> str:
@@ -101,16 +209,27 @@ def _called(shared: dist.Store, rank: int) -> str:
     return shared.get(f"{_ANSWER}/{name}").decode()
 
 
-def _answer(shared: dist.Store, own: dist.Store, life: str, world_size: int, limit: timedelta) -> None:
+def _meet(shared: dist.Store, own: dist.Store, life: str, crowd: Crowd, missing: list[int], limit: timedelta) -> None:
+    """Come, and wait until all have; rank 0 keeps ``missing`` up to date."""
+    own.set(f"{_CAME}/{crowd.rank}", this_process())
+    if crowd.rank:
+        missing.clear()
+        own.get(_ALL)
+        return
+    _answer(shared, own, life, missing, crowd.world_size, limit)
+    own.set(_ALL, "")
+
+
+def _answer(shared: dist.Store, own: dist.Store, life: str, missing: list[int], world_size: int, limit: timedelta) -> None:
     """Answer until all came; calls of processes that are gone are answered too, and nobody hears it."""
     deadline = time.monotonic() + limit.total_seconds()
-    missing, answered = list(range(1, world_size)), set[bytes]()
+    answered = set[bytes]()
     while True:
         for rank in missing:
-            if shared.check([f"{_CALL}/{rank}"]) and (name := shared.get(f"{_CALL}/{rank}")) not in answered:
+            if rank and shared.check([f"{_CALL}/{rank}"]) and (name := shared.get(f"{_CALL}/{rank}")) not in answered:
                 answered.add(name)
                 shared.set(f"{_ANSWER}/{name.decode()}", life)
-        missing = [rank for rank in missing if not own.check([f"{_CAME}/{rank}"])]
+        missing[:] = [rank for rank in missing if not own.check([f"{_CAME}/{rank}"])]
         if not missing:
             return
         if time.monotonic() > deadline:
@@ -120,11 +239,19 @@ def _answer(shared: dist.Store, own: dist.Store, life: str, world_size: int, lim
         time.sleep(_POLL_S)
 
 
-def _lost(own: dist.Store, rank: int, world_size: int) -> str:
+def _lost(shared: Any, life: str, crowd: Crowd) -> str:
+    outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask() -> None:
+        # The connection that there is may be taken, by the thread that was given up.
+        with contextlib.suppress(dist.DistError):
+            outcome.put(_missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size))
+
+    threading.Thread(target=ask, name="ptdp-joining", daemon=True).start()
     try:
-        return _within(timedelta(seconds=3 * _ANSWERS_S), lambda: _missed(own, rank, world_size))
-    except dist.DistError:
-        return "rank 0, which keeps the store (or torchrun does), does not answer any more"
+        return outcome.get(timeout=3 * _ANSWERS_S)
+    except queue.Empty:
+        return f"{crowd.keeper} does not answer any more"
 
 
 def _missed(own: dist.Store, rank: int, world_size: int) -> str:
@@ -151,12 +278,6 @@ def _without(own: dist.Store, ranks: list[int], key: str, enough: int = 0) -> li
         if len(ranks) <= enough or time.monotonic() > deadline:
             return ranks
         time.sleep(_POLL_S)
-
-
-def _unanswered(shared: dist.Store | None, where: str) -> str:
-    if shared is None:
-        return f"rank 0, which keeps the store at {where} (or torchrun does), does not answer"
-    return "rank 0 did not come"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -8,6 +8,7 @@ Order of a run: ``setup_environment`` (groups) -> ``setup`` (convert, cut, give 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -68,6 +69,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
 
     def _begin_empty(self) -> None:
         self.num_nodes = 1
+        self._parent = os.getppid()
         self.mesh: ProcessMesh | None = None
         self.parallel: ParallelModel | None = None
         self.gradient_norm: Tensor | None = None

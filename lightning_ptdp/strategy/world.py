@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import uuid
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +16,13 @@ from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.meeting import LOOPBACK, listen_on_loopback, meeting_store
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.collectives import WorldCollectives
+from lightning_ptdp.strategy.crowd import Crowd
 from lightning_ptdp.strategy.interruption import Interruption
-from lightning_ptdp.strategy.joining import joining
+from lightning_ptdp.strategy.joining import join
 
 __all__ = ["World"]
 
@@ -29,6 +34,8 @@ class World(WorldCollectives):
     config: PTDPConfig
     mesh: ProcessMesh | None
     num_nodes: int
+    _launcher: Any
+    _parent: int
     _watchdog: Watchdog | None
     _interruption: Interruption | None
     _seed: int
@@ -117,11 +124,42 @@ class World(WorldCollectives):
 
     def _join(self, layout: ParallelLayout) -> None:
         backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
-        environment, rank, limit = self.cluster_environment, self.global_rank, self.config.timeout
-        with joining(environment, rank=rank, world_size=layout.world_size, limit=limit) as store:
+        environment, limit = self.cluster_environment, self.config.timeout
+        assert environment is not None
+        one_machine, by_torchrun = self.num_nodes == 1, dist.is_torchelastic_launched()
+        crowd = Crowd(
+            rank=self.global_rank,
+            world_size=layout.world_size,
+            address=environment.main_address if by_torchrun or not one_machine else LOOPBACK,
+            port=environment.main_port,
+            num_nodes=self.num_nodes,
+            started_by_hand=isinstance(environment, self._names.LightningEnvironment),
+        )
+
+        def open_store() -> dist.Store:
+            keeps = crowd.rank == 0 and not by_torchrun
+            return meeting_store(crowd.address, crowd.port, keeps=keeps, one_machine=one_machine, limit=limit)
+
+        def make(store: dist.Store) -> ProcessMesh:
+            if self.root_device.type == "cuda":
+                torch.cuda.set_device(self.root_device)  # each thread has its own
             # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
-            self._names.init_process_group(environment, backend, rank, layout.world_size, timeout=limit, store=store)
-            self.mesh = ProcessMesh.create(layout=layout, rank=rank, timeout=limit, device=self.root_device)
+            self._names.init_process_group(environment, backend, crowd.rank, layout.world_size, timeout=limit, store=store)
+            return ProcessMesh.create(layout=layout, rank=crowd.rank, timeout=limit, device=self.root_device)
+
+        if one_machine:
+            listen_on_loopback()
+        self.mesh = join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
+
+    def _ended(self) -> str:
+        """Which of the processes that this one has started, or was started by, have ended; "" if none."""
+        first = self.global_rank - self.local_rank
+        for local_rank, process in enumerate(getattr(self._launcher, "procs", ()), start=1):
+            if isinstance(process, subprocess.Popen) and process.poll() is not None:
+                return f"rank {first + local_rank} was lost: its process ended with exit code {process.returncode}"
+        if self.local_rank and self.config.start_method == "popen" and self._parent != os.getppid():
+            return f"rank {first}, or what else started this process, was lost"
+        return ""
 
     def set_world_ranks(self) -> None:
         """Tell Lightning's environment and rank-zero helpers who we are."""

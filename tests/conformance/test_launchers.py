@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import Session, session
+from tests.processes import Session, listening, session
 
 SCRIPT = Path(__file__).with_name("script.py")
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
@@ -132,6 +132,14 @@ def test_started_ranks_bring_the_whole_trained_model_home(start_method: str, con
 
 def wait_until_running(folder: Path, script: Session) -> None:
     script.wait_until(lambda: len(list(folder.glob("running-*"))) == 2, "both ranks made three steps")
+
+
+def test_on_one_machine_only_loopback_is_listened_on(tmp_path: Path) -> None:
+    with started(tmp_path, {"layout": {**P2, "start_method": "fork"}, "max_steps": -1}) as script:
+        wait_until_running(tmp_path, script)
+        found = listening([process.pid for process in script.alive])
+    assert len(found) >= 3  # the store, and gloo's of each rank
+    assert all(address.startswith("127.") for address in found), found
 
 
 def test_exception_in_the_first_process_ends_all_and_is_shown(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Where ranks meet, and which interfaces they listen on: on one machine loopback alone, whatever its name resolves to."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["LOOPBACK", "listen_on_loopback", "meeting_store"]
+
+LOOPBACK = "127.0.0.1"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def meeting_store(address: str, port: int, *, keeps: bool, one_machine: bool, limit: timedelta) -> dist.Store:
+    """The store at ``address``; rank 0 ``keeps`` it, unless torchrun does.
+
+    torch's own listens on all interfaces, even for an address of one of them.
+
+    Raises:
+        DistNetworkError: It cannot be kept there, or cannot be reached within ``limit``.
+    """
+    if not (keeps and one_machine):
+        return dist.TCPStore(address, port, is_master=keeps, wait_for_workers=False, timeout=limit)
+    try:
+        listening = socket.create_server((LOOPBACK, port), backlog=4096)
+    except OSError as error:
+        raise dist.DistNetworkError(f"{LOOPBACK}:{port} cannot be listened at: {error.strerror}") from None
+    return dist.TCPStore(
+        LOOPBACK,
+        listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=limit,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def listen_on_loopback() -> None:
+    """Have gloo and NCCL, which read it from the environment, listen on this machine's own interface, unless the user chose one."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        for name in _INTERFACES:
+            os.environ.setdefault(name, loopback)

@@ -1,0 +1,121 @@
+"""Who is to come, on which nodes, and how those that are not there are started; which of this machine's processes have ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["Crowd", "has_ended", "this_process"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crowd:
+    """The ranks of a world, as one of them sees it.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of ranks.
+        address: Of the store.
+        port: Of the store.
+        num_nodes: Number of machines, with as many ranks each.
+        started_by_hand: Whether the user starts a process on every node, and not SLURM or torchrun.
+        say_every_s: How often a wait is mentioned.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    num_nodes: int = 1
+    started_by_hand: bool = False
+    say_every_s: float = 10.0
+
+    @property
+    def where(self) -> str:
+        """The store's address and port."""
+        return f"{self.address}:{self.port}"
+
+    @property
+    def keeper(self) -> str:
+        """Who keeps the store."""
+        return f"rank 0, which keeps the store at {self.where} (or torchrun does),"
+
+    @property
+    def watched(self) -> list[int]:
+        """Ranks of this machine whose processes this rank looks after: the first rank after the others, they after it."""
+        here = self.world_size // self.num_nodes
+        first = self.rank // here * here
+        return [rank for rank in range(first, first + here) if rank != self.rank] if self.rank == first else [first]
+
+    def missing(self, ranks: list[int]) -> str:
+        """What the one who keeps the store says of ranks that have not come."""
+        ranks = list(ranks)
+        if not ranks:
+            return ""
+        here = self.world_size // self.num_nodes
+        nodes = sorted({rank // here for rank in ranks})
+        on = "" if self.num_nodes == 1 else f" on node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
+        came = f"{self.world_size - len(ranks)} of {self.world_size} came"
+        listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return f"for {listed}{on}, {came}{self._how([node for node in nodes if node * here in ranks])}"
+
+    def first_of_all(self) -> str:
+        """What the first rank of another node, or else rank 1, says while rank 0 does not answer."""
+        if self.rank != 1 and self.rank % (self.world_size // self.num_nodes):
+            return ""
+        return f"for rank 0 at {self.where}{self._how([0])}"
+
+    def unanswered(self, reached: bool) -> str:
+        """Why there is no store, or no answer of rank 0 in it."""
+        if reached:
+            return "rank 0 did not come"
+        return f"{self.keeper} does not answer" if self.rank else f"the store at {self.where} does not answer"
+
+    def _how(self, nodes: list[int]) -> str:
+        if not nodes or self.num_nodes == 1:
+            return ""
+        if not self.started_by_hand:
+            return f"; look at what started (or did not start) the processes of node {', '.join(map(str, nodes))}"
+        variables = f"MASTER_ADDR={self.address} MASTER_PORT={self.port}"
+        lines = [f"{variables} NODE_RANK={node} {shlex.join(sys.orig_argv)}" for node in nodes]
+        hint = "" if not self.address.startswith(("127.", "localhost")) else _LOOPBACK_HINT
+        return f"; start there: {' and '.join(lines)}{hint}"
+
+
+_LOOPBACK_HINT = (
+    " (MASTER_ADDR must be an address of node 0 that the other nodes can reach, and MASTER_PORT a free port there: set both, the same "
+    "on all nodes)"
+)
+
+
+def this_process() -> str:
+    """Names this process, on this machine, for ``has_ended``."""
+    return json.dumps([_machine(), os.getpid(), _started(os.getpid())])
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process of this machine is gone; of another machine's nothing is known."""
+    machine, pid, started = json.loads(process)
+    return machine is not None and machine == _machine() and _started(pid) != started
+
+
+@cache
+def _machine() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:  # no Linux
+        return None
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in ticks; None if it is gone, or dead and not yet taken leave of."""
+    try:
+        state, *values = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else values[18]

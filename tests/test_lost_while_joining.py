@@ -1,0 +1,151 @@
+"""Ranks that freeze, die or never come while the process groups are made: real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.meeting import listen_on_loopback, meeting_store
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.strategy.crowd import Crowd
+from lightning_ptdp.strategy.joining import join
+from tests.pool import PRELOAD
+from tests.processes import listening
+
+LIMIT_S = 4.0
+LONG_S = 600.0
+HANGS_S = 60.0
+"""By then a test that should have ended hangs."""
+
+
+def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: int) -> None:
+    """Says "making" when it comes to make the groups and waits for leave; then how it ended, and what it has logged."""
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=limit_s)
+    crowd = Crowd(rank=rank, world_size=world_size, address="127.0.0.1", port=port, say_every_s=0.5)
+    logged = io.StringIO()
+    logging.getLogger("lightning_ptdp").addHandler(logging.StreamHandler(logged))
+
+    def open_store() -> dist.Store:
+        return meeting_store("127.0.0.1", port, keeps=rank == 0, one_machine=True, limit=limit)
+
+    def make(store: dist.Store) -> ProcessMesh:
+        parent.send("making")
+        parent.recv()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        layout = ParallelLayout(world_size=world_size, pipeline_parallel_size=world_size)
+        return ProcessMesh.create(layout=layout, rank=rank, timeout=limit, device=torch.device("cpu"))
+
+    listen_on_loopback()
+    try:
+        join(crowd, open_store=open_store, make=make, limit=limit)
+        ended = "joined"
+    except PeerError as error:
+        ended = str(error)
+    parent.send(ended)
+    parent.send(logged.getvalue())
+    with contextlib.suppress(EOFError):
+        parent.recv()
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class Rank:
+    process: Any
+    connection: Connection
+
+    def says(self) -> str:
+        assert self.connection.poll(HANGS_S), "it hangs"
+        return str(self.connection.recv())
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., list[Rank]]]:
+    """Starts ranks that join, and ends them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    started: list[Rank] = []
+
+    def start(limit_s: float, *, world_size: int = 3, come: Sequence[int] = (0, 1, 2)) -> list[Rank]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in come:
+            here, there = context.Pipe()
+            process = context.Process(target=_join, args=(rank, there, port, limit_s, world_size), daemon=True)
+            process.start()
+            there.close()
+            started.append(Rank(process, here))
+        return started
+
+    yield start
+    for rank in started:
+        rank.process.kill()
+        rank.process.join(HANGS_S)
+
+
+def lose(ranks: list[Rank], doomed: int, how: int) -> dict[int, str]:
+    """What the others end with when one is frozen or killed as all are about to make the groups."""
+    for rank in ranks:
+        assert rank.says() == "making"
+    os.kill(ranks[doomed].process.pid, how)
+    others = {number: rank for number, rank in enumerate(ranks) if number != doomed}
+    for rank in others.values():
+        rank.connection.send("go on")
+    return {number: rank.says() for number, rank in others.items()}
+
+
+@pytest.mark.parametrize("doomed", [0, 2])
+def test_a_rank_that_freezes_while_groups_are_made(ranks: Any, doomed: int) -> None:
+    """torch's wait for a store that stands still has no limit."""
+    said = lose(ranks(LIMIT_S), doomed, signal.SIGSTOP)
+    whom = "rank 0, which keeps the store" if doomed == 0 else f"rank {doomed} came and was lost"
+    for rank, text in said.items():
+        assert text.startswith(f"rank {rank} could not join the other ranks: {whom}"), text
+        assert "making the process groups" in text
+
+
+@pytest.mark.parametrize("doomed", [0, 2])
+def test_a_rank_that_is_killed_while_groups_are_made(ranks: Any, doomed: int) -> None:
+    together = ranks(LONG_S)
+    started = time.monotonic()
+    said = lose(together, doomed, signal.SIGKILL)
+    whom = "rank 0, which keeps the store" if doomed == 0 else f"rank {doomed} came and was lost (the process has ended), "
+    for rank, text in said.items():
+        assert text.startswith(f"rank {rank} could not join the other ranks: {whom}"), text
+    assert time.monotonic() - started < HANGS_S / 2
+
+
+def test_who_is_missing_is_said(ranks: Any) -> None:
+    first, *_ = ranks(LIMIT_S, world_size=4)
+    assert first.says().startswith("rank 0 could not join the other ranks: rank 3 did not come, while waiting for all ranks: ")
+    logged = first.says()
+    assert "rank 0 has waited" in logged and "for rank 3, 3 of 4 came" in logged
+
+
+def test_on_one_machine_only_loopback_is_listened_on(ranks: Any) -> None:
+    together = ranks(LONG_S)
+    for rank in together:
+        assert rank.says() == "making"
+        rank.connection.send("go on")
+    assert [rank.says() for rank in together] == ["joined"] * 3
+    found = listening([rank.process.pid for rank in together])
+    assert len(found) >= 4  # the store, and gloo's of each rank
+    assert all(address.startswith("127.") for address in found), found
