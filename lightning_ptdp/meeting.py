@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["LOOPBACK", "listen_on_loopback", "meeting_store"]
+__all__ = ["LOOPBACK", "listen_anywhere", "listen_on_loopback", "meeting_store", "torchrun_keeps_store"]
 
 LOOPBACK = "127.0.0.1"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -38,9 +38,24 @@ def meeting_store(address: str, port: int, *, keeps: bool, one_machine: bool, li
     )
 
 
-def listen_on_loopback() -> None:
-    """Have gloo and NCCL, which read it from the environment, listen on this machine's own interface, unless the user chose one."""
+def listen_on_loopback() -> list[str]:
+    """Have gloo and NCCL, which read it from the environment, listen on this machine's own interface, unless the user chose one.
+
+    Returns:
+        The variables that were set, for ``listen_anywhere``.
+    """
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        for name in _INTERFACES:
-            os.environ.setdefault(name, loopback)
+    chosen = [name for name in _INTERFACES if loopback is not None and name not in os.environ]
+    os.environ.update(dict.fromkeys(chosen, loopback or ""))
+    return chosen
+
+
+def listen_anywhere(chosen: list[str]) -> None:
+    """Take back what ``listen_on_loopback`` has set."""
+    for name in chosen:
+        os.environ.pop(name, None)
+
+
+def torchrun_keeps_store() -> bool:
+    """Whether torchrun's agent keeps the store, of which it tells its ranks by this variable."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

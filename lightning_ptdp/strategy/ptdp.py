@@ -70,6 +70,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
     def _begin_empty(self) -> None:
         self.num_nodes = 1
         self._parent = os.getppid()
+        self._interfaces: list[str] = []
         self.mesh: ProcessMesh | None = None
         self.parallel: ParallelModel | None = None
         self.gradient_norm: Tensor | None = None
@@ -261,6 +262,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         try:
             self._release()
         finally:
+            self.leave_environment()
             if self._watchdog is not None:
                 self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
 

@@ -16,7 +16,7 @@ from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.meeting import LOOPBACK, listen_on_loopback, meeting_store
+from lightning_ptdp.meeting import LOOPBACK, listen_anywhere, listen_on_loopback, meeting_store, torchrun_keeps_store
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.collectives import WorldCollectives
@@ -36,6 +36,7 @@ class World(WorldCollectives):
     num_nodes: int
     _launcher: Any
     _parent: int
+    _interfaces: list[str]
     _watchdog: Watchdog | None
     _interruption: Interruption | None
     _seed: int
@@ -96,6 +97,8 @@ class World(WorldCollectives):
         super().setup_environment()
         self.set_world_ranks()
         layout = self.layout
+        if layout.world_size > 1 and self.num_nodes == 1:
+            self._interfaces = [*self._interfaces, *listen_on_loopback()]
         if layout.world_size > 1 and not dist.is_initialized():
             self._join(layout)
         if layout.world_size > 1 and self.root_device.type == "cpu":
@@ -126,7 +129,7 @@ class World(WorldCollectives):
         backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
         environment, limit = self.cluster_environment, self.config.timeout
         assert environment is not None
-        one_machine, by_torchrun = self.num_nodes == 1, dist.is_torchelastic_launched()
+        one_machine, by_torchrun = self.num_nodes == 1, torchrun_keeps_store()
         crowd = Crowd(
             rank=self.global_rank,
             world_size=layout.world_size,
@@ -147,9 +150,12 @@ class World(WorldCollectives):
             self._names.init_process_group(environment, backend, crowd.rank, layout.world_size, timeout=limit, store=store)
             return ProcessMesh.create(layout=layout, rank=crowd.rank, timeout=limit, device=self.root_device)
 
-        if one_machine:
-            listen_on_loopback()
         self.mesh = join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
+
+    def leave_environment(self) -> None:
+        """What groups are made after this listens where the user, or torch, chooses."""
+        chosen, self._interfaces = self._interfaces, []
+        listen_anywhere(chosen)
 
     def _ended(self) -> str:
         """Which of the processes that this one has started, or was started by, have ended; "" if none."""

@@ -222,3 +222,12 @@ def one_process(rank: int, start_method: str) -> None:
 @pytest.mark.parametrize("start_method", ["popen", "fork", "spawn"])
 def test_a_process_alone_is_this_one(pool: Pool, start_method: str) -> None:
     pool.run(one_process, world_size=1, args=(start_method,))
+
+
+def _fit_and_look(rank: int) -> list[str]:
+    make_trainer(Place(world_size=2, layout=P2)).fit(LitNet(), loader())
+    return [name for name in os.environ if name.endswith("_SOCKET_IFNAME")]
+
+
+def test_a_fit_leaves_no_interface_in_the_environment(pool: Pool) -> None:
+    assert pool.run(_fit_and_look, world_size=2) == [[], []]
