@@ -433,3 +433,13 @@ def test_an_optimizer_that_cannot_be_checkpointed_is_refused_before_the_first_st
     assert "enable_checkpointing=False" in message
     for make, saves in ((torch.optim.Adafactor, False), (torch.optim.Adam, True)):
         assert pool.run(fit_and_save, world_size=1, args=(Place(), str(tmp_path), make, saves)) == ["4 steps"]
+
+
+def fit_without_validation(rank: int) -> None:
+    module = LitNet()
+    module.validation_step = None  # type: ignore[method-assign, assignment]
+    make_trainer(Place(world_size=2, layout=P2), max_epochs=1).fit(module, loader())
+
+
+def test_a_step_that_is_switched_off_is_no_mistake(pool: Pool) -> None:
+    pool.run(fit_without_validation, world_size=2)

@@ -104,7 +104,9 @@ def _check_iterators(asked: Asked) -> None:
     if asked.layout.pipeline_parallel_size * asked.layout.context_parallel_size > 1:
         hooks += ["validation_step", "test_step", "predict_step"]
     for hook in hooks:
-        if "dataloader_iter" in inspect.signature(getattr(asked.module, hook)).parameters:
+        step = getattr(asked.module, hook)
+        # None switches a step off.
+        if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
             raise asked.refuse(
                 f"{hook}(dataloader_iter) takes its batches itself, but the schedule cuts them into microbatches or along time. Take "
                 "(batch, batch_idx), or use num_microbatches=1 without a pipeline and context parallelism"
