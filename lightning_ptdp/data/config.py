@@ -64,7 +64,7 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         check_types(self)
         if not str(self.output):
-            raise ValueError("output='' must be the path of a folder")
+            raise ValueError("output='' (data_dir) must be the path of a folder")
         if "://" in str(self.output):
             raise ValueError(
                 f"output={str(self.output)!r} is an address: name a local folder, and copy it to the store when it is made. To train "
