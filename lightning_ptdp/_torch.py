@@ -21,6 +21,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "is_communication_error",
     "is_compiled",
+    "keep_padded",
     "reduce_scatter_single",
     "set_gradient_dtype",
     "untraced",
@@ -34,6 +35,14 @@ _GLOO_ERROR = re.compile(r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]|^A
 def untraced(function: Function) -> Function:
     """A function that a compiler calls, but does not look into (``torch.compiler.disable``, which imports the compiler at once)."""
     return cast(Function, torch._disable_dynamo(function))
+
+
+def keep_padded(model: nn.Module) -> None:
+    """Let torch's encoders compute padding in evaluation too, instead of handing packed sequences to their layers, in place: stand-ins
+    for layers of other pipeline stages and sharded attentions take tensors."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def all_gather_single(output: torch.Tensor, source: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:

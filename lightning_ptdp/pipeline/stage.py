@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp._torch import keep_padded
 from lightning_ptdp._transformers import install_capture
 from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.collected import eager, user_hooks
@@ -118,6 +119,7 @@ class PipelineCut:
         collects: bool = False,
     ) -> None:
         self.stages, self.num_stages, self.parts = tuple(stages), len(ranges), parts
+        keep_padded(model)
         self._layers, self._ranges = layers_of(model, parts.blocks), tuple(ranges)
         self._boundary = Boundary(places_of(self._layers, ranges), collects=collects)
         self.starts = frozenset(self._stage_of(i) for i, layer in enumerate(self._layers) if layer.is_first and layer.container)

@@ -49,8 +49,8 @@ class PerCopy:
         return whole // copies if whole % copies == 0 else None
 
 
-Number: TypeAlias = PerRank | PerCopy | bool
-"""How a number changes; a constant is set as it is."""
+Number: TypeAlias = PerRank | PerCopy
+"""How a number changes."""
 
 Numbers: TypeAlias = Mapping[str, Mapping[str, Number]]
 
@@ -69,7 +69,7 @@ def local_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: i
                         f"the plan's numbers[{pattern!r}] names '{key}', which is no plain attribute of '{name}' "
                         f"({type(module).__name__}); it has: {', '.join(_plain(module)) or 'none'}"
                     )
-                value = number if isinstance(number, bool) else number.local(vars(module)[key], tensor_parallel_size)
+                value = number.local(vars(module)[key], tensor_parallel_size)
                 if value is None:
                     raise ValueError(
                         f"'{name}': {key}={vars(module)[key]} is not divisible by tensor_parallel_size={tensor_parallel_size}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from lightning_ptdp._torch import keep_padded
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.kinds import Kind, Place
 from lightning_ptdp.tensor_parallel.numbers import set_numbers
@@ -108,6 +109,7 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_p
         _put(model, name, replaced[id(module)])
     replace_aliases(model, shared)
     set_numbers(model, plan.numbers, tensor_parallel_size=group.size)
+    keep_padded(model)
     if sequence_parallel and group.size > 1:
         split_sequence(model, plan, group=group)
     del originals

@@ -90,7 +90,7 @@ def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path, monkeypat
             "other.yaml: base: mine.yaml leads back .*mine.yaml -> .*other.yaml -> .*mine.yaml; take one base out",
         ),
         ("- 1", "mine.yaml holds a list; a configuration is a mapping"),
-        ("a: [", "mine.yaml: not YAML: while parsing"),
+        ("a: [", "mine.yaml: is not YAML: while parsing"),
     ],
 )
 def test_mistakes(tmp_path: Path, text: str, words: str) -> None:

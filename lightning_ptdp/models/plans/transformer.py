@@ -9,9 +9,6 @@ from lightning_ptdp.tensor_parallel import Attention, Column, Kind, ParallelPlan
 
 __all__ = ["transformer_encoder_plan", "transformer_plan"]
 
-# Packed sequences, which evaluation would use for padded batches, cannot cross a pipeline boundary.
-_NOT_PACKED = {"use_nested_tensor": False}
-
 
 def transformer_encoder_plan(module: Any, prefix: str = "") -> ParallelPlan:
     """The plan of an ``nn.TransformerEncoder`` of ``nn.TransformerEncoderLayer`` found under the name ``prefix``.
@@ -23,7 +20,6 @@ def transformer_encoder_plan(module: Any, prefix: str = "") -> ParallelPlan:
         tensor=_layers(prefix),
         after=(joined(prefix, "norm"),) if module.norm is not None else (),
         sequence="blocks",
-        numbers={prefix: _NOT_PACKED} if prefix and hasattr(module, "use_nested_tensor") else {},
     )
 
 
@@ -36,7 +32,6 @@ def transformer_plan(module: Any, prefix: str = "") -> ParallelPlan:
         between=(f"{encoder}.norm",) if module.encoder.norm is not None else (),
         after=(f"{decoder}.norm",) if module.decoder.norm is not None else (),
         sequence=None,
-        numbers={encoder: _NOT_PACKED} if hasattr(module.encoder, "use_nested_tensor") else {},
     )
 
 
