@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -29,10 +29,62 @@ _MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9}
 
 @dataclass(frozen=True, kw_only=True)
 class PTDPConfig:
-    """What a user asks of the strategy; see ``PTDPStrategy`` for the meaning of each field.
+    """Pipeline, tensor, sequence and data parallel training of an ordinary LightningModule.
+
+    Args:
+        tensor_parallel_size: t, ranks that share one layer's matrices.
+        pipeline_parallel_size: p, ranks that share the layers.
+        virtual_pipeline_size: v, model chunks a pipeline rank holds (interleaving).
+        context_parallel_size: c, ranks that share every sequence along time, through the whole network.
+        context_parallel_attention: "ring" (keys and values go round; arXiv 2310.01889) or "all_to_all" (heads are traded for the
+            sequence; arXiv 2309.14509).
+        context_parallel_positions: Refuse a model that cannot be handed its tokens' places in the whole sequence; False for one that
+            needs none.
+        sequence_dims: Under context parallelism, the dimension along time of tensors in the batch under these keys (None: none),
+            where it is not dimension 1.
+        sequence_parallel: Split the activations between tensor-parallel regions along the sequence over the t ranks.
+        num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline, else 1.
+        micro_batch_size: b, samples of a microbatch, instead: m follows from each batch, which may grow during training.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", or "auto" (1F1B, interleaved if v > 1); the
+            path of a CSV file; or a ``CustomSchedule``.
+        microbatch_group_size: Microbatches that visit a chunk before the next chunk's turn, in interleaved schedules. Default: p.
+        partition: Number of layers of each of the p*v stages, or the name of each stage's first block; default: balanced by cost.
+        recompute: "none", "full" (every block's activations are computed again in the backward), or "selective" (only those of the
+            modules that the plan calls selective).
+        recompute_layers: How many blocks of a stage are recomputed, for all stages or one number a stage. Default: all.
+        distribute_saved_activations: With recompute="full" and tensor parallelism, keep 1/t of a block's input on each tensor rank
+            and gather it for the recomputation (under sequence parallelism it is split anyway).
+        scatter_gather: With tensor parallelism but without sequence parallelism, send 1/t of a hidden state on each tensor rank and
+            gather it behind the boundary (arXiv 2104.04473, section 4.1).
+        plan: Which submodules are sharded how, and where the repeated container is. Default: the module's own
+            ``configure_parallel()``, else found automatically (pipeline) or an error (tensor parallelism).
+        meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
+        seed: Decides initial weights of such modules and dropout; default: torch's seed (``seed_everything``) on rank 0.
+        keyed_dropout: Drop the same elements in every layout, for comparing layouts; slower (``lightning_ptdp.keyed_dropout``).
+        bucket_mb: Size of a gradient bucket in MiB.
+        shard_optimizer: Each replica keeps the optimizer states of its part of the parameters only, updates that part, and gathers
+            the rest (ZeRO-1, arXiv 1910.02054). The optimizer must work element by element.
+        master_weights: Let the optimizer step on float32 copies of parameters in half precision ("bf16-true", "16-true").
+        gradient_dtype: In what the gradients of such parameters are accumulated: "float32" or the "parameter" dtype.
+        reduce_dtype: In what gradients are summed over the replicas: "float32", "bfloat16" or "float16". Default: as accumulated.
+        data_parallel_replicas: Number of nodes (or other islands of fast links) that the replicas stand in, in order; gradients are
+            then summed in two levels, and a sharded optimizer is sharded inside a node only.
+        inter_node_reduce_dtype: In what gradients cross between nodes. Default: as inside them.
+        overlap_parameter_gather: Let parameters arrive while the next step's forward runs. Default: if nobody but Lightning reads
+            them between the steps.
+        check_finite: What to do with a step whose loss or gradient is NaN or infinite: "raise" NonFiniteError with the first parameter,
+            rank and microbatch, "skip" the update with a warning that says the same, or nothing. Under float16 the loss scale skips.
+        timeout_s: Limit in seconds of every wait for another rank.
+        start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or "forkserver".
+        process_group_backend: "nccl" or "gloo"; default by device.
+        on_damage: When the checkpoint to continue from is damaged: "previous" (the newest whole one before it in its folder, with a
+            warning) or "refuse".
+        async_save: Training waits only until a checkpoint's tensors are copied to host memory; they are written in the background.
+
+    The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.
 
     Raises:
-        ValueError: A field is out of range; names the field, the value and what would work.
+        ValueError: A size or name is impossible; says what would work.
     """
 
     tensor_parallel_size: Size = 1
@@ -47,9 +99,9 @@ class PTDPConfig:
     micro_batch_size: Size | None = None
     schedule: str | CustomSchedule = "auto"
     microbatch_group_size: Size | None = None
-    partition: tuple[int, ...] | tuple[str, ...] | None = None
+    partition: Sequence[int] | Sequence[str] | None = None
     recompute: RecomputePolicy = "none"
-    recompute_layers: Count | tuple[Count, ...] | None = None
+    recompute_layers: Count | Sequence[Count] | None = None
     distribute_saved_activations: bool = False
     scatter_gather: bool = True
     plan: ParallelPlan | None = None

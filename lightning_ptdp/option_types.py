@@ -8,7 +8,7 @@ import inspect
 import math
 import reprlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -34,7 +34,7 @@ Count = Annotated[int, Least(0)]
 
 
 def check_types(options: Any) -> None:
-    """Check the fields of a dataclass against their annotations. A list that is given for a tuple becomes one.
+    """Check the fields of a dataclass against their annotations. A list that is given becomes a tuple.
 
     Raises:
         ValueError: A field holds something else; names the field, the value and what it must be.
@@ -142,7 +142,7 @@ def _fits_container(value: Any, origin: Any, arguments: tuple[Any, ...]) -> bool
 def _takes_tuple(hint: Any) -> bool:
     if get_origin(hint) in (Union, types.UnionType):
         return any(_takes_tuple(argument) for argument in get_args(hint))
-    return get_origin(hint) is tuple
+    return get_origin(hint) in (tuple, Sequence)
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -128,7 +128,7 @@ def batches(num_replicas: Any, **options: Any) -> None:
 
 
 FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
-    "strategy": (strategy, PTDPStrategy.__init__, ("world_size", "samples")),
+    "strategy": (strategy, PTDPConfig.__init__, ("world_size", "samples")),
     "config": (PTDPConfig, PTDPConfig.__init__, ()),
     "layout": (ParallelLayout, ParallelLayout.__init__, ()),
     "batch plan": (BatchPlan.derive, BatchPlan.derive, ()),
@@ -159,7 +159,7 @@ FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, 
 
 def options_of(door: str) -> list[str]:
     _, signature, further = FRONT_DOORS[door]
-    names = [name for name in get_type_hints(signature) if name not in ("return", "lightning", "kwargs")]
+    names = [name for name in get_type_hints(signature) if name not in ("return", "kwargs")]
     return [*names, *(name for name in further if name not in names)]
 
 

@@ -27,7 +27,8 @@ _UNKNOWN = re.compile(
     r"|Option '(?P<alone>[^']+)' is not accepted"
     r"|unrecognized arguments: --(?P<flag>[\w.+-]+)"
 )
-_WRONG_TYPE = re.compile(r'Parser key "(?P<key>[^"]+)":\s+(?P<reason>Expected a [^\n]+)\s*(?:\n|$)')
+_KEY = re.compile(r'Parser key "([^"]+)":\s+')
+_TYPE = re.compile(r"Expected (?:a )?(?:<class '(?P<kind>.+?)'>|typing\.Literal\[(?P<choices>.+?)\])")
 _UNION = re.compile(
     r"^ *Errors:\n(?P<errors>.+?)^ *Given value type: .*?\n *Given value: (?P<value>[^\n]*)", re.MULTILINE | re.DOTALL
 )
@@ -56,23 +57,27 @@ def readable(message: str, known: Iterable[str]) -> str:
     ]
     if len(said) == 1:  # a class's own words, among the types that the value is not
         return f"{key}: {said[0]}" if key else said[0]
-    wrong = list(_WRONG_TYPE.finditer(message))
-    if wrong:
-        inner = wrong[-1]["key"]
-        name = key if inner == key else f"{key}.{inner}"
-        reason = re.sub(r"<class '(.+?)'>", r"\1", wrong[-1]["reason"].strip())
-        return f"{name}: {reason}"
-    union = _UNION.search(message)
-    return _of_union(key, union["errors"], union["value"]) if union else message
+    if not outer:
+        return message
+    *_, inner = _KEY.finditer(message)
+    name = key if inner[1] == key else f"{key}.{inner[1]}"
+    reason = message[inner.end() :]
+    union = _UNION.search(reason)
+    if union:
+        return f"{name}: {_of_union(union['errors'])}. Got value: {union['value'][:80]}"
+    line = reason.partition("\n")[0]
+    return f"{name}: {_expected(line)}{line[match.end() :]}" if (match := _TYPE.match(line)) else message
 
 
-def _of_union(key: str, errors: str, value: str) -> str:
+def _of_union(errors: str) -> str:
     """The words of the first type that has more to say than its name; else the types."""
     reasons = [" ".join(reason.split()) for reason in re.findall(r"^ +- (.+(?:\n {8,}[^ -].+)?)", errors, re.MULTILINE)]
-    said = next((reason for reason in reasons if not reason.startswith(("Expected a ", "Does not validate"))), None)
-    kinds = dict.fromkeys(kind.rpartition(".")[2] for kind in re.findall(r"<class '(.+?)'>", errors))
-    wanted = f"Expected {' or '.join(kinds)}"
-    return f"{key}: {said or wanted}. Got value: {value[:80]}"
+    return next((reason for reason in reasons if not reason.startswith(("Expected ", "Does not validate"))), _expected(errors))
+
+
+def _expected(errors: str) -> str:
+    kinds = [match["choices"] or match["kind"].rpartition(".")[2] for match in _TYPE.finditer(errors)]
+    return f"Expected {' or '.join(dict.fromkeys(kinds))}".replace("NoneType", "null").replace("', '", "' or '")
 
 
 def _unknown_key(message: str, key: str, match: re.Match[str], known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_ptdp._lightning import LightningNames, lightning_names
 from lightning_ptdp.checkpoint import Keeper
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import check_elementwise
 from lightning_ptdp.engine import Engine
@@ -44,7 +45,7 @@ from lightning_ptdp.strategy.context import make_context_parallel, make_keyed_dr
 from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.launch import make_launcher
-from lightning_ptdp.strategy.options import StrategyOptions
+from lightning_ptdp.strategy.options import StrategyOptions, constructor
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
 from lightning_ptdp.strategy.samplers import seed_random_sampler
@@ -61,7 +62,7 @@ __all__ = ["PTDPStrategy", "strategy_class"]
 
 
 class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World, StrategyOptions):
-    """Lightning's hooks; the arguments and their meaning are in options.py."""
+    """Lightning's hooks; takes the fields of ``PTDPConfig`` and the arguments of Lightning's own strategies."""
 
     _names: LightningNames
     model: Any
@@ -306,7 +307,13 @@ def _make_class(namespace: str) -> Any:
     names = lightning_names(namespace)
     # pickle finds a class by its qualified name in this module.
     qualified = "PTDPStrategy" if namespace == "lightning.pytorch" else _OTHER_NAME
-    body = {"_names": names, "__doc__": StrategyOptions.__doc__, "__module__": __name__, "__qualname__": qualified}
+    body = {
+        "_names": names,
+        "__doc__": PTDPConfig.__doc__,
+        "__module__": __name__,
+        "__qualname__": qualified,
+        "__init__": constructor(names.ParallelStrategy.__init__),
+    }
     return type("PTDPStrategy", (_PTDPStrategy, names.ParallelStrategy), body)
 
 

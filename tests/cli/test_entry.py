@@ -116,7 +116,13 @@ def test_what_jsonargparse_says_about_several_types_becomes_one_line() -> None:
     )
     assert readable(own, []).startswith("there is no key 'model.config.x' (lightning_ptdp.models.LitGPT has no 'config.x'")
     assert readable("Parser key \"trainer.max_steps\":\n  Expected a <class 'int'>. Got value: abc", []) == (
-        "trainer.max_steps: Expected a int. Got value: abc"
+        "trainer.max_steps: Expected int. Got value: abc"
+    )
+    choices = (
+        "Parser key \"resume\":\n  Does not validate\n  Errors:\n    - Expected a typing.Literal['a', 'b']\n    - Expected a "
+    )
+    assert readable(choices + "<class 'NoneType'>\n  Given value type: <class 'str'>\n  Given value: c", []) == (
+        "resume: Expected 'a' or 'b' or null. Got value: c"
     )
     assert readable("something else", []) == "something else"
 
