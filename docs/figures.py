@@ -38,10 +38,10 @@ def draw_ranks(path: Path) -> None:
 
 def _draw_rank(axes: Any, layout: ParallelLayout, rank: int) -> None:
     at = layout.coordinates(rank)
-    x, y = at.pipeline * 5.0 + at.tensor * 2.15, (1 - at.data) * 1.2
-    axes.add_patch(_box(x, y, 2.0, 1.0, facecolor=COLORS[at.tensor], alpha=0.85, edgecolor="white"))
+    x, y = at["pipeline"] * 5.0 + at["tensor"] * 2.15, (1 - at["data"]) * 1.2
+    axes.add_patch(_box(x, y, 2.0, 1.0, facecolor=COLORS[at["tensor"]], alpha=0.85, edgecolor="white"))
     axes.text(x + 1.0, y + 0.62, f"rank {rank}", ha="center", va="center", color="white", weight="bold")
-    axes.text(x + 1.0, y + 0.28, f"tensor {at.tensor}, data {at.data}", ha="center", va="center", color="white", size=8)
+    axes.text(x + 1.0, y + 0.28, f"tensor {at['tensor']}, data {at['data']}", ha="center", va="center", color="white", size=8)
 
 
 def _box(x: float, y: float, width: float, height: float, **style: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which rank does what: the degrees of parallelism, the coordinates of every rank, and the process groups.
+"""Which rank does what: the table of axes, the degrees of parallelism, the coordinates of every rank, and the process groups.
 
 Ranks are laid out as an array ``(pipeline, data, context, tensor)`` in row-major order: tensor parallelism is innermost,
 so that it stays inside a node, and pipeline parallelism outermost, so that its small messages cross nodes
@@ -12,27 +12,53 @@ so that it stays inside a node, and pipeline parallelism outermost, so that its 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lightning_ptdp.option_types import Size, check_types
 from lightning_ptdp.placement import Placement, rank_of_stage, stages_of_rank
 
-__all__ = ["Axis", "Coordinates", "ParallelLayout", "divisors", "nearest_divisors"]
+__all__ = ["AXES", "SETS", "Axis", "ParallelLayout", "divisors", "nearest_divisors"]
 
-Axis = Literal["tensor", "context", "data", "pipeline", "model", "replica_sum"]
+Reads = Literal["same", "tokens", "samples"]
 
-_DIMS = ("pipeline", "data", "context", "tensor")
-_AXIS_DIMS: dict[str, tuple[str, ...]] = {
-    "tensor": ("tensor",),
-    "context": ("context",),
-    "data": ("data",),
-    "pipeline": ("pipeline",),
-    "model": ("pipeline", "context", "tensor"),
-    "replica_sum": ("data", "context"),
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A way of dividing the work. Its degree is the layout's ``<name>_parallel_size``.
+
+    Attributes:
+        name: What it divides.
+        letter: Of its degree in short forms.
+        place: In the order of the ranks: those of the axis with the greatest one are neighbours.
+        reads: What its ranks read of a batch: the same, other tokens of the same samples, or other samples.
+        always_told: Also where its degree is 1.
+    """
+
+    name: str
+    letter: str
+    place: int
+    reads: Reads = "same"
+    always_told: bool = True
+
+
+AXES = (
+    Axis(name="tensor", letter="t", place=30),
+    Axis(name="pipeline", letter="p", place=0),
+    Axis(name="context", letter="c", place=20, reads="tokens", always_told=False),
+    Axis(name="data", letter="d", place=10, reads="samples"),
+)
+SETS: Mapping[str, tuple[Reads, ...]] = {
+    "replicas": ("samples",),
+    "replica_sum": ("samples", "tokens"),
+    "model": ("same", "tokens"),
+    "shards": ("same",),
 }
-
+"""Sets of axes, by what their ranks read: the replicas, those over which every gradient is summed, one replica's, and those that hold
+the parameters once."""
 
 _TRIED = 100_000
 
@@ -46,16 +72,6 @@ def divisors(number: int) -> list[int]:
 def nearest_divisors(number: int, wanted: int, *, count: int = 3) -> list[int]:
     """The divisors of ``number`` closest to ``wanted``, in ascending order: what an error message proposes."""
     return sorted(sorted(divisors(number), key=lambda k: (abs(k - wanted), k))[:count])
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class Coordinates:
-    """Where a rank stands on each axis."""
-
-    pipeline: int = 0
-    data: int = 0
-    context: int = 0
-    tensor: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +90,15 @@ class ParallelLayout:
 
     The data-parallel size d is what remains of the world: ``world_size / (t * p * c)``.
 
+    Attributes:
+        axes: The table of axes, in the order in which they are told.
+
     Raises:
         ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, v > 1 without a
             pipeline, sequence parallelism without tensor parallelism, or an unknown placement.
     """
+
+    axes: ClassVar[tuple[Axis, ...]] = AXES
 
     world_size: Size
     tensor_parallel_size: Size = 1
@@ -89,15 +110,15 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         check_types(self)
-        model = self.model_parallel_size
+        fields = [f"{axis.name}_parallel_size" for axis in self.axes if axis.name != "data"]
+        sizes = [getattr(self, field) for field in fields]
+        model = math.prod(sizes)
         if self.world_size % model:
             lower, upper = self.world_size // model * model, -(-self.world_size // model) * model
             works = " or ".join(str(n) for n in (lower, upper) if n)
             raise ValueError(
-                f"world_size={self.world_size} is not divisible by tensor_parallel_size * pipeline_parallel_size * "
-                f"context_parallel_size = {self.tensor_parallel_size} * {self.pipeline_parallel_size} * "
-                f"{self.context_parallel_size} = {model}; use {works} processes, or degrees whose product is one of "
-                f"{nearest_divisors(self.world_size, model)}"
+                f"world_size={self.world_size} is not divisible by {' * '.join(fields)} = {' * '.join(map(str, sizes))} = {model}; use "
+                f"{works} processes, or degrees whose product is one of {nearest_divisors(self.world_size, model)}"
             )
         if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
             raise ValueError(
@@ -111,14 +132,30 @@ class ParallelLayout:
             )
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model: t * p * c."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+    def data_parallel_size(self) -> int:
+        """d, what the other axes leave of the world."""
+        return self.world_size // math.prod(self.size(axis.name) for axis in self.axes if axis.name != "data")
 
     @property
-    def data_parallel_size(self) -> int:
-        """Number of replicas, d."""
-        return self.world_size // self.model_parallel_size
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.size("model")
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that read other samples."""
+        return self.size("replicas")
+
+    def replica(self, rank: int) -> int:
+        """Which replica ``rank`` belongs to."""
+        return self.group_of("replicas", rank).index(rank)
+
+    def size(self, axis: str) -> int:
+        """Ranks on an axis, or a set of axes (``SETS``)."""
+        if axis in SETS:
+            return math.prod(map(self.size, self._moving(axis)))
+        size: int = getattr(self, f"{axis}_parallel_size")
+        return size
 
     @property
     def num_stages(self) -> int:
@@ -143,18 +180,8 @@ class ParallelLayout:
         """The pipeline rank on which the loss is computed."""
         return self.rank_of_stage(self.num_stages - 1)
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Sizes of the axes (pipeline, data, context, tensor)."""
-        return (
-            self.pipeline_parallel_size,
-            self.data_parallel_size,
-            self.context_parallel_size,
-            self.tensor_parallel_size,
-        )
-
-    def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of ``rank``.
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands on each axis, the outermost first.
 
         Raises:
             ValueError: There is no such rank.
@@ -162,52 +189,41 @@ class ParallelLayout:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank} is outside the world of {self.world_size} processes")
         values = {}
-        for dim, size in zip(reversed(_DIMS), reversed(self.shape), strict=True):
-            rank, values[dim] = divmod(rank, size)
-        return Coordinates(**values)
+        for name in reversed(self._order):
+            rank, values[name] = divmod(rank, self.size(name))
+        return {name: values[name] for name in self._order}
 
-    def rank(self, coordinates: Coordinates) -> int:
+    def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at ``coordinates``."""
         rank = 0
-        for dim, size in zip(_DIMS, self.shape, strict=True):
-            rank = rank * size + getattr(coordinates, dim)
+        for name in self._order:
+            rank = rank * self.size(name) + coordinates[name]
         return rank
 
-    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """All groups of an axis, each in the order of that axis; every rank is in exactly one.
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of an axis, or of a set of axes (``SETS``), each in the order of that axis; every rank is in exactly one."""
+        return tuple(dict.fromkeys(self.group_of(axis, rank) for rank in range(self.world_size)))
 
-        ``"model"`` holds one replica, ``"replica_sum"`` the ranks over which gradients are summed (data x context).
-        """
-        dims = _AXIS_DIMS[axis]
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            coordinates = self.coordinates(rank)
-            fixed = tuple(getattr(coordinates, dim) for dim in _DIMS if dim not in dims)
-            found.setdefault(fixed, []).append(rank)
-        return tuple(tuple(ranks) for ranks in found.values())
-
-    def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
+    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of ``axis`` that contains ``rank``, computed without listing the others."""
-        here = self.coordinates(rank)
-        moving = _AXIS_DIMS[axis]
-        sizes = dict(zip(_DIMS, self.shape, strict=True))
-        total = math.prod(sizes[dim] for dim in moving)
-        ranks = []
-        for index in range(total):
-            values = {dim: getattr(here, dim) for dim in _DIMS}
-            for dim in reversed(moving):
-                index, values[dim] = divmod(index, sizes[dim])
-            ranks.append(self.rank(Coordinates(**values)))
-        return tuple(ranks)
+        here, moving = self.coordinates(rank), self._moving(axis)
+        places = itertools.product(*(range(self.size(name)) for name in moving))
+        return tuple(self.rank({**here, **dict(zip(moving, place, strict=True))}) for place in places)
+
+    def told(self) -> tuple[Axis, ...]:
+        """The axes that summaries name."""
+        return tuple(axis for axis in self.axes if axis.always_told or self.size(axis.name) > 1)
 
     def describe(self) -> str:
         """Short form for logs: ``t2 p2 v2 d1``."""
-        letters = {
-            "t": self.tensor_parallel_size,
-            "p": self.pipeline_parallel_size,
-            "v": self.virtual_pipeline_size,
-            "c": self.context_parallel_size,
-            "d": self.data_parallel_size,
-        }
-        text = " ".join(f"{k}{n}" for k, n in letters.items() if n > 1 or k in "tpd")
+        chunks = {"pipeline": f" v{self.virtual_pipeline_size}"} if self.virtual_pipeline_size > 1 else {}
+        text = " ".join(f"{axis.letter}{self.size(axis.name)}{chunks.get(axis.name, '')}" for axis in self.told())
         return text + (" sp" if self.sequence_parallel else "")
+
+    @property
+    def _order(self) -> list[str]:
+        return [axis.name for axis in sorted(self.axes, key=lambda axis: axis.place)]
+
+    def _moving(self, axis: str) -> list[str]:
+        reads = {row.name: row.reads for row in self.axes}
+        return [name for name in self._order if (reads[name] in SETS[axis] if axis in SETS else name == axis)]

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.layout import Axis, Coordinates, ParallelLayout
+from lightning_ptdp.layout import SETS, ParallelLayout
 
 __all__ = ["Group", "ProcessMesh"]
 
 _CPU = torch.device("cpu")
-_AXES: tuple[Axis, ...] = ("tensor", "context", "data", "replica_sum", "pipeline", "model")
 
 
 class LostHandle:
@@ -65,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMesh:
-    """This rank's coordinates and its group on every axis.
+    """This rank's coordinates and its group on every axis and set of axes.
 
     Every rank only takes part in making the groups that it belongs to, so the cost does not grow with the world. torch finds the
     members of such a group by its ranks and by *how many groups each of them has made before*; so all ranks must make equally many,
@@ -100,7 +99,7 @@ class ProcessMesh:
         if layout.world_size > 1:
             _connect(None, device)
         made: dict[tuple[int, ...], Any] = {}
-        for axis in _AXES:
+        for axis in (*(row.name for row in layout.axes), *SETS):
             ranks = layout.group_of(axis, rank)
             handle = None
             if len(ranks) > 1:
@@ -114,12 +113,12 @@ class ProcessMesh:
         return cls(layout=layout, rank=rank, timeout=timeout, device=device, groups=groups, channels=channels)
 
     @property
-    def coordinates(self) -> Coordinates:
-        """Where this rank stands."""
-        return self.layout.coordinates(self.rank)
+    def where(self) -> str:
+        """Where this rank stands, for messages."""
+        return ", ".join(f"{axis} {place}" for axis, place in self.layout.coordinates(self.rank).items())
 
-    def group(self, axis: Axis) -> Group:
-        """This rank's group on ``axis``."""
+    def group(self, axis: str) -> Group:
+        """This rank's group on an axis, or a set of axes (``layout.SETS``)."""
         return self.groups[axis]
 
     def pipeline_subgroup(self, places: tuple[int, ...]) -> Group | None:

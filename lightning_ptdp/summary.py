@@ -84,11 +84,8 @@ def render(summary: StrategySummary) -> str:
 
 
 def _degrees(layout: ParallelLayout) -> str:
-    axes = [("tensor", layout.tensor_parallel_size), ("pipeline", layout.pipeline_parallel_size)]
-    if layout.context_parallel_size > 1:
-        axes.append(("context", layout.context_parallel_size))
-    axes.append(("data", layout.data_parallel_size))
-    text = f"{_count(layout.world_size, 'process', 'processes')}: " + " x ".join(f"{name} {size}" for name, size in axes)
+    axes = " x ".join(f"{axis.name} {layout.size(axis.name)}" for axis in layout.told())
+    text = f"{_count(layout.world_size, 'process', 'processes')}: {axes}"
     if layout.virtual_pipeline_size > 1:
         text += f", {layout.virtual_pipeline_size} chunks a pipeline rank"
     return text + (", sequence parallel" if layout.sequence_parallel else "")

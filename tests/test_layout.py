@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_ptdp.layout import Coordinates, ParallelLayout
+from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.placement import Placement
 
 SIZES = [sizes for sizes in itertools.product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2, 3)) if sizes[0] * sizes[1] * sizes[2] <= 24]
@@ -17,7 +17,7 @@ def brute_force(layout: ParallelLayout, *moving: str) -> set[tuple[int, ...]]:
 
     def fixed(rank: int) -> tuple[int, ...]:
         here = layout.coordinates(rank)
-        return tuple(getattr(here, dim) for dim in ("pipeline", "data", "context", "tensor") if dim not in moving)
+        return tuple(here[dim] for dim in ("pipeline", "data", "context", "tensor") if dim not in moving)
 
     ranks = range(layout.world_size)
     return {tuple(r for r in ranks if fixed(r) == fixed(rank)) for rank in ranks}
@@ -33,15 +33,17 @@ def test_groups_equal_brute_force(t: int, p: int, c: int, d: int) -> None:
         "data": brute_force(layout, "data"),
         "pipeline": brute_force(layout, "pipeline"),
         "model": brute_force(layout, "pipeline", "context", "tensor"),
+        "replicas": brute_force(layout, "data"),
         "replica_sum": brute_force(layout, "data", "context"),
+        "shards": brute_force(layout, "pipeline", "tensor"),
     }
     for axis, groups in expected.items():
-        assert {tuple(sorted(g)) for g in layout.groups(axis)} == groups, axis  # type: ignore[arg-type]
+        assert {tuple(sorted(g)) for g in layout.groups(axis)} == groups, axis
     for axis in expected:
-        members = [rank for group in layout.groups(axis) for rank in group]  # type: ignore[arg-type]
+        members = [rank for group in layout.groups(axis) for rank in group]
         assert sorted(members) == list(range(layout.world_size))
-        for group in layout.groups(axis):  # type: ignore[arg-type]
-            assert all(layout.group_of(axis, rank) == group for rank in group)  # type: ignore[arg-type]
+        for group in layout.groups(axis):
+            assert all(layout.group_of(axis, rank) == group for rank in group)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -64,7 +66,7 @@ def test_tensor_parallel_is_innermost_and_pipeline_outermost() -> None:
     assert layout.group_of("tensor", 4) == (4, 5)
     assert layout.group_of("data", 4) == (4, 6)
     assert layout.group_of("pipeline", 3) == (3, 7)
-    assert layout.coordinates(6) == Coordinates(pipeline=1, data=1, context=0, tensor=0)
+    assert layout.coordinates(6) == {"pipeline": 1, "data": 1, "context": 0, "tensor": 0}
 
 
 @pytest.mark.parametrize("rank", range(24))

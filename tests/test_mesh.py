@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.layout import SETS, ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.placement import Placement
 from tests.pool import Pool
@@ -15,7 +15,7 @@ from tests.pool import Pool
 def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, tuple[int, ...]]]:
     mesh = ProcessMesh.create(layout=layout, rank=rank)
     found = {}
-    for axis in ("tensor", "context", "data", "replica_sum", "pipeline", "model"):
+    for axis in ("tensor", "context", "data", "pipeline", *SETS):
         group = mesh.group(axis)
         value = torch.tensor([float(rank)])
         if group.size > 1:

@@ -39,11 +39,8 @@ def _tags(summary: StrategySummary) -> dict[str, Any]:
     return {
         "layout": layout.describe(),
         "world_size": layout.world_size,
-        "tensor_parallel_size": layout.tensor_parallel_size,
-        "pipeline_parallel_size": layout.pipeline_parallel_size,
+        **{f"{axis.name}_parallel_size": layout.size(axis.name) for axis in layout.axes},
         "virtual_pipeline_size": layout.virtual_pipeline_size,
-        "context_parallel_size": layout.context_parallel_size,
-        "data_parallel_size": layout.data_parallel_size,
         "sequence_parallel": layout.sequence_parallel,
         "schedule": summary.schedule,
         **_sizes(summary),

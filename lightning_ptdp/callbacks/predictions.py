@@ -116,7 +116,7 @@ def _from_all_replicas(trainer: Trainer, records: list[Record]) -> list[list[Rec
     if mesh is None:
         ranks, handle = list(range(trainer.world_size)), None
     else:
-        group = mesh.group("data")
+        group = mesh.group("replicas")
         ranks, handle = list(group.ranks), group.handle
     if len(ranks) == 1:
         return [records]

@@ -109,7 +109,7 @@ def device_name(device: torch.device) -> str:
 def replicas(trainer: Trainer) -> int:
     """Ranks that read different data."""
     layout = getattr(trainer.strategy, "layout", None)
-    return trainer.world_size if layout is None else layout.data_parallel_size
+    return trainer.world_size if layout is None else layout.num_replicas
 
 
 def flops_per_sample(module: LightningModule, length: int) -> float:

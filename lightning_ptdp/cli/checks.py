@@ -54,7 +54,7 @@ def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None
     """
     if isinstance(datamodule, StreamDataModule):
         layout = getattr(trainer.strategy, "layout", None)
-        datamodule.check(num_replicas=1 if layout is None else layout.data_parallel_size)
+        datamodule.check(num_replicas=1 if layout is None else layout.num_replicas)
 
 
 def check_checkpoint(field: str, path: str | None) -> None:

@@ -107,7 +107,7 @@ class Engine:
         )
         self._factor: float | Tensor = 1.0
         self._compared = False
-        self._replicas_in_step = mesh.group("data").size > 1
+        self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.model_parallel_size > 1 else lambda: None
 
     def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:
@@ -256,7 +256,7 @@ class Engine:
 
     def compare_lengths(self, loader: Any) -> None:
         """Whether the replicas evaluate equally many batches, so that they may speak after each; collective over the replicas."""
-        self._replicas_in_step &= has_same_length(loader, group=self._mesh.group("data"), device=self._device)
+        self._replicas_in_step &= has_same_length(loader, group=self._mesh.group("replicas"), device=self._device)
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 
@@ -316,11 +316,12 @@ class Engine:
                 self._module.log(call.name, torch.tensor(call.value, dtype=torch.float32, device=self._device), **call.options)
 
     def _step_seed(self, hook: str) -> tuple[object, ...]:
-        coordinates, layout = self._mesh.coordinates, self._mesh.layout
-        tensor = coordinates.tensor if layout.sequence_parallel and self._parallel.split_blocks is None else 0
+        layout, rank = self._mesh.layout, self._mesh.rank
+        at, replica = layout.coordinates(rank), layout.replica(rank)
+        tensor = at["tensor"] if layout.sequence_parallel and self._parallel.split_blocks is None else 0
         step = self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
         # Each slice of the sequence has activations of its own, and needs random numbers of its own.
-        return (self._seed, hook, step, coordinates.data, tensor, *([coordinates.context] if self._context_parallel else []))
+        return (self._seed, hook, step, replica, tensor, *([at["context"]] if self._context_parallel else []))
 
     @contextlib.contextmanager
     def _step_randomness(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ def check_evaluates_again(optimizer: Any, layout: ParallelLayout, *, steps_on_co
         ValueError: It does not; names the optimizer, the reason and what works.
     """
     name = type(optimizer).__name__
-    if layout.world_size > layout.data_parallel_size:
+    if layout.world_size > layout.num_replicas:
         raise ValueError(
             f"{name} evaluates the loss several times in a step and decides by the gradient of all parameters, of which a rank has a part "
             "under tensor, pipeline or context parallelism. Use it with data parallelism and microbatches alone, or an optimizer that "

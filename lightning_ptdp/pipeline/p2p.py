@@ -269,7 +269,7 @@ class Transport:
         except RuntimeError as error:
             known = f"\n{self.explain()}" if self.explain is not None else ""
             raise PeerError(
-                f"rank {self.mesh.rank} ({self.mesh.coordinates}) waited in action {what} for rank {peer}, which did not answer: "
+                f"rank {self.mesh.rank} ({self.mesh.where}) waited in action {what} for rank {peer}, which did not answer: "
                 f"{error}{known}"
             ) from error
         if self.waiting is not None:

@@ -115,7 +115,7 @@ class Watchdog:
             world_size=world_size,
             ranks=sorted(ranks),
             limit_s=limit_s,
-            where=str(mesh.coordinates),
+            where=mesh.where,
             store=store,
             waits_raise=waits_raise,
         )

@@ -47,7 +47,7 @@ def context_link(layout: ParallelLayout, device: Device) -> GroupLink:
 
 def replica_link(layout: ParallelLayout, device: Device) -> GroupLink:
     """The ranks over which gradients are summed: data and context parallel."""
-    size = layout.data_parallel_size * layout.context_parallel_size
+    size = layout.size("replica_sum")
     return _group(device, size, stride=layout.tensor_parallel_size)
 
 

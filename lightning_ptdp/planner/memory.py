@@ -54,7 +54,7 @@ def static_bytes(job: Job, choice: Choice, parameters: float) -> tuple[float, fl
     With a sharded optimizer a rank keeps the state of 1/(d c) of its parameters: 6 + 12/d bytes a parameter in half precision.
     """
     precision, layout = job.precision, choice.layout
-    shards = layout.data_parallel_size * layout.context_parallel_size if choice.shard_optimizer else 1
+    shards = layout.size("replica_sum") if choice.shard_optimizer else 1
     return parameters * precision.weight, parameters * precision.gradient, parameters * precision.state / shards
 
 

@@ -137,7 +137,7 @@ def _first_that_fits(job: Job, space: Space, pipeline: Pipeline) -> Candidate | 
 def _choices(space: Space, pipeline: Pipeline, *, last: bool = False) -> Iterator[Choice]:
     """Every recomputation and sharding, cheapest first; ``last``: only the one that holds least."""
     layout = pipeline.layout
-    shardings = _unique(shard and layout.data_parallel_size * layout.context_parallel_size > 1 for shard in space.shard_optimizer)
+    shardings = _unique(shard and layout.size("replica_sum") > 1 for shard in space.shard_optimizer)
     parts = layout.tensor_parallel_size > 1 and not layout.sequence_parallel
     for recompute in space.recompute[-1:] if last else space.recompute:
         for distribute in (False, True) if recompute == "full" and parts else (False,):

@@ -191,5 +191,5 @@ def _optimizer(job: Job, choice: Choice, parameters: int) -> float:
     """Every byte of weights, gradients and state is read, and all but the gradients written."""
     weights, gradients, state = static_bytes(job, choice, parameters)
     layout = choice.layout
-    share = 1 / (layout.data_parallel_size * layout.context_parallel_size) if choice.shard_optimizer else 1.0
+    share = 1 / layout.size("replica_sum") if choice.shard_optimizer else 1.0
     return (share * (2 * weights + gradients) + 2 * state) / job.device.memory_bandwidth

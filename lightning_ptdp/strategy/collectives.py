@@ -89,7 +89,7 @@ class WorldCollectives(StrategyBase):
             return tensor
         assert self.mesh is not None
         if group in (None, dist.group.WORLD):
-            replicas = self.mesh.group("data")
+            replicas = self.mesh.group("replicas")
             if replicas.size == 1:
                 return tensor.unsqueeze(0)
             group = replicas.handle

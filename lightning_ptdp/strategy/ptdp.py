@@ -233,7 +233,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         if not self.lightning_module.automatic_optimization:
             return  # one process without microbatches: gradients are autograd's and the optimizers the user's
         (optimizer,) = self.optimizers
-        if self.config.shard_optimizer and self.layout.data_parallel_size * self.layout.context_parallel_size > 1:
+        if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
             check_elementwise(optimizer, device=self.root_device)
         overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
         self._engine.prepare_gradients(optimizer, overlaps=overlaps)

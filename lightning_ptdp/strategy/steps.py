@@ -108,7 +108,7 @@ class ScheduledSteps(WorldCollectives):
         assert self.mesh is not None
         # Replicas may have different numbers of batches: only the ranks of one agree. The others of a fit would wait for them.
         fits = self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING
-        interrupts = self.layout.data_parallel_size == 1 or not fits
+        interrupts = self.layout.num_replicas == 1 or not fits
         self._heed_signals(hook, self.mesh.group("model").handle, interrupts=interrupts)
         with self._during(hook):
             return self._engine.evaluation_step(hook, partial(self.one_step, hook, context), args)

@@ -79,7 +79,7 @@ class World(WorldCollectives):
     @property
     def is_distributed(self) -> bool:
         """Whether samplers have to be split: there is more than one replica."""
-        return self.layout.data_parallel_size > 1
+        return self.layout.num_replicas > 1
 
     @property
     def layout(self) -> ParallelLayout:
@@ -89,8 +89,8 @@ class World(WorldCollectives):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Samples are split over replicas; all ranks of a replica read the same ones."""
-        coordinates = self.layout.coordinates(self.global_rank)
-        return {"num_replicas": self.layout.data_parallel_size, "rank": coordinates.data}
+        layout = self.layout
+        return {"num_replicas": layout.num_replicas, "rank": layout.replica(self.global_rank)}
 
     def setup_environment(self) -> None:
         """Join the process group and make the mesh."""
@@ -106,7 +106,7 @@ class World(WorldCollectives):
         if self.global_rank != 0:
             # ModelCheckpoint's, which every rank would print.
             warnings.filterwarnings("ignore", message="The dirpath has changed")
-        if layout.world_size > 1 and layout.data_parallel_size == 1:
+        if layout.world_size > 1 and layout.num_replicas == 1:
             # Ranks of a single replica hold equal values: Lightning's advice to reduce them does not apply.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
         if self.mesh is None:

@@ -20,7 +20,7 @@ def check_loader(loader: Any, config: PTDPConfig, layout: ParallelLayout) -> Non
             microbatches as there would be.
     """
     if hasattr(loader, "batch_plans"):
-        plans = loader.batch_plans(num_replicas=layout.data_parallel_size)
+        plans = loader.batch_plans(num_replicas=layout.num_replicas)
         sizes = [plan.replica_batch for plan in plans]
     else:
         sizes = [getattr(loader, "batch_size", None)]

@@ -114,7 +114,7 @@ def _check_iterators(asked: Asked) -> None:
 
 
 def _check_compiled(asked: Asked) -> None:
-    if is_compiled(asked.module) and asked.layout.world_size > asked.layout.data_parallel_size:
+    if is_compiled(asked.module) and asked.layout.model_parallel_size > 1:
         raise asked.refuse(
             "the Trainer was given torch.compile(module), which compiles its steps as a whole, but tensor, pipeline and context "
             "parallelism cut them and communicate inside. Compile each block in place instead (for block in blocks: block.compile())"
@@ -168,13 +168,13 @@ def _check_finetuning(asked: Asked) -> None:
 
 
 def _steps_on_copies(asked: Asked) -> bool:
-    shards = asked.config.shard_optimizer and asked.layout.data_parallel_size * asked.layout.context_parallel_size > 1
+    shards = asked.config.shard_optimizer and asked.layout.size("replica_sum") > 1
     return shards or (asked.config.master_weights and _is_half(asked))
 
 
 def _check_batch_norm(asked: Asked) -> None:
     sync = layer_sync(asked.trainer.strategy)
-    if sync is None or not asked.fits or asked.layout.data_parallel_size * asked.layout.context_parallel_size == 1:
+    if sync is None or not asked.fits or asked.layout.size("replica_sum") == 1:
         return
     if type(sync) is not asked.names.TorchSyncBatchNorm:
         raise asked.refuse(
@@ -217,7 +217,7 @@ def _check_saved(asked: Asked) -> None:
 
 
 def _check_replicas(asked: Asked) -> None:
-    nodes, replicas = asked.config.data_parallel_replicas, asked.layout.data_parallel_size
+    nodes, replicas = asked.config.data_parallel_replicas, asked.layout.num_replicas
     if replicas % nodes:
         raise asked.refuse(
             f"data_parallel_replicas={nodes} does not divide the data_parallel_size of {replicas}: every node must hold as many replicas; "
