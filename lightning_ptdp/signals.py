@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["SignalNotes", "StoppedNow", "breakable", "in_main_thread"]
+__all__ = ["SignalNotes", "StoppedNow", "breakable", "handled", "in_main_thread"]
 
 _COPIES_S = 1.0  # launchers hand on what a terminal has sent to all processes already
 
@@ -63,22 +63,29 @@ class SignalNotes:
 
 
 @contextmanager
-def breakable() -> Iterator[None]:
-    """Around a wait at the end of a run: Ctrl-C ends it with ``StoppedNow``, although Lightning ignores the signal by then."""
+def handled(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let ``handler`` take a signal inside; nothing happens outside of the main thread, where Python allows no handlers."""
     if not in_main_thread():
         yield
         return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
+def breakable() -> Iterator[None]:
+    """Around a wait at the end of a run: Ctrl-C ends it with ``StoppedNow``, although Lightning ignores the signal by then."""
     began = time.monotonic()
 
     def stop(number: int, frame: FrameType | None) -> None:
         if time.monotonic() - began > _COPIES_S:
             raise StoppedNow
 
-    before = signal.signal(signal.SIGINT, stop)
-    try:
+    with handled(signal.SIGINT, stop):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def in_main_thread() -> bool:

@@ -19,7 +19,7 @@ from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.background import BackgroundSaver
 from lightning_ptdp.checkpoint.boxes import Box, Placed, boxes_of
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
-from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError
+from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError, reading
 from lightning_ptdp.checkpoint.files import local_path
 from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
@@ -77,6 +77,7 @@ __all__ = [
     "read_metadata",
     "read_state",
     "read_whole",
+    "reading",
     "reshard_checkpoint",
     "same_outcome",
     "save_checkpoint",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "MissingCheckpointError", "explain"]
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["CheckpointError", "MissingCheckpointError", "explain", "reading"]
 
 
 class CheckpointError(ValueError):
@@ -11,6 +15,19 @@ class CheckpointError(ValueError):
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is no checkpoint of that name."""
+
+
+@contextmanager
+def reading(file: Path, says: str = "is damaged") -> Iterator[None]:
+    """Around what reads a file and compares it: what is wrong with it is a ``CheckpointError`` that names it, and ``says`` so."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} {says}: {error}") from error
 
 
 def explain(error: BaseException) -> str:

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lightning_ptdp.checked_json import Json, Misfit
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.foreign import Json, Misfit
 from lightning_ptdp.checkpoint.pickles import Made, Name, Pairs, read_pickle
 from lightning_ptdp.checkpoint.sums import BLOCK, SummedFile
 

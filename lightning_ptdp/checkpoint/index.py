@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_ptdp.checked_json import FILE_NAME, Check, Json, Misfit, integer, list_of, map_of, record, text
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.coverage import check_cover
-from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.foreign import FILE_NAME, Check, Json, Misfit, integer, list_of, map_of, parsed_json, record, text
+from lightning_ptdp.checkpoint.errors import CheckpointError, reading
 from lightning_ptdp.checkpoint.format_1 import find_values, parse_index
 from lightning_ptdp.checkpoint.metadata import (
     DCP_FILE,
@@ -22,6 +22,7 @@ from lightning_ptdp.checkpoint.metadata import (
     read_verified,
 )
 from lightning_ptdp.checkpoint.sums import SummedFile
+from lightning_ptdp.untrusted import parse_json
 
 __all__ = ["Chunk", "Index", "check_index", "open_index", "write_index"]
 
@@ -135,12 +136,11 @@ def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
         return Index(folder / DCP_FILE, metadata, files=names, tensors=tensors, find=find_values)
     file = folder / INDEX_FILE
     stored = sum(entry.size for entry in metadata.files.values())
-    most = len(metadata.tensors) + 3 * stored // _SMALLEST_ARCHIVE + 8  # a rectangle is three lists
-    content = parsed_json(file, read_verified(folder, metadata, INDEX_FILE), most_containers=most)
-    try:
-        fields = _FIELDS(content)
-    except Misfit as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
+    dimensions = max((len(entry.shape) for entry in metadata.tensors.values()), default=0)
+    # A rectangle is three lists with offset, extent, file and place, a comma behind each.
+    most = (8 + 2 * dimensions) * (stored // _SMALLEST_ARCHIVE + 1) + 2 * len(metadata.tensors) + 2 * len(metadata.files) + 16
+    with reading(file):
+        fields = _FIELDS(parse_json(read_verified(folder, metadata, INDEX_FILE), most_values=most))
     if fields["byteorder"] != sys.byteorder:
         raise CheckpointError(f"{file}: the values are {fields['byteorder']}-endian, which this machine does not read")
     return Index(file, metadata, files=fields["files"], tensors=fields["tensors"])

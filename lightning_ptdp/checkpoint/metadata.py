@@ -14,25 +14,23 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError
-from lightning_ptdp.checkpoint.foreign import (
+from lightning_ptdp.checked_json import (
     FILE_NAME,
     Json,
     Misfit,
-    anything,
     integer,
     list_of,
     map_of,
     number,
     one_of,
     optional,
-    read_json,
     record,
-    regular_size,
     text,
 )
+from lightning_ptdp.checkpoint import files
+from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError, reading
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX, BlockSums, most_sums_bytes, parse_sums
+from lightning_ptdp.untrusted import read_json, regular_size
 from lightning_ptdp.version import __version__
 
 __all__ = [
@@ -55,6 +53,7 @@ __all__ = [
 ]
 
 FORMAT = "lightning-ptdp checkpoint"
+_MOST_JSON = 1 << 26  # bytes
 FORMAT_VERSION = 2  # 1 had no index.json: format_1.py
 METADATA_FILE, INDEX_FILE, STATE_FILE, DCP_FILE, README_FILE = (
     "metadata.json",
@@ -202,10 +201,8 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
         CheckpointError: ``path`` is not a checkpoint, is damaged, is of a newer format, or lacks files.
     """
     folder = Path(path)
-    try:
+    with reading(folder / METADATA_FILE):
         metadata = _parsed(_content(folder))
-    except Misfit as error:
-        raise CheckpointError(f"{folder / METADATA_FILE} is damaged: {error}") from error
     for name, entry in metadata.files.items():
         _check_file(folder / name, entry.size)
     return metadata
@@ -239,10 +236,8 @@ def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> BlockSum
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
     size, sums = metadata.files[name].size, Path(name).stem + SUMS_SUFFIX
     content = read_verified(folder, metadata, sums, most=most_sums_bytes(size))
-    try:
+    with reading(folder / sums):
         return parse_sums(content, size=size)
-    except Misfit as error:
-        raise CheckpointError(f"{folder / sums} is damaged: {error}") from error
 
 
 def _content(folder: Path) -> dict[str, Json]:
@@ -250,7 +245,7 @@ def _content(folder: Path) -> dict[str, Json]:
     file = folder / METADATA_FILE
     if not file.is_file():
         raise (CheckpointError if folder.exists() else MissingCheckpointError)(_not_a_checkpoint(folder))
-    content = read_json(file)
+    content = read_json(file, most_bytes=_MOST_JSON, linked=())
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the metadata of a {FORMAT}, or is damaged")
     version = content.get("version")
@@ -258,7 +253,6 @@ def _content(folder: Path) -> dict[str, Json]:
         raise CheckpointError(
             f"{folder} has format version {version}, this lightning-ptdp reads up to {FORMAT_VERSION}: update the package"
         )
-    anything(content)
     if content.pop("sha256", None) != _digest(content):
         raise CheckpointError(f"{file} is damaged (or was edited): its content does not have the sha256 that it names")
     return content
@@ -329,10 +323,10 @@ def _not_a_checkpoint(folder: Path) -> str:
 
 
 def _check_file(file: Path, size: int) -> None:
-    try:
-        found = regular_size(file)
-    except OSError as error:
-        raise CheckpointError(f"{file.parent} is damaged: {file.name} is missing ({error.strerror})") from error
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{file.parent} is damaged: {file.name} is missing")
+    with reading(file):
+        found = regular_size(file, linked=())
     if found != size:
         raise CheckpointError(f"{file} is damaged: it has {found} bytes instead of {size}")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ptdp.checkpoint.foreign import Misfit
+from lightning_ptdp.checked_json import Misfit
 
 __all__ = ["Made", "Name", "Pairs", "Persistent", "read_pickle"]
 

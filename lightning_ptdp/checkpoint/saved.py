@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from lightning_ptdp.checkpoint.foreign import Misfit
+from lightning_ptdp.checked_json import Misfit
 from lightning_ptdp.checkpoint.pickles import Made, Name, Persistent, read_pickle
 
 __all__ = ["check_saved", "why_unread"]

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_ptdp.checked_json import Misfit, integer, list_of, map_of, optional, record, text
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.foreign import Misfit, integer, list_of, map_of, optional, record, text
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_verified
 from lightning_ptdp.checkpoint.saved import check_saved, why_unread
 

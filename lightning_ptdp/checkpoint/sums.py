@@ -21,9 +21,9 @@ from typing import IO, Any
 
 import numpy as np
 
+from lightning_ptdp.checked_json import Misfit
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.foreign import Misfit
 
 __all__ = [
     "BLOCK",

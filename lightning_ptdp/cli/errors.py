@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 import signal
-import threading
 from argparse import ArgumentError
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+
+from lightning_ptdp.signals import handled
 
 __all__ = ["Terminated", "UserError", "WorkerFailure", "explain", "nearest", "terminate_on_sigterm", "worker_failure"]
 
@@ -76,16 +77,10 @@ def _ended(text: str, signal_name: str | None) -> str:
 @contextmanager
 def terminate_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM into ``Terminated``, which unwinds like Ctrl-C does: loggers are closed and children ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break the clean-up
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
+    with handled(signal.SIGTERM, terminate):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.store import INDEX_FILE, TOKEN_TYPES, Chunk, read_chunks
 from lightning_ptdp.data.tokenizer import MODEL_FILE, RECORD_FILE, Tokenizer
-from lightning_ptdp.foreign import inside, read_json, reason
+from lightning_ptdp.untrusted import inside, read_json, reason
 
 __all__ = ["CorpusRecord", "FileRecord", "Manifest", "SplitName", "SplitRecord", "check_file", "record_files", "verify_store"]
 

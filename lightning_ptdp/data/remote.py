@@ -15,7 +15,7 @@ from typing import Any
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, verify_store
 from lightning_ptdp.data.work_folder import work_folder
-from lightning_ptdp.foreign import MOST_BYTES, inside, reason
+from lightning_ptdp.untrusted import MOST_BYTES, inside, reason
 
 __all__ = ["fetch"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ptdp.data.errors import StoreError
-from lightning_ptdp.foreign import inside, read_json, reason
+from lightning_ptdp.untrusted import inside, read_json, reason
 
 __all__ = ["TOKEN_TYPES", "Chunk", "ChunkMap", "ChunkWriter", "read_chunks", "token_dtype"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.data.errors import TokenizerError
-from lightning_ptdp.foreign import inside, read_bytes, read_json, reason
+from lightning_ptdp.untrusted import inside, read_bytes, read_json, reason
 
 __all__ = ["Tokenizer"]
 

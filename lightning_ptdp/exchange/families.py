@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lightning_ptdp.checked_json import Check, Misfit, flag, integer, map_of, number, optional, record, text
 from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.checkpoint.foreign import Check, Misfit, anything, flag, integer, map_of, number, optional, record, text
 from lightning_ptdp.exchange.bert import BERT, MEGATRON_BERT
 from lightning_ptdp.exchange.gpt2 import GPT2
 from lightning_ptdp.exchange.llama import LLAMA
@@ -72,7 +72,7 @@ def config_of_json(file: Path, content: Any, *, ours: bool) -> dict[str, Any]:
     """
     fields: dict[str, Check[Any]] = {"model_type": text(), "tie_word_embeddings": flag, **(_FIELDS if ours else {})}
     try:
-        given = map_of(anything)(content)
+        given = map_of(lambda value: value)(content)
         record(others=True, **{name: optional(field) for name, field in fields.items()})(given)
     except Misfit as error:
         raise CheckpointError(f"{file}: {error}") from error

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_ptdp.checked_json import FILE_NAME, map_of, record, text
 from lightning_ptdp.checkpoint import (
     Box,
     CheckpointError,
@@ -23,19 +24,21 @@ from lightning_ptdp.checkpoint import (
     TensorReader,
     files,
     read_state,
+    reading,
     write_checkpoint,
 )
-from lightning_ptdp.checkpoint.foreign import FILE_NAME, Misfit, map_of, read_json, record, regular_size, text
 from lightning_ptdp.exchange.families import HF_TIED, config_of_json, family_of_config_json, family_of_hyper_parameters
 from lightning_ptdp.exchange.plain import common_prefix, weights_only_state
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.tables import Family, Part
+from lightning_ptdp.untrusted import read_json, regular_size
 
 __all__ = ["CONFIG_FILE", "Names", "from_huggingface", "is_huggingface_folder", "open_huggingface", "to_huggingface"]
 
 CONFIG_FILE = "config.json"
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 3
+_MOST_INDEX = 1 << 26  # bytes
 
 Names = Literal["ptdp", "hf"]
 
@@ -152,10 +155,8 @@ def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
         if not (folder / _ONE).is_file():
             raise CheckpointError(f"{folder} has neither {_ONE} nor {_INDEX}: weights in other formats are not read")
         return _open_file(folder, _ONE)
-    try:
-        where = _WEIGHT_MAP(read_json(folder / _INDEX, folders=_blobs(folder)))["weight_map"]
-    except Misfit as error:
-        raise CheckpointError(f"{folder / _INDEX} is damaged: {error}") from error
+    with reading(folder / _INDEX):
+        where = _WEIGHT_MAP(read_json(folder / _INDEX, most_bytes=_MOST_INDEX, linked=_blobs(folder)))["weight_map"]
     if not where:
         raise CheckpointError(f"{folder / _INDEX} is damaged: it names no tensors")
     found: dict[str, torch.Tensor] = {}
@@ -168,10 +169,10 @@ def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _open_file(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    try:
-        regular_size(folder / name, folders=_blobs(folder))
-    except OSError as error:
-        raise CheckpointError(f"{folder} is damaged: {_INDEX} names {name}, which is not there") from error
+    if not os.path.lexists(folder / name):
+        raise CheckpointError(f"{folder} is damaged: {_INDEX} names {name}, which is not there")
+    with reading(folder / name):
+        regular_size(folder / name, linked=_blobs(folder))
     return open_safetensors(folder / name)
 
 
@@ -322,7 +323,8 @@ def _read_config(path: Path, *, ours: bool) -> dict[str, Any]:
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist: a Hugging Face folder has a {CONFIG_FILE}")
-    content = read_json(file, folders=_blobs(file.parent))
+    with reading(file):
+        content = read_json(file, linked=_blobs(file.parent))
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
     return config_of_json(file, content, ours=ours)

@@ -16,8 +16,9 @@ from typing import IO, Any
 
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
-from lightning_ptdp.checkpoint.foreign import Misfit, integer, list_of, map_of, one_of, parsed_json, record, text
+from lightning_ptdp.checked_json import integer, list_of, map_of, one_of, record, text
+from lightning_ptdp.checkpoint import CheckpointError, TensorEntry, reading
+from lightning_ptdp.untrusted import parse_json
 
 __all__ = ["open_safetensors", "write_safetensors"]
 
@@ -65,14 +66,9 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         CheckpointError: The file is not of this format, is cut off, or its header does not fit it.
     """
     file = Path(path)
-    try:
-        size = file.stat().st_size
-        with open(file, "rb") as stream:
-            places, start = _read_header(stream, size)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (Misfit, CheckpointError) as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+    with reading(file, "is not a whole safetensors file"), open(file, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        places, start = _read_header(stream, size)
     values = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     return {name: _view(values[start + place.begin : start + place.end], place.entry) for name, place in places.items()}
 
@@ -117,23 +113,23 @@ def write_safetensors(
 def _read_header(stream: IO[bytes], size: int) -> tuple[dict[str, _Place], int]:
     length = int.from_bytes(stream.read(8), "little")
     if not 0 < length <= min(size - 8, _MAX_HEADER):
-        raise Misfit(f"its header would have {length} bytes, the file has {size}")
+        raise ValueError(f"its header would have {length} bytes, the file has {size}")
     header = stream.read(1)
     if header != b"{":
-        raise Misfit("its header is not a JSON object")
-    content = parsed_json(Path(stream.name), header + stream.read(length - 1))
+        raise ValueError("its header is not a JSON object")
+    content = parse_json(header + stream.read(length - 1))
     fields = _TENSORS({name: entry for name, entry in content.items() if name != "__metadata__"})
     places, held, before = {}, size - 8 - length, 0
     for name, entry in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
         place = _Place(TensorEntry(shape=entry["shape"], dtype=entry["dtype"]), *(*entry["data_offsets"], -1, -1)[:2])
         if place.begin != before or place.end != place.begin + place.entry.num_bytes or place.end > held:
-            raise Misfit(
+            raise ValueError(
                 f"{name!r} has {place.entry.num_bytes} bytes and is said to be in bytes {place.begin} to {place.end} of {held}, where the "
                 f"next are from {before} on"
             )
         places[name], before = place, place.end
     if before != held:
-        raise Misfit(f"the tensors have {before} bytes, the file has {held} for them")
+        raise ValueError(f"the tensors have {before} bytes, the file has {held} for them")
     return {name: places[name] for name in fields}, 8 + length
 
 

@@ -171,7 +171,7 @@ def test_what_cannot_be_true_is_said(new: Path, change: dict[str, Any], words: s
         ([[0, 704]], r"is not \[file, begin, offset, shape\]"),
         (
             [[0, 704, [0, column], [2, 1]] for column in range(3)] * 3000,
-            r"holds 27\d\d\d lists and objects, where no more than \d+ make sense",
+            r"holds about \d+ values, at most \d+ are read",
         ),
     ],
 )
@@ -197,11 +197,11 @@ def test_sums_that_leave_out_a_part_of_the_file(new: Path, sums: bytes) -> None:
 def test_links_that_lead_elsewhere_and_pipes_are_not_read(new: Path, tmp_path: Path, name: str) -> None:
     (new / name).rename(tmp_path / "elsewhere")
     (new / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=rf"{name} is a link to .*/elsewhere, outside of its folder"):
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is a link to .*/elsewhere, outside of its folder"):
         verify_checkpoint(new)
     (new / name).unlink()
     os.mkfifo(new / name)
-    with pytest.raises(CheckpointError, match=rf"has no {name}|{name} is not a regular file"):
+    with pytest.raises(CheckpointError, match=rf"has no {name}|{name} cannot be read: it is not a regular file"):
         verify_checkpoint(new)
     (new / name).unlink()
     (tmp_path / "elsewhere").rename(new / "inside")

@@ -136,7 +136,7 @@ def _check_callbacks(asked: Asked) -> None:
 
 
 def _check_pruning(asked: Asked) -> None:
-    name = next((type(c).__name__ for c in asked.trainer.callbacks if isinstance(c, asked.names.ModelPruning)), None)
+    name = _name_of(asked, asked.names.ModelPruning)
     if name is None:
         return
     if asked.layout.model_parallel_size > 1:
@@ -152,7 +152,7 @@ def _check_pruning(asked: Asked) -> None:
 
 
 def _check_finetuning(asked: Asked) -> None:
-    name = next((type(c).__name__ for c in asked.trainer.callbacks if isinstance(c, asked.names.BaseFinetuning)), None)
+    name = _name_of(asked, asked.names.BaseFinetuning)
     if name is None or not asked.fits:
         return
     if asked.layout.pipeline_parallel_size > 1:
@@ -165,6 +165,11 @@ def _check_finetuning(asked: Asked) -> None:
             f"the callback {name} lets parameters be trained that the optimizer has no shards (shard_optimizer=True) or float32 copies of. "
             "Use shard_optimizer=False, and precision='32-true', 'bf16-mixed', or master_weights=False"
         )
+
+
+def _name_of(asked: Asked, kind: type) -> str | None:
+    """The class of the Trainer's callback of that kind, if it has one."""
+    return next((type(callback).__name__ for callback in asked.trainer.callbacks if isinstance(callback, kind)), None)
 
 
 def _steps_on_copies(asked: Asked) -> bool:

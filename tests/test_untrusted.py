@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.foreign import inside, parse_json, read_bytes, read_json
+from lightning_ptdp.untrusted import inside, parse_json, read_bytes, read_json
 
 _BAD_NAMES = [
     "",
@@ -54,10 +54,9 @@ def test_a_name_that_stays_inside_is_taken_unless_a_link_is_on_its_way(tmp_path:
         (b"[" * 100_000, "64 deep"),
         (b"[" * 65 + b"]" * 65, "64 deep"),
         (b"1" * 5000, "not JSON"),
-        (b"[NaN]", "NaN is no number"),
         (b"\xff", "not JSON"),
         (b"", "not JSON"),
-        (b"[" + b"[]," * 600_000 + b"1]", "values"),
+        (b"[" + b"[]," * 1_100_000 + b"1]", "values"),
     ],
 )
 def test_json_that_would_grow_is_refused(data: bytes, words: str) -> None:
@@ -68,7 +67,7 @@ def test_json_that_would_grow_is_refused(data: bytes, words: str) -> None:
 def test_what_is_no_regular_file_or_too_big_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "."):
-        with pytest.raises(ValueError, match="not a file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read_bytes(tmp_path / name)
     with open(tmp_path / "sparse", "wb") as stream:
         stream.truncate(1 << 40)

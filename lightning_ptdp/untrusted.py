@@ -5,16 +5,18 @@ Every reader of this package goes through here, and turns the ``ValueError`` or 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any
 
-__all__ = ["MOST_BYTES", "inside", "parse_json", "read_bytes", "read_json", "reason"]
+__all__ = ["MOST_BYTES", "inside", "parse_json", "read_bytes", "read_json", "reason", "regular_size"]
 
 MOST_BYTES = 1 << 24
-_MOST_VALUES = 500_000  # a file of 3-byte lists would become 25 times its size
+_MOST_VALUES = 1 << 21  # of 64 bytes each where they are empty lists; the index of a large model has half as many
 _MOST_DEPTH = 64
 _MOST_NAME = 255  # bytes: what every file system takes
 
@@ -35,30 +37,47 @@ def inside(folder: str | Path, name: object) -> Path:
     return path
 
 
-def read_bytes(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+def regular_size(path: str | Path, *, linked: Sequence[Path] | None = None) -> int:
+    """Size of a regular file in bytes.
+
+    Args:
+        path: The file. It is not opened: opening a pipe waits for a writer.
+        linked: Folders to which a link may lead beside the one in which it is; None for all.
+
+    Raises:
+        OSError: It is not there, is something else (a pipe, a device, a folder), or a link that leads elsewhere.
+    """
+    if linked is not None and os.path.islink(path):
+        target = Path(os.path.realpath(path))
+        if not any(target.parent == Path(os.path.realpath(folder)) for folder in (Path(path).parent, *linked)):
+            raise OSError(errno.EINVAL, f"it is a link to {target}, outside of its folder: put the file itself there")
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return found.st_size
+
+
+def read_bytes(path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequence[Path] | None = None) -> bytes:
     """The content of a regular file.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is a pipe, a device or a folder, or has more than ``most_bytes``.
+        OSError: Of :func:`regular_size`.
+        ValueError: It has more than ``most_bytes``.
     """
-    # Before it is opened: opening a pipe waits for a writer.
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError("it is not a file")
+    size = regular_size(path, linked=linked)
+    if size > most_bytes:
+        raise ValueError(f"it has {size} bytes, at most {most_bytes} are read")
     with open(path, "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > most_bytes:
-            raise ValueError(f"it has {size} bytes, at most {most_bytes} are read")
         return stream.read(most_bytes)
 
 
-def read_json(path: str | Path, *, most_bytes: int = MOST_BYTES, most_values: int = _MOST_VALUES) -> Any:
-    """The JSON of a regular file: see ``read_bytes`` and ``parse_json``."""
-    return parse_json(read_bytes(path, most_bytes=most_bytes), most_values=most_values)
+def read_json(path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequence[Path] | None = None) -> Any:
+    """The JSON of a regular file: see :func:`read_bytes` and :func:`parse_json`."""
+    return parse_json(read_bytes(path, most_bytes=most_bytes, linked=linked))
 
 
 def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
-    """JSON of at most so many values, 64 deep, with finite numbers.
+    """JSON of at most so many values, 64 deep.
 
     Raises:
         ValueError: It is something else.
@@ -67,7 +86,7 @@ def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
     if values > most_values:
         raise ValueError(f"it holds about {values} values, at most {most_values} are read")
     try:
-        content = json.loads(data, parse_constant=_no_number)
+        content = json.loads(data)
     except RecursionError:
         raise ValueError(f"its brackets are more than {_MOST_DEPTH} deep") from None
     except ValueError as error:
@@ -92,10 +111,6 @@ def _is_relative(name: str) -> bool:
 
 def _entries(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
 
 
 def _short(value: object) -> str:

@@ -1,26 +1,19 @@
-"""Files that somebody else may have written: where they lie, how large they are, and what JSON they hold.
+"""What JSON holds, compared with what belongs there: checks that are put together as the content is.
 
-Nothing here believes what a file says of itself. What does not fit is a ``CheckpointError`` that names the file and what is wrong.
+Nothing here believes what a file says of itself. What does not fit is a ``Misfit`` that names the place and what is wrong.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import stat
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
-
-from lightning_ptdp.checkpoint.errors import CheckpointError
 
 __all__ = [
     "FILE_NAME",
     "Check",
     "Json",
     "Misfit",
-    "anything",
     "flag",
     "integer",
     "list_of",
@@ -28,10 +21,7 @@ __all__ = [
     "number",
     "one_of",
     "optional",
-    "parsed_json",
-    "read_json",
     "record",
-    "regular_size",
     "text",
 ]
 
@@ -41,9 +31,6 @@ Check = Callable[[Json], T]
 """From a value to what it stands for; raises a Misfit."""
 
 FILE_NAME = r"[A-Za-z0-9_.][A-Za-z0-9_.+-]{0,200}"
-_MOST_JSON = 1 << 26
-_MOST_CONTAINERS = 1 << 20
-_MOST_DEPTH = 64
 _SHOWN = 60
 
 
@@ -58,62 +45,6 @@ class Misfit(ValueError):
     def __init__(self, what: str, place: str = "") -> None:
         super().__init__(f"{place.removeprefix('.') or 'it'} {what}")
         self.what, self.place = what, place
-
-
-def regular_size(file: Path, *, folders: Sequence[Path] = ()) -> int:
-    """Size of a regular file in bytes. A link counts if it leads to one in the file's own folder, or in one of ``folders``.
-
-    Raises:
-        CheckpointError: It is something else (a pipe, a device), or a link that leads elsewhere.
-        OSError: It is not there.
-    """
-    found = os.lstat(file)
-    if stat.S_ISLNK(found.st_mode):
-        found, target = os.stat(file), os.path.realpath(file)
-        if not any(Path(target).parent == Path(os.path.realpath(folder)) for folder in (file.parent, *folders)):
-            raise CheckpointError(f"{file} is a link to {target}, outside of its folder: put the file itself there")
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{file} is not a regular file")
-    return found.st_size
-
-
-def read_json(file: Path, *, folders: Sequence[Path] = (), most_bytes: int = _MOST_JSON) -> Json:
-    """What JSON a file holds.
-
-    Args:
-        file: The file.
-        folders: As of :func:`regular_size`.
-        most_bytes: Larger files are not read.
-
-    Raises:
-        CheckpointError: It is not there, too large, nested too deeply, or not JSON.
-    """
-    try:
-        size = regular_size(file, folders=folders)
-        if size > most_bytes:
-            raise CheckpointError(f"{file} has {size} bytes; no more than {most_bytes} are read")
-        content = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    return parsed_json(file, content)
-
-
-def parsed_json(file: Path, content: bytes, *, most_containers: int = _MOST_CONTAINERS) -> Json:
-    """What the JSON ``content`` of ``file`` holds, of at most so many lists and objects: each takes 30 times its brackets.
-
-    Raises:
-        CheckpointError: As :func:`read_json`.
-    """
-    if (found := content.count(b"[") + content.count(b"{")) > most_containers:
-        raise CheckpointError(
-            f"{file} is damaged: it holds {found} lists and objects, where no more than {most_containers} make sense"
-        )
-    try:
-        return json.loads(content)
-    except RecursionError as error:
-        raise CheckpointError(f"{file} is damaged: it is nested too deeply") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
 def integer(least: int = 0, most: int = 2**62) -> Check[int]:
@@ -231,16 +162,6 @@ def record(others: bool = False, **fields: Check[Any]) -> Check[dict[str, Any]]:
         return found
 
     return check
-
-
-def anything(value: Json, depth: int = _MOST_DEPTH) -> Json:
-    """Any JSON that is not nested deeply."""
-    if depth == 0:
-        raise Misfit("is nested too deeply")
-    if isinstance(value, list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            anything(item, depth - 1)
-    return value
 
 
 def _shown(value: Json) -> str:
