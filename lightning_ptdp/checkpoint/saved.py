@@ -69,6 +69,7 @@ def check_saved(stream: IO[bytes]) -> None:
             content = archive.read(name)
     except Misfit:
         raise
+    # NotImplementedError is zipfile's, for a way of packing that it does not know.
     except (zipfile.BadZipFile, ValueError, KeyError, NotImplementedError, EOFError, OSError) as error:
         raise Misfit(f"is not a whole file of torch.save: {error}") from error
     content_check = _Check(base=name.removesuffix("data.pkl"), records=records)

@@ -25,8 +25,8 @@ class Partial(Kind):
     ties = "whole"
     region_part = True
 
-    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
-        return module, {name: Sharding.replicated(p.shape, partial=True) for name, p in module.named_parameters()}
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        return {name: Sharding.replicated(p.shape, partial=True) for name, p in module.named_parameters()}
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         return shape_text(shape), "whole; gradient partial"
@@ -44,8 +44,8 @@ class Alias(Kind):
     parameters = None
     ties = "any"
 
-    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
-        return module, {}
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        return {}
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         return "as its other name", "alias: another name of a spread parameter"
@@ -62,8 +62,8 @@ class Whole(Kind):
     keeps_sequence = True
     keeps_children = True
 
-    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
-        return module, {}
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        return {}
 
     def complete(self, module: nn.Module, *, group: Group) -> None:
         join_around(module, group=group)

@@ -120,7 +120,8 @@ class Kind:
         """The module to put in its place, and a sharding for each of its parameters, by their names in it."""
         shardings = self.shardings(module, place)
         local = {name: place.local(module, name, sharding) for name, sharding in shardings.items()}
-        return self.build(module, local, place).train(module.training), shardings
+        new = self.build(module, local, place)
+        return new if new is module else new.train(module.training), shardings
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
         """Of every parameter; without a word of the kind's own each rank has it whole."""
@@ -130,8 +131,11 @@ class Kind:
         }
 
     def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
-        """The parallel version of the module from its local parameters."""
-        raise NotImplementedError(f"{type(self).__name__} has neither shard nor build")
+        """The parallel version of the module from its local parameters; without a word of the kind's own the module, with them in it."""
+        for name, parameter in local.items():
+            parent, _, key = name.rpartition(".")
+            module.get_submodule(parent).register_parameter(key, parameter)
+        return module
 
     def complete(self, module: nn.Module, *, group: Group) -> None:
         """Do what sequence parallelism needs when all modules have been sharded."""

@@ -55,12 +55,13 @@ class Region(Kind):
                     "each rank; spread it, or leave the region out of the plan"
                 )
 
-    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
-        group = place.group
-        enter_region(module, heads=self.heads, arguments=self.arguments, group=group, sequence_parallel=place.sequence_parallel)
-        found = {}
-        for key in self.per_head:
-            shape = module.get_parameter(key).shape
-            found[key] = shard_columns(shape, parts=shape[:1], size=group.size, index=group.rank)
-            module.register_parameter(key, place.local(module, key, found[key]))
-        return module, found
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        shapes = {key: module.get_parameter(key).shape for key in self.per_head}
+        size, index = place.group.size, place.group.rank
+        return {key: shard_columns(shape, parts=shape[:1], size=size, index=index) for key, shape in shapes.items()}
+
+    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+        enter_region(
+            module, heads=self.heads, arguments=self.arguments, group=place.group, sequence_parallel=place.sequence_parallel
+        )
+        return super().build(module, local, place)
