@@ -24,8 +24,10 @@ from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.meeting import listen_on_loopback, meeting_store
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.crowd import Crowd
 from lightning_ptdp.strategy.joining import join
+from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import PRELOAD
 from tests.processes import listening
 
@@ -66,6 +68,30 @@ def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: 
     os._exit(0)
 
 
+def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size: int) -> None:
+    """Says "joined" when it is about to make its watchdog and waits for leave; then how it ended."""
+    torch.set_num_threads(1)
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "one"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ.update(sizes | place)
+    create = Watchdog.create
+
+    def later(**kwargs: Any) -> Watchdog:
+        parent.send("joined")
+        parent.recv()
+        return create(**kwargs)
+
+    Watchdog.create = later  # type: ignore[method-assign]
+    layout = {"pipeline_parallel_size": world_size, "num_microbatches": 2, "timeout_s": limit_s}
+    try:
+        make_trainer(Place(world_size=world_size, layout=layout)).fit(LitNet(), loader())
+        ended = "trained"
+    except PeerError as error:
+        ended = str(error)
+    parent.send(ended)
+    os._exit(0)
+
+
 @dataclass(frozen=True)
 class Rank:
     process: Any
@@ -83,13 +109,15 @@ def ranks() -> Iterator[Callable[..., list[Rank]]]:
     context.set_forkserver_preload(PRELOAD)
     started: list[Rank] = []
 
-    def start(limit_s: float, *, world_size: int = 3, come: Sequence[int] = (0, 1, 2)) -> list[Rank]:
+    def start(
+        limit_s: float, *, world_size: int = 3, come: Sequence[int] = (0, 1, 2), what: Callable[..., None] = _join
+    ) -> list[Rank]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in come:
             here, there = context.Pipe()
-            process = context.Process(target=_join, args=(rank, there, port, limit_s, world_size), daemon=True)
+            process = context.Process(target=what, args=(rank, there, port, limit_s, world_size), daemon=True)
             process.start()
             there.close()
             started.append(Rank(process, here))
@@ -131,6 +159,18 @@ def test_a_rank_that_is_killed_while_groups_are_made(ranks: Any, doomed: int) ->
     for rank, text in said.items():
         assert text.startswith(f"rank {rank} could not join the other ranks: {whom}"), text
     assert time.monotonic() - started < HANGS_S / 2
+
+
+def test_a_keeper_that_is_killed_just_behind_joining(ranks: Any) -> None:
+    """torch tries for twice its limit to connect to a store that is gone."""
+    keeper, other = ranks(LONG_S, world_size=2, come=(0, 1), what=_train)
+    assert [keeper.says(), other.says()] == ["joined"] * 2
+    keeper.process.kill()
+    keeper.process.join(HANGS_S)
+    other.connection.send("go on")
+    said = other.says()
+    assert said.startswith("rank 1 (Coordinates(pipeline=1, "), said
+    assert "rank 0, which keeps the store where ranks tell what they do (or torchrun does), does not answer" in said
 
 
 def test_who_is_missing_is_said(ranks: Any) -> None:

@@ -97,15 +97,17 @@ class Watchdog:
             self._guard = Guard(_weakly(self._look), interval_s=self._interval_s)
 
     @classmethod
-    def create(cls, *, mesh: ProcessMesh, limit_s: float) -> Watchdog:
+    def create(cls, *, mesh: ProcessMesh, limit_s: float, store: Any = None) -> Watchdog:
         """The watchdog of this rank of ``mesh``; the default process group must exist if there is another rank.
 
-        Where the store cannot be connected to once more (a kind of the user's own), what other ranks do is not known.
+        ``store`` is a connection for it alone; None: the process group's store is connected to once more, and where it cannot be (a kind
+        of the user's own), what other ranks do is not known.
         """
-        world_size, store, waits_raise = mesh.layout.world_size, None, True
+        world_size, waits_raise = mesh.layout.world_size, True
         if world_size > 1:
-            with contextlib.suppress(RuntimeError):
-                store = default_store().clone()
+            if store is None:
+                with contextlib.suppress(RuntimeError):
+                    store = default_store().clone()
             waits_raise = dist.get_backend() == "gloo"
         ranks = set(range(world_size))
         if world_size > _ALL_WATCHED:

@@ -80,6 +80,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self._context_parallel: ContextParallel | None = None
         self._keyed_dropout: KeyedDropout | None = None
         self._watchdog: Watchdog | None = None
+        self._board: Any = None
         self._stop_request: StopRequest | None = None
         self._validation_clock: ValidationClock | None = None
         self._interruption: Interruption | None = None
@@ -286,6 +287,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             "parallel",
             "_engine",
             "_watchdog",
+            "_board",
             "_stop_request",
             "_validation_clock",
             "_interruption",

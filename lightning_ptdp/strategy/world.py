@@ -38,6 +38,7 @@ class World(WorldCollectives):
     _parent: int
     _interfaces: list[str]
     _watchdog: Watchdog | None
+    _board: Any
     _interruption: Interruption | None
     _seed: int
 
@@ -114,7 +115,7 @@ class World(WorldCollectives):
                 layout=layout, rank=self.global_rank, timeout=self.config.timeout, device=self.root_device
             )
         if self._watchdog is None or self._watchdog.closed:
-            self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s)
+            self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s, store=self._board)
         self._seed, run = self.broadcast((self._reset_seed(), uuid.uuid4().hex))
         on_device = self.root_device.type == "cuda"
         self._interruption = Interruption(self.lightning_module.trainer, self._watchdog, run=run, on_device=on_device)
@@ -143,14 +144,16 @@ class World(WorldCollectives):
             keeps = crowd.rank == 0 and not by_torchrun
             return meeting_store(crowd.address, crowd.port, keeps=keeps, one_machine=one_machine, limit=limit)
 
-        def make(store: dist.Store) -> ProcessMesh:
+        def make(store: dist.Store) -> tuple[ProcessMesh, dist.Store]:
             if self.root_device.type == "cuda":
                 torch.cuda.set_device(self.root_device)  # each thread has its own
             # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
             self._names.init_process_group(environment, backend, crowd.rank, layout.world_size, timeout=limit, store=store)
-            return ProcessMesh.create(layout=layout, rank=crowd.rank, timeout=limit, device=self.root_device)
+            mesh = ProcessMesh.create(layout=layout, rank=crowd.rank, timeout=limit, device=self.root_device)
+            # Once its keeper is gone, torch tries for twice the limit to connect, and nobody looks at the clock.
+            return mesh, store.clone()
 
-        self.mesh = join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
+        self.mesh, self._board = join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
 
     def leave_environment(self) -> None:
         """What groups are made after this listens where the user, or torch, chooses."""
