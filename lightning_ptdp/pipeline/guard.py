@@ -136,13 +136,15 @@ class Guard:
 
     def __init__(self, look: Callable[[], bool], *, interval_s: float) -> None:
         closing = threading.Event()
-        threading.Thread(target=_watch, args=(look, interval_s, closing), name="ptdp guard", daemon=True).start()
+        self._thread = threading.Thread(target=_watch, args=(look, interval_s, closing), name="ptdp guard", daemon=True)
+        self._thread.start()
         self._finalizer = weakref.finalize(self, closing.set)
         self._finalizer.atexit = False
 
-    def close(self) -> None:
-        """Look no more."""
+    def close(self, limit_s: float = 1.0) -> None:
+        """Look no more; waits for the thread, but no longer than ``limit_s``: ``look`` may hang in a store that is frozen."""
         self._finalizer()
+        self._thread.join(limit_s)
 
 
 def _watch(look: Callable[[], bool], interval_s: float, closing: threading.Event) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_ptdp.pipeline.bulletin import Heard
-from lightning_ptdp.pipeline.guard import Judge, Sight
+from lightning_ptdp.pipeline.guard import Guard, Judge, Sight
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 from tests.pipeline.queued import train, work
 from tests.pipeline.test_lost_peer import HANGS_S, _join
@@ -206,3 +207,11 @@ def test_a_rank_that_hangs_ends_and_says_why(victim: int, how: str, why: str, tm
 def test_long_work_of_the_users_is_no_hang(tmp_path: Path) -> None:
     code, said = _ends(tmp_path, 0, work)
     assert (code, (tmp_path / "0.txt").exists()) == (0, True), said
+
+
+def test_the_thread_has_ended_when_the_guard_is_closed():
+    before, looked = threading.enumerate(), threading.Event()
+    guard = Guard(lambda: not looked.set(), interval_s=0.001)
+    looked.wait()
+    guard.close()
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
