@@ -204,8 +204,8 @@ class ParallelLayout:
         """All groups of an axis, or of a set of axes (``SETS``), each in the order of that axis; every rank is in exactly one."""
         return tuple(dict.fromkeys(self.group_of(axis, rank) for rank in range(self.world_size)))
 
-    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The group of ``axis`` that contains ``rank``, computed without listing the others."""
+    def group_of(self, axis: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """The group of an axis, a set, or several axes that contains ``rank``, computed without listing the others."""
         here, moving = self.coordinates(rank), self._moving(axis)
         places = itertools.product(*(range(self.size(name)) for name in moving))
         return tuple(self.rank({**here, **dict(zip(moving, place, strict=True))}) for place in places)
@@ -224,6 +224,7 @@ class ParallelLayout:
     def _order(self) -> list[str]:
         return [axis.name for axis in sorted(self.axes, key=lambda axis: axis.place)]
 
-    def _moving(self, axis: str) -> list[str]:
-        reads = {row.name: row.reads for row in self.axes}
-        return [name for name in self._order if (reads[name] in SETS[axis] if axis in SETS else name == axis)]
+    def _moving(self, axis: str | tuple[str, ...]) -> list[str]:
+        if isinstance(axis, str):
+            axis = tuple(row.name for row in self.axes if row.reads in SETS[axis]) if axis in SETS else (axis,)
+        return [name for name in self._order if name in axis]

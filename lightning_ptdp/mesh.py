@@ -121,21 +121,19 @@ class ProcessMesh:
         """This rank's group on an axis, or a set of axes (``layout.SETS``)."""
         return self.groups[axis]
 
-    def pipeline_subgroup(self, places: tuple[int, ...]) -> Group | None:
-        """The group of the pipeline ranks at ``places`` (ascending), made on first use; None for the ranks that are not in it.
+    def subgroup(self, axis: str, places: tuple[int, ...]) -> Group:
+        """The group of the members of an axis at ``places`` (ascending, this rank's among them), made on first use.
 
-        Collective over the pipeline: every rank must ask for the same subgroups in the same order.
+        Collective over the axis: its ranks must divide it among groups, and do so equally often and in the same order.
         """
-        pipeline = self.group("pipeline")
-        inside = pipeline.rank in places
-        if len(places) == pipeline.size:
-            return pipeline
-        key = f"pipeline{places}"
+        whole = self.group(axis)
+        if len(places) == whole.size:
+            return whole
+        key = f"{axis}{places}"
         if key not in self.groups:
-            mine = places if inside else tuple(place for place in range(pipeline.size) if place not in places)
-            ranks = tuple(pipeline.ranks[place] for place in mine)
-            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device), ranks, mine.index(pipeline.rank))
-        return self.groups[key] if inside else None
+            ranks = tuple(whole.ranks[place] for place in places)
+            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device), ranks, places.index(whole.rank))
+        return self.groups[key]
 
     @property
     def world(self) -> Group:
@@ -143,40 +141,27 @@ class ProcessMesh:
         size = self.layout.world_size
         return Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), self.rank)
 
-    def replica_levels(self, nodes: int) -> tuple[Group, Group]:
-        """The replicas (data x context) in two levels: this rank's group inside its node, and the ranks with its place in the others.
+    def levels(self, axes: tuple[str, ...], nodes: int) -> tuple[Group, Group]:
+        """The ranks of several axes together in two levels: this rank's group inside its node, and those with its place in the others.
 
-        Neighbouring replicas share a node. Collective over the world at the first call: every rank must ask for the same numbers in
-        the same order. With one node the first group is all replicas.
+        Neighbours share a node. Collective over the world at the first call: every rank must ask for the same numbers in the same order.
+        With one node the first group is all of them.
         """
-        replicas = self.group("replica_sum")
+        ranks = self.layout.group_of(axes, self.rank)
+        names = (*SETS, *axes)  # the sets first: context parallelism shares its group with nobody
+        whole = next(group for group in map(self.group, names) if group.ranks == ranks)
         if nodes == 1:
-            return replicas, Group(None, (self.rank,), 0)
-        size = replicas.size // nodes
-        assert size * nodes == replicas.size, (nodes, replicas.ranks)
-        node, place = divmod(replicas.rank, size)
+            return whole, Group(None, (self.rank,), 0)
+        size = whole.size // nodes
+        assert size * nodes == whole.size, (nodes, whole.ranks)
+        node, place = divmod(whole.rank, size)
         for key, ranks, rank in (
-            (f"replicas/{nodes}/inside", replicas.ranks[node * size : (node + 1) * size], place),
-            (f"replicas/{nodes}/between", replicas.ranks[place::size], node),
+            (f"{axes}/{nodes}/inside", whole.ranks[node * size : (node + 1) * size], place),
+            (f"{axes}/{nodes}/between", whole.ranks[place::size], node),
         ):
             if key not in self.groups:
                 self.groups[key] = Group(_new_group(ranks, self.timeout, self.device) if len(ranks) > 1 else None, ranks, rank)
-        return self.groups[f"replicas/{nodes}/inside"], self.groups[f"replicas/{nodes}/between"]
-
-    def tensor_copies(self, copies: int) -> Group:
-        """The ``copies`` neighbouring members of the tensor group, this rank among them, that hold the same heads.
-
-        Collective over the world: every rank must ask for the same numbers in the same order.
-        """
-        tensor = self.group("tensor")
-        if copies == tensor.size:
-            return tensor
-        key = f"tensor/{copies}"
-        if key not in self.groups:
-            start = tensor.rank // copies * copies
-            ranks = tensor.ranks[start : start + copies]
-            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device), ranks, tensor.rank - start)
-        return self.groups[key]
+        return self.groups[f"{axes}/{nodes}/inside"], self.groups[f"{axes}/{nodes}/between"]
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device) -> Any:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from lightning_ptdp.data_parallel.copied import Copied
+from lightning_ptdp.data_parallel.sums import Sum
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.materialize import Materializer, agree_on_values
 from lightning_ptdp.mesh import Group, ProcessMesh
@@ -44,21 +44,23 @@ class ParameterRecord:
     Attributes:
         name: Global name, the first under which the uncut model registers it.
         order: Position among the uncut model's parameters.
-        sharding: Which part of the full tensor is here.
+        sharding: Which part of the full tensor is here, and how each axis' ranks hold it.
         stages: Local pipeline stages that use it.
-        shared: Group of the ranks that hold it at other stages (tied weights, modules kept by every stage), if any.
-        counted: Whether this rank, or with context parallelism one of those with its place in other slices of time, counts it in norms
-            and totals (of pieces that several tensor-parallel ranks hold: whichever of them ``sharding.counted`` tells).
-        copied: The parts that several tensor-parallel ranks hold.
+        data_axes: The axes whose ranks read other samples or tokens, over which its gradient is a sum.
+        sums: The other groups over which its gradient, or a part of it, is a sum.
+        tied: Whether other pipeline ranks hold it too (tied weights, modules kept by every stage).
+        counted: Whether this rank is the first of those that hold it alike and read the same, and counts it in norms and totals (of pieces
+            that several hold: whichever of them ``sharding.counted`` tells).
     """
 
     name: str
     order: int
     sharding: Sharding
     stages: tuple[int, ...]
-    shared: Group | None
+    data_axes: tuple[str, ...]
+    sums: tuple[Sum, ...]
+    tied: bool
     counted: bool
-    copied: tuple[Copied, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,7 @@ def parallelize(
     if layout.tensor_parallel_size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
     copies = {c for kind in kinds.values() for c in kind.copies(layout.tensor_parallel_size)}
-    copy_groups = {c: mesh.tensor_copies(c) for c in sorted(copies - {1})}
+    copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
     records = _records(module, shardings, names, order, users, module_stages, mesh, copy_groups)
     padded = {name for name, kind in kinds.items() if kind.pads}
     split = [record for record in records.values() if padded.intersection(users[record.name])]
@@ -176,11 +178,11 @@ def parallelize(
 def _whole_notes(records: Iterable[ParameterRecord], size: int) -> Iterator[str]:
     """What tensor parallelism leaves whole in the layers, if it is much: an adapter around a projection leaves its attention unsplit."""
     layers = [r for r in records if len(r.sharding.full_shape) > 1 and _INDEX.search(r.name)]
-    matrices = [(_INDEX.sub(".*.", r.name), math.prod(r.sharding.full_shape), r.sharding.axis) for r in layers]
+    matrices = [(_INDEX.sub(".*.", r.name), math.prod(r.sharding.full_shape), "tensor" in r.sharding.sharded) for r in layers]
     total = sum(numel for _, numel, _ in matrices)
-    whole = sum(numel for _, numel, axis in matrices if axis != "tensor")
+    whole = sum(numel for _, numel, is_split in matrices if not is_split)
     if size > 1 and whole > _MUCH * total:
-        names = list(dict.fromkeys(name for name, _, axis in matrices if axis != "tensor"))
+        names = list(dict.fromkeys(name for name, _, is_split in matrices if not is_split))
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield (
             f"{whole / total:.0%} of the elements of the layers' matrices are not split by tensor_parallel_size={size}, and every rank "
@@ -326,8 +328,7 @@ def _build_local(
     replace_aliases(module, shared)
     for name, parameter in module.named_parameters():
         if id(parameter) not in shardings:
-            partial = plan.splits_sequence(name, sequence_parallel)
-            shardings[id(parameter)] = Sharding.replicated(tuple(parameter.shape), partial=partial)
+            shardings[id(parameter)] = Sharding.replicated(parameter.shape, partial=plan.partial(name, sequence_parallel))
     if sequence_parallel:
         split_sequence(module, plan, group=group)
     return shardings
@@ -365,28 +366,45 @@ def _records(
     copy_groups: Mapping[int, Group],
 ) -> dict[nn.Parameter, ParameterRecord]:
     """Records of the local parameters; makes the groups of shared ones (in the same order on all ranks of a pipeline)."""
-    pipeline, tensor = mesh.group("pipeline"), mesh.group("tensor")
-    layout = mesh.layout
+    pipeline, layout = mesh.group("pipeline"), mesh.layout
+    same, other = ([axis.name for axis in layout.axes if (axis.reads == "same") == alike] for alike in (True, False))
     stages_of: dict[str, set[int]] = {}
     for name, holders in users.items():
         found = [module_stages[holder] or range(layout.num_stages) for holder in holders]
         stages_of[name] = {stage for stages in found for stage in stages}
     ranks_of = {name: tuple(sorted({layout.rank_of_stage(stage) for stage in stages})) for name, stages in stages_of.items()}
-    groups = {ranks: mesh.pipeline_subgroup(ranks) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1}
+    groups = {ranks: _holders(mesh, ranks) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1}
     records = {}
     for parameter in module.parameters():
         name, sharding = names[id(parameter)], shardings[id(parameter)]
+        data_axes = tuple(axis for axis in other if axis not in sharding.sharded)
+        sharding = replace(sharding, sharded=(*sharding.sharded, "pipeline"), partial=(*sharding.partial, *data_axes))
         ranks = ranks_of[name]
-        counted = pipeline.rank == ranks[0] and (sharding.axis == "tensor" or tensor.rank == 0)
-        local = tuple(sorted(stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline.rank))
-        copied = tuple((piece.local_slices, copy_groups[piece.copies]) for piece in sharding.pieces if piece.copies > 1)
+        alike = [mesh.group(axis) for axis in same if axis not in sharding.sharded]
+        sums: list[Sum] = [((), mesh.group(axis)) for axis in sharding.partial if axis in same and mesh.group(axis).size > 1]
+        sums += [(piece.local_slices, copy_groups[piece.copies]) for piece in sharding.pieces if piece.copies > 1]
+        sums += [((), groups[ranks])] if ranks in groups else []
         records[parameter] = ParameterRecord(
             name=name,
             order=order[name],
             sharding=sharding,
-            stages=local,
-            shared=groups.get(ranks),
-            counted=counted,
-            copied=copied,
+            stages=tuple(sorted(stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline.rank)),
+            data_axes=data_axes,
+            sums=tuple(sums),
+            tied=ranks in groups,
+            counted=pipeline.rank == ranks[0] and all(group.rank == 0 for group in alike),
         )
     return records
+
+
+def _holders(mesh: ProcessMesh, places: tuple[int, ...]) -> Group:
+    """The group of the pipeline ranks at ``places``; on another rank one of the others among themselves, which has no use."""
+    pipeline = mesh.group("pipeline")
+    others = tuple(place for place in range(pipeline.size) if place not in places)
+    return mesh.subgroup("pipeline", places if pipeline.rank in places else others)
+
+
+def _copies(mesh: ProcessMesh, copies: int) -> Group:
+    """The ``copies`` neighbouring members of the tensor group, this rank among them, that hold the same heads."""
+    start = mesh.group("tensor").rank // copies * copies
+    return mesh.subgroup("tensor", tuple(range(start, start + copies)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +38,6 @@ class Run:
     dropout: float = 0.0
     changing_lengths: bool = False
     validate_every: int | None = None
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.world_size // math.prod(
-            self.layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline", "context")
-        )
 
 
 class PaddedTokens(Dataset):
@@ -193,4 +186,4 @@ def _loader(run: Run, trainer: Any, samples: int) -> DataLoader:
     batch = run.global_batch if run.changing_lengths else None
     data = PaddedTokens(samples, ignore_padding=run.ignore_padding, batch=batch)
     sampler = torch.utils.data.DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
-    return DataLoader(data, batch_size=run.global_batch // run.data_parallel_size, sampler=sampler)
+    return DataLoader(data, batch_size=run.global_batch // trainer.strategy.layout.num_replicas, sampler=sampler)

@@ -23,8 +23,11 @@ def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, t
         found[axis] = (value.item(), group.ranks)
     middle = tuple(range(1, layout.pipeline_parallel_size - 1))
     if middle:
-        group = mesh.pipeline_subgroup(middle)
-        assert (group is not None) == (mesh.group("pipeline").rank in middle)
+        others = tuple(place for place in range(layout.pipeline_parallel_size) if place not in middle)
+        places = middle if mesh.group("pipeline").rank in middle else others
+        group = mesh.subgroup("pipeline", places)
+        assert group.ranks == tuple(mesh.group("pipeline").ranks[place] for place in places)
+        assert mesh.subgroup("pipeline", places) is group
     here, stages = mesh.group("pipeline"), layout.num_stages
     lines = {(layout.rank_of_stage(s), layout.rank_of_stage(s + 1)) for s in range(stages - 1)}
     wanted = {(a, b, "forward") for a, b in lines if a != b} | {(b, a, "backward") for a, b in lines if a != b}

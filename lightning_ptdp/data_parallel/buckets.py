@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp._torch import set_gradient_dtype
-from lightning_ptdp.data_parallel.copied import Copied, sum_copies
 from lightning_ptdp.data_parallel.reduction import Pending, Reduction
 from lightning_ptdp.data_parallel.shards import Shard
+from lightning_ptdp.data_parallel.sums import Sum, add_up
 from lightning_ptdp.mesh import Group
 
 __all__ = ["HALF", "Bucket", "BucketEntry", "GradientBuckets"]
@@ -35,17 +34,16 @@ class BucketEntry:
     Attributes:
         parameter: Local (possibly sharded) parameter.
         chunk: Pipeline stage whose backward completes the gradient; None if several stages contribute.
-        sums: Further group over which the gradient is a partial sum: the tensor group under sequence parallelism. Its ranks hold
-            the same parameters in the same order.
-        shared: Ranks at other stages that hold the same parameter (tied weights) and other ones besides.
-        copied: Parts of it that some ranks of the tensor group hold alike, each with a partial sum of the gradient.
+        reduction: How it is summed over the ranks that read something else.
+        sums: What is to be summed over others then.
+        tied: Whether those are at other stages, where its neighbours in a buffer would be others.
     """
 
     parameter: nn.Parameter
     chunk: int | None = None
-    sums: Group | None = None
-    shared: Group | None = None
-    copied: tuple[Copied, ...] = ()
+    reduction: Reduction = field(default_factory=Reduction)
+    sums: tuple[Sum, ...] = ()
+    tied: bool = False
 
 
 @dataclass(eq=False)
@@ -65,7 +63,21 @@ class Bucket:
     views: list[Tensor]
     pending: int = 0
     launched: bool = False
-    reduction: Pending | None = None
+    reducing: Pending | None = None
+
+    @property
+    def reduction(self) -> Reduction:
+        """How it is summed."""
+        return self.entries[0].reduction
+
+    def mine(self) -> Tensor:
+        """The part of the buffer that holds the sums after ``finish``."""
+        return self.reduction.mine(self.buffer)
+
+    def own_shards(self) -> Iterator[tuple[BucketEntry, Shard]]:
+        """What ``mine`` holds of each parameter."""
+        start = int(self.mine().storage_offset() - self.buffer.storage_offset())
+        return self.shards(start, start + int(self.mine().numel()))
 
     def shards(self, start: int, stop: int) -> Iterator[tuple[BucketEntry, Shard]]:
         """What [start, stop) of the buffer holds of each parameter."""
@@ -80,15 +92,15 @@ class GradientBuckets:
     """All gradients of one rank.
 
     Args:
-        entries: Parameters in forward order; the order of shared ones must be the same on all ranks that share them.
-        reduction: How a buffer is summed over the replicas.
+        entries: Parameters in forward order, which on all ranks that sum some of them must be the same.
+        scatters: Whether ranks are left with the sum of a part of the gradients only, of whichever entries.
         bucket_bytes: Largest size of a buffer, except for a single larger parameter.
         widen: Keep gradients of parameters in half precision in float32.
         launched: Is told of every reduction that starts: its chunk and what waits for it.
     """
 
     entries: Sequence[BucketEntry]
-    reduction: Reduction
+    scatters: bool = False
     bucket_bytes: int = 25 * 2**20
     widen: bool = True
     launched: Callable[[int | None, Any], None] | None = None
@@ -99,12 +111,13 @@ class GradientBuckets:
     _stash: list[Tensor] = field(default_factory=list)
     _arrived: set[int] = field(default_factory=set)
     _started: list[Pending] = field(default_factory=list)
+    _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for chunk in dict.fromkeys(entry.chunk for entry in self.entries):
             mine = [entry for entry in reversed(self.entries) if entry.chunk == chunk]
-            parts = _cut(mine, self.bucket_bytes, apart=self.reduction.scatter)
-            self._buckets[chunk] = [self._allocate(part) for part in parts]
+            self._buckets[chunk] = [self._allocate(part) for part in _cut(mine, self.bucket_bytes)]
+        self._sums = list(self._parts_to_sum())
         for bucket in self.buckets():
             for entry in bucket.entries:
                 self._home[id(entry.parameter)] = entry.chunk, bucket
@@ -184,50 +197,28 @@ class GradientBuckets:
         self.reduce(None)
         self._started.clear()
         for bucket in self.buckets():
-            if bucket.reduction is not None:
-                bucket.reduction.wait()
-                bucket.reduction = None
-        for bucket in self.buckets():
-            group = bucket.entries[0].sums
-            if group is not None:
-                dist.all_reduce(self.mine(bucket), group=group.handle)
-        sum_copies(self._copied())
-        self._sum_shared()
+            if bucket.reducing is not None:
+                bucket.reducing.wait()
+                bucket.reducing = None
+        add_up(self._sums)
         if scale is not None:
             for bucket in self.buckets():
-                self.mine(bucket).mul_(scale)
-
-    def mine(self, bucket: Bucket) -> Tensor:
-        """The part of a bucket's buffer that holds the sums after ``finish``."""
-        return self.reduction.mine(bucket.buffer)
+                bucket.mine().mul_(scale)
 
     def unused(self) -> list[nn.Parameter]:
         """Parameters whose gradient no backward has added to, tied ones left out: another stage may have used those."""
-        return [entry.parameter for entry in self.entries if id(entry.parameter) not in self._arrived and entry.shared is None]
+        return [entry.parameter for entry in self.entries if id(entry.parameter) not in self._arrived and not entry.tied]
 
-    def _copied(self) -> Iterator[tuple[Tensor, Sequence[Copied]]]:
+    def _parts_to_sum(self) -> Iterator[tuple[Tensor, Group]]:
+        """In the order of the entries: the stages lay out their buckets differently, but agree on this one."""
+        mine: dict[int, list[tuple[Shard, Tensor]]] = {}
         for bucket in self.buckets():
-            if not self.reduction.scatter:
-                yield from ((view, entry.copied) for entry, view in zip(bucket.entries, bucket.views, strict=True))
-                continue
-            for entry, shard in self.own_shards(bucket):
-                for where, group in entry.copied:
-                    for view in shard.rectangles_in(where, shard.within(bucket.buffer)):
-                        yield view, [((), group)]
-
-    def own_shards(self, bucket: Bucket) -> Iterator[tuple[BucketEntry, Shard]]:
-        """What this rank's part of a bucket holds of each parameter."""
-        mine = self.mine(bucket)
-        start = int(mine.storage_offset() - bucket.buffer.storage_offset())
-        return bucket.shards(start, start + int(mine.numel()))
-
-    def _sum_shared(self) -> None:
-        """Add up tied gradients, one message each: the stages lay out their buckets differently, but agree on this order."""
-        views = {id(e): v for bucket in self.buckets() for e, v in zip(bucket.entries, bucket.views, strict=True)}
+            for entry, shard in bucket.own_shards():
+                mine.setdefault(id(entry), []).append((shard, shard.within(bucket.buffer)))
         for entry in self.entries:
-            if entry.shared is not None:
-                alone = self.mine(self._home[id(entry.parameter)][1]) if self.reduction.scatter else views[id(entry)]
-                dist.all_reduce(alone, group=entry.shared.handle)
+            for where, group in entry.sums:
+                for shard, flat in mine.get(id(entry), ()):
+                    yield from ((view, group) for view in (shard.rectangles_in(where, flat) if where else [flat]))
 
     def stash(self, scale: float) -> None:
         """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can be scaled on its own."""
@@ -267,7 +258,7 @@ class GradientBuckets:
         for entry in entries:
             offsets.append(total)
             total += -(-entry.parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        multiple = _ALIGNMENT * self.reduction.parts
+        multiple = _ALIGNMENT * entries[0].reduction.parts
         first = entries[0].parameter
         dtype = torch.float32 if self.widen and first.dtype in HALF else first.dtype
         buffer = torch.zeros(-(-total // multiple) * multiple, dtype=dtype, device=first.device)
@@ -287,25 +278,25 @@ class GradientBuckets:
         if bucket.launched:
             return
         bucket.launched = True
-        if self.reduction.size == 1:
+        if bucket.reduction.size == 1:
             return
         if self._started:  # the second level of the bucket before: at the same point on all ranks, so in the same order
             self._started[-1].advance()
-        bucket.reduction = self.reduction.start(bucket.buffer)
-        self._started.append(bucket.reduction)
+        bucket.reducing = bucket.reduction.start(bucket.buffer)
+        self._started.append(bucket.reducing)
         if self.launched is not None:
-            self.launched(bucket.entries[0].chunk, bucket.reduction.work)
+            self.launched(bucket.entries[0].chunk, bucket.reducing.work)
 
 
-def _cut(entries: Sequence[BucketEntry], limit: int, *, apart: bool = False) -> Iterator[list[BucketEntry]]:
-    """Runs of entries that may share a buffer: same dtype, device and further sums, at most ``limit`` bytes.
+def _cut(entries: Sequence[BucketEntry], limit: int) -> Iterator[list[BucketEntry]]:
+    """Runs of entries that may share a buffer: same dtype, device and reduction, at most ``limit`` bytes.
 
-    With ``apart`` a tied parameter has a buffer of its own, which then is the same on all stages that hold it.
+    A tied parameter whose sum is scattered has a buffer of its own, which then is the same on all stages that hold it.
     """
     kinds: dict[tuple[Any, ...], list[BucketEntry]] = {}
     for entry in entries:
-        alone = id(entry) if apart and entry.shared is not None else None
-        kind = (entry.parameter.dtype, entry.parameter.device, entry.sums.ranks if entry.sums else (), alone)
+        alone = id(entry) if entry.reduction.scatter and entry.tied else None
+        kind = (entry.parameter.dtype, entry.parameter.device, entry.reduction, alone)
         kinds.setdefault(kind, []).append(entry)
     for same in kinds.values():
         run: list[BucketEntry] = []

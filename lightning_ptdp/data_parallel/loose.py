@@ -9,22 +9,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp._torch import gradient_dtype, set_gradient_dtype
 from lightning_ptdp.data_parallel.buckets import HALF, BucketEntry
-from lightning_ptdp.data_parallel.copied import sum_copies
+from lightning_ptdp.data_parallel.sums import add_up
 
 __all__ = ["LooseGradients"]
 
 
 @dataclass(eq=False)
 class LooseGradients:
-    """The interface of ``GradientBuckets`` for a group of one rank.
+    """The interface of ``GradientBuckets`` for a single replica.
 
     Args:
-        entries: Parameters in forward order, none of which is a partial sum over another group than its ``shared`` one.
+        entries: Parameters in forward order, which on all ranks that sum some of them must be the same.
         widen: Keep gradients of parameters in half precision in float32.
     """
 
@@ -35,7 +34,7 @@ class LooseGradients:
     _stash: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        assert all(entry.sums is None for entry in self.entries)
+        assert all(entry.reduction.size == 1 for entry in self.entries)
         self._kept = [None] * len(self.entries)
         for entry in self.entries:
             if self.widen and entry.parameter.dtype in HALF:
@@ -80,18 +79,18 @@ class LooseGradients:
         """Nothing is reduced over replicas."""
 
     def finish(self, scale: float | None = None) -> None:
-        """Add up copied gradients over their ranks, tied ones over their stages, and scale."""
-        for entry in self.entries:
-            if entry.copied and entry.parameter.grad is None:
-                entry.parameter.grad = _zeros(entry.parameter)
-        sum_copies((entry.parameter.grad, entry.copied) for entry in self.entries if entry.parameter.grad is not None)
-        for entry in self.entries:
-            if entry.shared is not None:
-                if entry.parameter.grad is None:
-                    entry.parameter.grad = _zeros(entry.parameter)
-                dist.all_reduce(entry.parameter.grad, group=entry.shared.handle)
-            if scale is not None and entry.parameter.grad is not None:
-                entry.parameter.grad.mul_(scale)
+        """Add up what is a sum over other ranks, and scale."""
+        summed = [(entry.parameter, entry.sums) for entry in self.entries if entry.sums]
+        for parameter, _ in summed:
+            if parameter.grad is None:
+                parameter.grad = _zeros(parameter)
+        add_up(
+            (parameter.grad[where], group) for parameter, sums in summed for where, group in sums if parameter.grad is not None
+        )
+        if scale is not None:
+            for entry in self.entries:
+                if entry.parameter.grad is not None:
+                    entry.parameter.grad.mul_(scale)
 
     def stash(self, scale: float) -> None:
         """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can be scaled on its own."""
@@ -122,7 +121,7 @@ class LooseGradients:
         return [
             entry.parameter
             for index, entry in enumerate(self.entries)
-            if index not in self._arrived and entry.parameter.grad is None and entry.shared is None
+            if index not in self._arrived and entry.parameter.grad is None and not entry.tied
         ]
 
 

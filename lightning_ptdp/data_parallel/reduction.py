@@ -35,7 +35,7 @@ class Reduction:
         outer_dtype: What is sent between nodes; None: ``dtype``.
     """
 
-    inner: Group
+    inner: Group = field(default_factory=Group)
     outer: Group = field(default_factory=Group)
     scatter: bool = False
     dtype: torch.dtype | None = None
@@ -50,6 +50,11 @@ class Reduction:
     def parts(self) -> int:
         """Into how many equal parts a buffer has to be divisible."""
         return self.inner.size if self._splits else 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the first of those that hold the same afterwards."""
+        return self.outer.rank == 0 and (self.scatter or self.inner.rank == 0)
 
     @property
     def _splits(self) -> bool:

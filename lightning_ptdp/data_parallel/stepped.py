@@ -37,6 +37,7 @@ class Stepped:
         shard: Which part of the parameter it is; None for the whole.
         target: Where a master's value goes after a step; None if it is not a master.
         bucket_gradient: The shard's part of a bucket's buffer; None for the whole, whose gradient is the parameter's.
+        counts: Whether this rank is the first of those that have this shard.
     """
 
     parameter: nn.Parameter
@@ -44,6 +45,7 @@ class Stepped:
     shard: Shard | None = None
     target: Tensor | None = None
     bucket_gradient: Tensor | None = None
+    counts: bool = True
 
 
 class SteppedParameters:
@@ -56,7 +58,7 @@ class SteppedParameters:
 
     def __init__(self, gradients: GradientBuckets | LooseGradients, *, masters: bool) -> None:
         self._gradients, self._masters = gradients, masters
-        self.is_sharded = isinstance(gradients, GradientBuckets) and gradients.reduction.scatter
+        self.is_sharded = isinstance(gradients, GradientBuckets) and gradients.scatters
         self._flat: list[tuple[Bucket, Tensor]] = []
         self._pending: dict[int, Pending] = {}
         self._bucket_of: dict[int, int] = {}
@@ -95,8 +97,8 @@ class SteppedParameters:
                     stepped.target.copy_(stepped.value)
         if not isinstance(self._gradients, GradientBuckets):
             return
-        for index in reversed(range(len(self._flat))):
-            self._pending[index] = self._gradients.reduction.start_gather(self._flat[index][1])
+        for index, (bucket, flat) in reversed(list(enumerate(self._flat))):
+            self._pending[index] = bucket.reduction.start_gather(flat)
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Return when ``parameters`` (all by default) have the values of the last step."""
@@ -132,7 +134,7 @@ class SteppedParameters:
             for entry in bucket.entries:
                 self._bucket_of[id(entry.parameter)] = len(self._flat)
             self._flat.append((bucket, flat))
-            for entry, shard in self._gradients.own_shards(bucket):
+            for entry, shard in bucket.own_shards():
                 here = shard.within(flat)
                 is_master = self._masters and flat.dtype in HALF
                 yield Stepped(
@@ -141,6 +143,7 @@ class SteppedParameters:
                     shard=shard,
                     target=here if is_master else None,
                     bucket_gradient=shard.within(bucket.buffer),
+                    counts=bucket.reduction.counts,
                 )
 
 

@@ -202,11 +202,8 @@ class GradientKeeper:
     def norm(self, optimizer: Any = None) -> Tensor:
         """2-norm of the whole model's gradient, or of what ``optimizer`` steps on, each parameter counted once; collective."""
         mine = counted_gradients(self.stepped, parallel=self._parallel, optimizer=optimizer)
-        group, holders = self._mesh.group("model"), self._mesh.group("context")
-        if self.stepped is not None and self.stepped.is_sharded:
-            group, holders = self._mesh.world, self._mesh.replica_levels(self._config.data_parallel_replicas)[1]
-        # Of the ranks that hold the same gradients the first one counts them.
-        return global_norm(mine if holders.rank == 0 else [], group=group, device=self._device)
+        group = self._mesh.world if self.stepped is not None and self.stepped.is_sharded else self._mesh.group("shards")
+        return global_norm(mine, group=group, device=self._device)
 
     def _show(self) -> None:
         """Give the optimizer the gradients, which are complete, and what was left of those before."""

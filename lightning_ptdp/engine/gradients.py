@@ -65,33 +65,35 @@ def check_held(optimizer: Optimizer, parallel: ParallelModel) -> None:
 def make_gradients(
     *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, launched: Callable[[int | None, Any], None]
 ) -> GradientBuckets | LooseGradients:
-    """Buckets where something has to be summed over replicas or tensor ranks, else gradients as autograd makes them."""
-    tensor = mesh.group("tensor")
+    """Buckets where something has to be summed over ranks that read something else, else gradients as autograd makes them."""
+    every = tuple(axis.name for axis in mesh.layout.axes if axis.reads != "same")  # also of a rank that has no parameter
+    wanted = sorted({every, *(record.data_axes for record in parallel.records.values())})
+    reductions = {axes: _reduction(config, mesh, axes) for axes in wanted}
     entries = [
         BucketEntry(
             parameter=parameter,
             chunk=record.stages[0] if len(record.stages) == 1 else None,
-            sums=tensor if record.sharding.partial and tensor.size > 1 else None,
-            shared=record.shared,
-            copied=record.copied,
+            reduction=reductions[record.data_axes],
+            sums=record.sums,
+            tied=record.tied,
         )
         for parameter, record in sorted(parallel.records.items(), key=lambda item: item[1].order)
         if parameter.requires_grad
     ]
     widen = config.master_weights and config.gradient_dtype == "float32"
-    if mesh.group("replica_sum").size == 1 and not any(entry.sums for entry in entries):
+    if all(reduction.size == 1 for reduction in reductions.values()):
         return LooseGradients(entries, widen=widen)
     return GradientBuckets(
         entries,
-        reduction=_reduction(config, mesh),
+        scatters=any(reduction.scatter for reduction in reductions.values()),
         bucket_bytes=int(config.bucket_mb * 2**20),
         widen=widen,
         launched=launched,
     )
 
 
-def _reduction(config: PTDPConfig, mesh: ProcessMesh) -> Reduction:
-    inner, outer = mesh.replica_levels(config.data_parallel_replicas)
+def _reduction(config: PTDPConfig, mesh: ProcessMesh, axes: tuple[str, ...]) -> Reduction:
+    inner, outer = mesh.levels(axes, config.data_parallel_replicas)
     return Reduction(
         inner=inner,
         outer=outer,
@@ -110,7 +112,7 @@ def make_stepped(
 ) -> SteppedParameters | None:
     """What the optimizer steps on; None if that is the parameters."""
     masters = needs_masters(config, parallel)
-    scatters = isinstance(gradients, GradientBuckets) and gradients.reduction.scatter
+    scatters = isinstance(gradients, GradientBuckets) and gradients.scatters
     return SteppedParameters(gradients, masters=masters) if masters or scatters else None
 
 
@@ -127,7 +129,7 @@ def counted_gradients(
     if stepped is None:
         mine: list[tuple[Any, Any, Tensor]] = [(p, record.sharding, p) for p, record in parallel.records.items()]
     else:
-        mine = [(entry.parameter, sharding_of(entry, parallel), entry.value) for entry in stepped.entries]
+        mine = [(entry.parameter, sharding_of(entry, parallel), entry.value) for entry in stepped.entries if entry.counts]
     chosen = None if optimizer is None else {value for group in optimizer.param_groups for value in group["params"]}
     return [
         part

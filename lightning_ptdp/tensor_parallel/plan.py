@@ -85,6 +85,10 @@ class ParallelPlan:
             )
         return sequence_parallel and self.sequence is not None
 
+    def partial(self, name: str, sequence_parallel: bool) -> tuple[str, ...]:
+        """The axes over which the gradient of the parameter ``name``, which each rank has whole, is a sum."""
+        return ("tensor",) if self.splits_sequence(name, sequence_parallel) else ()
+
     def _is_in_whole(self, name: str) -> bool:
         whole = [pattern.split(".") for pattern, kind in self.kinds.items() if kind.keeps_sequence]
         parts = name.split(".")

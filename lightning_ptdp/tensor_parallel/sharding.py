@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -69,16 +68,16 @@ class Sharding:
         full_shape: Shape of the full tensor.
         local_shape: Shape of the local tensor.
         pieces: The rectangles that are here. Local elements in none of them are padding: always zero, never saved.
-        axis: ``"tensor"`` if the tensor group's members hold different pieces, None if each holds the whole.
-        partial: True if the local gradient is only a part of a sum over the tensor group (a norm's weight under sequence
-            parallelism saw a slice of the sequence). False: the gradient is complete.
+        sharded: Names of the axes whose ranks hold different pieces.
+        partial: Names of the axes whose ranks hold it alike, each with one term of the gradient's sum (a norm's weight under sequence
+            parallelism: its rank saw a slice of the sequence). On all other axes it is replicated: alike, with the same gradient.
     """
 
     full_shape: Shape
     local_shape: Shape
     pieces: tuple[Piece, ...]
-    axis: Literal["tensor"] | None = None
-    partial: bool = False
+    sharded: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for piece in self.pieces:
@@ -86,13 +85,11 @@ class Sharding:
             assert _inside(piece.full, piece.size, self.full_shape), f"{piece} is outside of the full shape {self.full_shape}"
 
     @classmethod
-    def replicated(cls, shape: Sequence[int], partial: bool = False) -> Sharding:
-        """The record of a tensor that every member holds whole."""
+    def replicated(cls, shape: Sequence[int], *, partial: tuple[str, ...] = ()) -> Sharding:
+        """The record of a tensor that every rank holds whole."""
         size = tuple(shape)
         origin = (0,) * len(size)
-        return cls(
-            full_shape=size, local_shape=size, pieces=(Piece(local=origin, full=origin, size=size),), axis=None, partial=partial
-        )
+        return cls(full_shape=size, local_shape=size, pieces=(Piece(local=origin, full=origin, size=size),), partial=partial)
 
     @property
     def num_padding(self) -> int:
@@ -186,7 +183,7 @@ def shard_columns(
             )
         )
         local, full = local + extent, full + part
-    return Sharding(full_shape=tuple(shape), local_shape=_at(dim, local, shape), pieces=tuple(pieces), axis="tensor")
+    return Sharding(full_shape=tuple(shape), local_shape=_at(dim, local, shape), pieces=tuple(pieces), sharded=("tensor",))
 
 
 def shard_rows(shape: Sequence[int], *, size: int, index: int, dim: int = 1) -> Sharding:
@@ -204,7 +201,7 @@ def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Shard
         full_shape=tuple(shape),
         local_shape=(vocabulary.rows, *rest),
         pieces=(piece,) if vocabulary.count else (),
-        axis="tensor",
+        sharded=("tensor",),
     )
 
 

@@ -115,7 +115,7 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_p
     del originals
     return {
         name: by_parameter.get(id(parameter))
-        or Sharding.replicated(parameter.shape, partial=group.size > 1 and plan.splits_sequence(name, sequence_parallel))
+        or Sharding.replicated(parameter.shape, partial=plan.partial(name, group.size > 1 and sequence_parallel))
         for name, parameter in model.named_parameters()
     }
 

@@ -33,7 +33,7 @@ ROWS = 200_000
 
 def _half(rank: int, value: float, *, rows: int = ROWS) -> dict[str, tuple[torch.Tensor, Sharding]]:
     piece = Piece(local=(0,), full=(rank * rows,), size=(rows,))
-    record = Sharding(full_shape=(2 * rows,), local_shape=(rows,), pieces=(piece,), axis="tensor", partial=False)
+    record = Sharding(full_shape=(2 * rows,), local_shape=(rows,), pieces=(piece,), sharded=("tensor",))
     return {"model/w": (torch.full((rows,), value), record)}
 
 

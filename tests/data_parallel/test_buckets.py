@@ -26,8 +26,7 @@ def _sum_over_replicas(rank: int, bucket_bytes: int, batches: int) -> float:
     model, reference = _model(), _model()
     inputs = [[torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * b + r)) for r in range(2)] for b in range(batches)]
     buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0) for p in model.parameters()],
-        reduction=Reduction(inner=Group(dist.group.WORLD, (0, 1), rank)),
+        [BucketEntry(p, chunk=0, reduction=Reduction(inner=Group(dist.group.WORLD, (0, 1), rank))) for p in model.parameters()],
         bucket_bytes=bucket_bytes,
     )
     buckets.zero()
@@ -62,7 +61,7 @@ def test_sums_equal_one_process_also_for_unused_parameters(bucket_bytes: int, ba
 def test_stash_scales_each_batch_on_its_own(loose: bool) -> None:
     weight = nn.Parameter(torch.ones(3))
     entries = [BucketEntry(weight, chunk=0)]
-    buckets = LooseGradients(entries) if loose else GradientBuckets(entries, reduction=Reduction(inner=Group()))
+    buckets = LooseGradients(entries) if loose else GradientBuckets(entries)
     buckets.zero()
     buckets.install()
     (weight * 2).sum().backward()
@@ -80,10 +79,10 @@ def test_stash_scales_each_batch_on_its_own(loose: bool) -> None:
 def _sum_after_all_batches(rank: int) -> list[list[float]]:
     """A parameter of one stage, and one of several: tied weights on one rank of a V."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    entries = [BucketEntry(parameters[0], chunk=0), BucketEntry(parameters[1], chunk=None)]
     layout = ParallelLayout(world_size=2)
-    replicas = ProcessMesh.create(layout=layout, rank=rank).group("replica_sum")
-    buckets = GradientBuckets(entries, reduction=Reduction(inner=replicas))
+    reduction = Reduction(inner=ProcessMesh.create(layout=layout, rank=rank).group("replica_sum"))
+    entries = [BucketEntry(p, chunk=chunk, reduction=reduction) for p, chunk in zip(parameters, (0, None), strict=True)]
+    buckets = GradientBuckets(entries)
     buckets.zero()
     buckets.install()
     for _ in range(2):

@@ -47,8 +47,8 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def _sharded(model: nn.Module, group: Group, **options: Any) -> tuple[GradientBuckets, SteppedParameters]:
     buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0) for p in model.parameters()],
-        reduction=Reduction(inner=group, scatter=True, **options),
+        [BucketEntry(p, chunk=0, reduction=Reduction(inner=group, scatter=True, **options)) for p in model.parameters()],
+        scatters=True,
         bucket_bytes=3000,
     )
     return buckets, SteppedParameters(buckets, masters=True)
@@ -131,7 +131,7 @@ def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
     model = nn.Sequential(*(nn.Linear(200, 200, dtype=torch.bfloat16) for _ in range(4)))
     group = Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), rank)
     buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0) for p in model.parameters()], reduction=Reduction(inner=group, scatter=sharded)
+        [BucketEntry(p, chunk=0, reduction=Reduction(inner=group, scatter=sharded)) for p in model.parameters()], scatters=sharded
     )
     stepped = SteppedParameters(buckets, masters=True)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -162,7 +162,7 @@ def test_bytes_a_parameter_are_18_or_6_and_12_over_d(size: int, sharded: bool, p
 def _two_levels(rank: int, scatter: bool, compress: bool) -> tuple[float, float]:
     """Largest difference to the flat sum, and to what it would be in bfloat16 between nodes at worst."""
     mesh = ProcessMesh.create(layout=ParallelLayout(world_size=4), rank=rank)
-    inner, outer = mesh.replica_levels(2)
+    inner, outer = mesh.levels(("data",), 2)
     reduction = Reduction(inner=inner, outer=outer, scatter=scatter, outer_dtype=torch.bfloat16 if compress else None)
     buffers = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     mine, total = buffers[rank].clone(), sum(buffers)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, Reduction, global_norm
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
 from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.tensor_parallel import Column, assemble_full, slice_full
 from lightning_ptdp.tensor_parallel.sharding import shard_columns
 from tests.pool import Pool
@@ -39,19 +39,15 @@ def test_every_rank_has_its_queries_and_the_head_that_they_share(size: int, copi
 def check_gradients(rank: int) -> None:
     layout = ParallelLayout(world_size=4, tensor_parallel_size=4)
     mesh = ProcessMesh.create(layout=layout, rank=rank)
-    group = mesh.tensor_copies(2)
-    assert group.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
-    assert mesh.tensor_copies(4) is mesh.group("tensor")
+    group = mesh.subgroup("tensor", (rank // 2 * 2, rank // 2 * 2 + 1))
+    assert mesh.subgroup("tensor", (0, 1, 2, 3)) is mesh.group("tensor")
     sharding = shard_columns((24,), parts=PARTS, size=4, index=rank, copies=(1, 2, 2))
-    copied = tuple((piece.local_slices, group) for piece in sharding.pieces if piece.copies > 1)
+    sums = tuple((piece.local_slices, group) for piece in sharding.pieces if piece.copies > 1)
     expected = torch.tensor([1.0 + rank] * 4 + [(rank // 2 * 2) * 2 + 3.0] * 4)
     full_square = 4 * (1 + 4 + 9 + 16) + 4 * (9 + 49)
-    for make in (
-        lambda entries: GradientBuckets(entries, reduction=Reduction(inner=Group())),
-        lambda entries: LooseGradients(entries),
-    ):
+    for make in (GradientBuckets, LooseGradients):
         weight, unused = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
-        gradients = make([BucketEntry(weight, chunk=0, copied=copied), BucketEntry(unused, chunk=0, copied=copied)])
+        gradients = make([BucketEntry(weight, chunk=0, sums=sums), BucketEntry(unused, chunk=0, sums=sums)])
         gradients.zero()
         gradients.install()
         gradients.arm(0)

@@ -39,8 +39,8 @@ def check_model(rank: int, tied: bool) -> None:
             assert not any(module.training for module in model.modules())
             for name, parameter in reference.named_parameters():
                 assert_same(model.get_parameter(name).detach(), slice_full(parameter, shardings[name]))
-                whole = shardings[name].axis is None
-                assert shardings[name].partial == (whole and (sequence_parallel or "q_norm" in name)), name
+                whole = not shardings[name].sharded
+                assert bool(shardings[name].partial) == (whole and (sequence_parallel or "q_norm" in name)), name
             expected, loss = shifted_loss(reference, ids), shifted_loss(model, ids)
             expected.backward()
             loss.backward()
@@ -128,4 +128,4 @@ def test_a_group_of_one_leaves_the_model_alone(sequence_parallel: bool) -> None:
     shardings = apply_plan(model, toy_plan(), group=Group(), sequence_parallel=sequence_parallel)
     assert all(a is b for (_, a), (_, b) in zip(before, model.named_modules(), strict=True))
     assert list(shardings) == [name for name, _ in model.named_parameters()]
-    assert all(sharding.axis is None and not sharding.partial for sharding in shardings.values())
+    assert all(not sharding.sharded and not sharding.partial for sharding in shardings.values())

@@ -26,7 +26,7 @@ def test_columns_split_every_part_on_its_own(size: int, parts: tuple[int, ...], 
         expected = torch.cat([part.chunk(size)[index] for part in full.split(parts)])
         torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
         assert shardings[index].num_padding == 0
-        assert shardings[index].axis == "tensor"
+        assert shardings[index].sharded == ("tensor",)
     torch.testing.assert_close(assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0)
 
 
@@ -70,9 +70,9 @@ def test_slices_are_copies_with_the_dtype_and_device_of_the_full_tensor() -> Non
 
 
 def test_replicated_scalar() -> None:
-    sharding = Sharding.replicated((), partial=True)
+    sharding = Sharding.replicated((), partial=("tensor",))
     assert sharding.partial
-    assert sharding.axis is None
+    assert not sharding.sharded
     assert list(iterate_pieces(sharding)) == [((), ())]
     assert slice_full(torch.tensor(3.0), sharding).item() == 3.0
 

@@ -155,4 +155,4 @@ def test_a_group_of_one_is_left_alone() -> None:
     for module, kind in ((nn.Embedding(5, H), Vocabulary()), (nn.Linear(H, 5), Vocabulary()), (nn.Embedding(5, H), Position())):
         same, shardings = shard_module(module, kind, group=Group(), sequence_parallel=True, shared={})
         assert same is module
-        assert all(sharding.axis is None and not sharding.partial for sharding in shardings.values())
+        assert all(not sharding.sharded and not sharding.partial for sharding in shardings.values())

@@ -26,7 +26,7 @@ class Partial(Kind):
     region_part = True
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
-        return {name: Sharding.replicated(p.shape, partial=True) for name, p in module.named_parameters()}
+        return {name: Sharding.replicated(p.shape, partial=("tensor",)) for name, p in module.named_parameters()}
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         return shape_text(shape), "whole; gradient partial"

@@ -36,12 +36,17 @@ class Place:
     shared: dict[int, nn.Parameter]
     enters: bool = True
 
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """The axes over which the gradient of a parameter is summed that sees a slice of the sequence, where it is split."""
+        return ("tensor",) if self.sequence_parallel else ()
+
     def local(self, module: nn.Module, name: str, sharding: Sharding) -> nn.Parameter:
         """The parameter ``name`` of the module as it is here: its part, or itself if it is not split."""
         original = module.get_parameter(name)
         if id(original) not in self.shared:
             new = original
-            if sharding.axis is not None:
+            if sharding.sharded:
                 with torch.no_grad():
                     new = nn.Parameter(slice_full(original, sharding), requires_grad=original.requires_grad)
                 vars(new).update(vars(original))  # marks that optimizers and initializers read
@@ -126,8 +131,7 @@ class Kind:
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
         """Of every parameter; without a word of the kind's own each rank has it whole."""
         return {
-            name: Sharding.replicated(parameter.shape, partial=place.sequence_parallel)
-            for name, parameter in module.named_parameters()
+            name: Sharding.replicated(parameter.shape, partial=place.partial) for name, parameter in module.named_parameters()
         }
 
     def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:

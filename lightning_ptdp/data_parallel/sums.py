@@ -1,0 +1,38 @@
+"""Sums of gradients over other ranks than the replicas: of parts that several ranks hold alike, each with one term.
+
+Those are parameters that saw a slice of the sequence, tied ones of other stages, and, with fewer heads of keys and values than ranks,
+the heads that several ranks hold beside others of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp.mesh import Group
+
+__all__ = ["Sum", "add_up"]
+
+Sum = tuple[tuple[slice, ...], Group]
+"""Where in a parameter (``()``: everywhere) the gradient is a sum, and over whom."""
+
+
+def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:
+    """Sum tensors over their groups, in place; one message a group and dtype.
+
+    The ranks of a group must give it the same parts, in the same order among themselves and among those of groups that they share.
+    """
+    messages: dict[tuple[tuple[int, ...], torch.dtype], tuple[Group, list[Tensor]]] = {}
+    for part, group in parts:
+        messages.setdefault((group.ranks, part.dtype), (group, []))[1].append(part)
+    for group, views in messages.values():
+        if len(views) == 1 and views[0].is_contiguous():
+            dist.all_reduce(views[0], group=group.handle)
+            continue
+        flat = torch.cat([view.reshape(-1) for view in views])
+        dist.all_reduce(flat, group=group.handle)
+        for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
+            view.copy_(total.view_as(view))

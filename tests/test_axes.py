@@ -1,0 +1,83 @@
+"""An axis is one row: a layout with an axis of its own trains to one process' result, and no file knows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+
+from lightning_ptdp.layout import AXES, Axis, ParallelLayout
+from lightning_ptdp.option_types import Size
+from lightning_ptdp.strategy import PTDPStrategy
+from tests import parity
+from tests.pool import Pool
+from tests.test_parity import assert_same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regions(ParallelLayout):
+    """Replicas along two axes."""
+
+    axes: ClassVar[tuple[Axis, ...]] = (*AXES, Axis(name="region", letter="r", place=5, reads="samples"))
+    region_parallel_size: Size = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spares(ParallelLayout):
+    """Ranks that do what another one does."""
+
+    axes: ClassVar[tuple[Axis, ...]] = (*AXES, Axis(name="spare", letter="s", place=25))
+    spare_parallel_size: Size = 2
+
+
+def with_layout(kind: type[ParallelLayout]) -> type[PTDPStrategy]:
+    class Strategy(PTDPStrategy):
+        @property
+        def layout(self) -> ParallelLayout:
+            world = max(1, self.num_nodes * self.num_processes)
+            return kind(world_size=world, **{key: getattr(self.config, key) for key in DEGREES})
+
+    return Strategy
+
+
+def test_it_is_told() -> None:
+    assert Regions(world_size=8, tensor_parallel_size=2).describe() == "t2 p1 d2 r2"
+    assert Regions(world_size=8).groups("replicas") == (tuple(range(8)),)
+    with pytest.raises(
+        ValueError, match="pipeline_parallel_size \\* context_parallel_size \\* region_parallel_size = 1 \\* 1 \\* 1 \\* 2"
+    ):
+        Regions(world_size=3)
+
+
+DEGREES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "virtual_pipeline_size",
+    "context_parallel_size",
+    "sequence_parallel",
+)
+
+
+def _fit(rank: int, kind: type[ParallelLayout], run: parity.Run) -> dict[str, Any]:
+    with mock.patch.object(parity, "PTDPStrategy", with_layout(kind)):
+        return parity.fit(rank, run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "options"),
+    [
+        (Regions, 4, {"num_microbatches": 2}),
+        (Regions, 4, {"shard_optimizer": True, "bucket_mb": 1e-2}),
+        (Regions, 4, {"pipeline_parallel_size": 2}),
+        (Spares, 4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    ],
+)
+def test_an_axis_of_ones_own(kind: type[ParallelLayout], world_size: int, options: dict[str, Any], pool: Pool) -> None:
+    settings = {"layers": 2, "steps": 4, "accumulate": 2}
+    run = parity.Run(world_size=world_size, layout=options, **settings)
+    (expected,) = pool.run(parity.fit, world_size=1, args=(parity.Run(**settings),))
+    assert min(expected["norms"]) > 0.05, "the clipping threshold must bite"
+    for found in pool.run(_fit, world_size=world_size, args=(kind, run)):
+        assert_same(found, expected)
