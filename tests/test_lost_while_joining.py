@@ -169,8 +169,20 @@ def test_a_keeper_that_is_killed_just_behind_joining(ranks: Any) -> None:
     keeper.process.join(HANGS_S)
     other.connection.send("go on")
     said = other.says()
-    assert said.startswith("rank 1 (Coordinates(pipeline=1, "), said
+    assert said.startswith("rank 1 (pipeline 1, "), said
     assert "rank 0, which keeps the store where ranks tell what they do (or torchrun does), does not answer" in said
+
+
+def test_a_rank_that_is_killed_before_it_has_told_anything(ranks: Any) -> None:
+    """Whoever fails after rank 0 finds no store any more: rank 0 has to tell who it is that is missed."""
+    together = ranks(LONG_S, what=_train)
+    assert [rank.says() for rank in together] == ["joined"] * 3
+    together[2].process.kill()
+    together[2].process.join(HANGS_S)
+    for rank in together[:2]:
+        rank.connection.send("go on")
+    for rank in together[:2]:
+        assert "o answer from rank 2" in rank.says()
 
 
 def test_who_is_missing_is_said(ranks: Any) -> None:

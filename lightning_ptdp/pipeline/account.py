@@ -59,8 +59,10 @@ class Account:
         elif len(shown) < self.world_size:
             text.append(f"  … and {self.world_size - len(shown)} other ranks")
         for rank in sorted(self.missing)[:_MOST_LINES]:
-            silence = duration(time.monotonic() - self.heard[rank].at)
-            text.append(f"No answer from rank {rank}, for {silence}: {self.heard[rank].status.place()}")
+            known = "which has told nothing yet"
+            if rank in self.heard:
+                known = f"for {duration(time.monotonic() - self.heard[rank].at)}: {self.heard[rank].status.place()}"
+            text.append(f"No answer from rank {rank}, {known}")
         causes = {rank: heard.status for rank, heard in sorted(self.heard.items()) if _is_cause(heard.status)}
         text += [f"The cause is on rank {rank}: {causes[rank].failure} ({causes[rank].raised_at})" for rank in list(causes)[:1]]
         return "\n".join(text)

@@ -77,7 +77,7 @@ class Bulletin:
     def __init__(
         self, store: Any, *, rank: int, others: Sequence[int], world_size: int, progress: LiveStatus, interval_s: float
     ) -> None:
-        self._store, self._rank, self._pid, self._interval_s = store, rank, os.getpid(), interval_s
+        self._store, self._rank, self._others, self._pid = store, rank, others, os.getpid()
         self._requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._board, listens = _Board(), max(interval_s, world_size * len(others) / _READS_PER_SECOND)
@@ -111,22 +111,26 @@ class Bulletin:
         return 0.0 if asking_since is None else time.monotonic() - asking_since
 
     def exchange(self, limit_s: float) -> bool:
-        """Publish and listen now; whether that was done within ``limit_s``, of which the time counts that the store is silent already."""
+        """Publish and listen now; whether that was done within ``limit_s``, of which the time counts that the store is silent already.
+        That the store is gone is known at once."""
         if not self._mine or not self._thread.is_alive():
             return False
         done = threading.Event()
         self._requests.put(done)
-        return done.wait(max(0.0, limit_s - self.unanswered_s))
+        return done.wait(max(0.0, limit_s - self.unanswered_s)) and not self._board.gone
 
     def roll_call(self, limit_s: float, silent_after_s: float) -> set[int] | None:
-        """The ranks that were heard before, have neither failed nor ended, and say nothing for ``limit_s``, or had said nothing for
-        ``silent_after_s``; None: the store did not answer for as long."""
+        """The ranks that have neither failed nor ended, and say nothing for ``limit_s``, or had said nothing for ``silent_after_s``; None:
+        the store did not answer for as long."""
         began = time.monotonic()
         while True:
             if not self.exchange(silent_after_s):
                 return None
-            silent = {rank for rank, heard in self.heard.items() if heard.at < began and not heard.status.is_done}
-            if time.monotonic() - began > limit_s or all(began - self.heard[rank].at > silent_after_s for rank in silent):
+            heard = self.heard
+            silent = {*self._others} - {rank for rank, last in heard.items() if last.at >= began or last.status.is_done}
+            if time.monotonic() - began > limit_s or all(
+                rank in heard and began - heard[rank].at > silent_after_s for rank in silent
+            ):
                 return silent
             time.sleep(_POLL_S)
 
@@ -188,6 +192,8 @@ def _serve(
     except Exception:
         # Once the store is gone, it will not come back: leave quietly, since every further attempt prints torch's warnings.
         board.gone = True
+        if request is not None:
+            request.set()
 
 
 def _listen(store: Any, ranks: tuple[int, ...], heard: dict[int, Heard]) -> None:

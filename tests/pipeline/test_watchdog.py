@@ -78,7 +78,9 @@ def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
         "  rank 3: before its first step since",
         "  rank 4: has told nothing yet",
         "  … and 1 other ranks",
+        "No answer from rank 4, which has told nothing yet",
     ]
+    assert re.search(r"rank 0: failed \d\.\d s ago \(lost another rank: no answer from rank 4\)", ranks[1].explain())
 
 
 def _ranks_asked(rank: int) -> list[str]:
@@ -105,7 +107,7 @@ def test_an_error_from_outside_gets_a_note(opened: Callable[..., Watchdog]) -> N
 
 
 def test_after_a_wait_the_action_goes_on(opened: Callable[..., Watchdog]) -> None:
-    rank = opened(HashStore())
+    rank = opened(HashStore(), interval_s=0.01)
     with rank.during("step 1"):
         rank.started(Action.parse("F1.0"))
         rank.waiting("F1.0", 1)
@@ -120,7 +122,7 @@ def test_after_a_wait_the_action_goes_on(opened: Callable[..., Watchdog]) -> Non
 
 
 def test_what_is_done_inside_something_else(opened: Callable[..., Watchdog]) -> None:
-    rank, other = opened(HashStore()), opened(HashStore())
+    rank, other = opened(HashStore(), interval_s=0.01), opened(HashStore(), interval_s=0.01)
     with rank.during("optimizer step 5"):
         with rank.during("step 5"):
             assert "rank 0: step 5 since" in rank.explain()
@@ -149,8 +151,8 @@ def test_of_many_ranks_the_suspects_are_named(opened: Callable[..., Watchdog]) -
         raise ZeroDivisionError("nothing\nmore")
     assert all(rank.publish() for rank in ranks)
     lines = ranks[7].explain().splitlines()
-    assert len(lines) == 19
-    assert lines[-2] == "  … and 24 other ranks"
+    assert len(lines) == 20
+    assert lines[-3:-1] == ["  … and 24 other ranks", "No answer from rank 39, which has told nothing yet"]
     assert re.fullmatch(r"The cause is on rank 30: ZeroDivisionError: nothing \(test_watchdog.py, line \d+\)", lines[-1])
     named = {int(rank) for rank in re.findall(r"  rank (\d+):", "\n".join(lines))}
     assert named >= {7, 30, 39}
@@ -212,7 +214,7 @@ def test_other_errors_pass(error: BaseException, opened: Callable[..., Watchdog]
     ],
 )
 def test_errors_of_communication_are_named(error: RuntimeError, opened: Callable[..., Watchdog]) -> None:
-    rank = opened(HashStore(), where="pipeline rank 0")
+    rank = opened(HashStore(), where="pipeline rank 0", interval_s=0.01)
     words = r"rank 0 \(pipeline rank 0\) lost another rank \(step 7, in B0\.1\): (?s:.*)What each rank did last:\n  rank 0: step 7, in"
     with pytest.raises(PeerError, match=words) as caught:
         fail(rank, "step 7", "B0.1", error)
