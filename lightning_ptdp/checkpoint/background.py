@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import util
@@ -54,7 +53,6 @@ class BackgroundSaver:
         self._target = Path()
         # Python joins no daemon thread, and other threads without a limit; processes of multiprocessing know no atexit.
         self._at_exit = util.Finalize(None, self._finish, exitpriority=_EXIT_PRIORITY)
-        self.stall_s = 0.0
 
     def save(
         self,
@@ -79,7 +77,6 @@ class BackgroundSaver:
             RuntimeError: As :meth:`wait`.
         """
         self.wait()
-        began = time.perf_counter()
         self._target = Path(os.path.abspath(path))
         content = checked_content(path, state=state, metadata=metadata)
         with same_outcome(f"copying the tensors of the checkpoint {path}"):
@@ -89,7 +86,6 @@ class BackgroundSaver:
             target=self._write, args=(boxes, content, metadata), name=f"save {self._target.name}", daemon=True
         )
         self._thread.start()
-        self.stall_s = time.perf_counter() - began
 
     def after(self, action: Callable[[], object]) -> None:
         """Call ``action`` when the save that is running is complete (not if it fails); at once if none is."""

@@ -9,6 +9,7 @@ from lightning_ptdp.context_parallel.all_to_all import all_to_all_attention, che
 from lightning_ptdp.context_parallel.batch import count_targets, sequence_length, shard_batch
 from lightning_ptdp.context_parallel.context import ContextForward, ContextParallel
 from lightning_ptdp.context_parallel.errors import ContextParallelError
+from lightning_ptdp.context_parallel.intercept import AttentionKind
 from lightning_ptdp.context_parallel.models import why_not
 from lightning_ptdp.context_parallel.ring import ring_attention
 from lightning_ptdp.context_parallel.sharding import (
@@ -18,17 +19,13 @@ from lightning_ptdp.context_parallel.sharding import (
     shard_sequence,
     unshard_sequence,
 )
-from lightning_ptdp.context_parallel.volume import AttentionKind, Volume, attention_volume, check_attention_kind
 
 __all__ = [
     "AttentionKind",
     "ContextForward",
     "ContextParallel",
     "ContextParallelError",
-    "Volume",
     "all_to_all_attention",
-    "attention_volume",
-    "check_attention_kind",
     "check_heads",
     "check_sequence",
     "count_targets",

@@ -20,10 +20,9 @@ from lightning_ptdp.context_parallel.batch import (
     shard_batch,
 )
 from lightning_ptdp.context_parallel.errors import ContextParallelError
-from lightning_ptdp.context_parallel.intercept import Interceptor
+from lightning_ptdp.context_parallel.intercept import AttentionKind, Interceptor
 from lightning_ptdp.context_parallel.sharding import check_sequence, positions
 from lightning_ptdp.context_parallel.supply import Supplier, Taker, find_takers
-from lightning_ptdp.context_parallel.volume import AttentionKind, check_attention_kind
 from lightning_ptdp.mesh import Group
 
 __all__ = ["ContextForward", "ContextParallel"]
@@ -108,9 +107,6 @@ class ContextParallel:
     sequence_parallel_size: int = 1
     _takers: tuple[nn.Module, list[Taker]] | None = field(default=None, repr=False)
     _running: ContextForward | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        check_attention_kind(self.attention)
 
     @contextlib.contextmanager
     def forward(self, module: nn.Module, batch: Any, *, expects_attention: bool = True) -> Iterator[ContextForward]:

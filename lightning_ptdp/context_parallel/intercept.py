@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,12 @@ from lightning_ptdp.context_parallel.masks import read_mask
 from lightning_ptdp.context_parallel.multihead import multi_head_attention
 from lightning_ptdp.context_parallel.ring import ring_attention
 from lightning_ptdp.context_parallel.tokens import pick_token
-from lightning_ptdp.context_parallel.volume import AttentionKind
 from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.mesh import Group
 
-__all__ = ["Interceptor"]
+__all__ = ["AttentionKind", "Interceptor"]
+
+AttentionKind = Literal["ring", "all_to_all"]
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ litdata and sentencepiece are imported when they are used.
 from lightning_ptdp.data.bert_datamodule import BertDataModule
 from lightning_ptdp.data.bert_stream import BertStream
 from lightning_ptdp.data.config import PrepareConfig
-from lightning_ptdp.data.corpus import Corpus, Document, ReadReport, iter_documents
+from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.datamodule import TextDataModule
 from lightning_ptdp.data.errors import CorpusError, DataError, StoreError, TokenizerError
 from lightning_ptdp.data.indexed import IndexedFile
@@ -53,7 +53,6 @@ __all__ = [
     "TokenizerError",
     "check_prepare",
     "fetch",
-    "iter_documents",
     "prepare",
     "verify_store",
 ]

@@ -21,7 +21,7 @@ from lightning_ptdp.data.errors import CorpusError
 from lightning_ptdp.data.pieces import CorpusFile, Piece, cut_lines, cut_text
 from lightning_ptdp.option_types import Size, check_types
 
-__all__ = ["DEFAULT_SUFFIXES", "Corpus", "Document", "ReadReport", "Source", "Undecodable", "iter_documents"]
+__all__ = ["DEFAULT_SUFFIXES", "Corpus", "Document", "ReadReport", "Source", "Undecodable"]
 
 Source: TypeAlias = str | Path | Sequence[str | Path] | None
 Undecodable: TypeAlias = Literal["replace", "skip", "error"]
@@ -179,19 +179,6 @@ class Corpus:
                 ) from error
             report.undecodable.append(name)
             return _utf8(data, "replace") if self.undecodable == "replace" else None
-
-
-def iter_documents(
-    source: Source = None,
-    *,
-    suffixes: tuple[str, ...] = DEFAULT_SUFFIXES,
-    text_field: str = "text",
-    undecodable: Undecodable = "replace",
-    report: ReadReport | None = None,
-) -> Iterator[Document]:
-    """The documents of a source; see :class:`Corpus`."""
-    corpus = Corpus(source=source, suffixes=suffixes, text_field=text_field, undecodable=undecodable)
-    return corpus.documents(report)
 
 
 def listing_digest(files: Sequence[CorpusFile]) -> str:

@@ -3,9 +3,6 @@
 from lightning_ptdp.metrics.accuracy import TokenAccuracy
 from lightning_ptdp.metrics.flops import (
     matmul_flops_per_token,
-    ptdp_parameters,
-    ptdp_step_flops,
-    ptdp_training_days,
     training_flops_per_token,
 )
 from lightning_ptdp.metrics.mean_loss import MeanLoss
@@ -16,8 +13,5 @@ __all__ = [
     "Perplexity",
     "TokenAccuracy",
     "matmul_flops_per_token",
-    "ptdp_parameters",
-    "ptdp_step_flops",
-    "ptdp_training_days",
     "training_flops_per_token",
 ]

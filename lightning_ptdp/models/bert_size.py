@@ -26,8 +26,8 @@ def bert_flops_per_sample(
 ) -> int:
     """Operations of training on one sequence, forward and backward (see ``lightning_ptdp.metrics.flops``).
 
-    With ``predictions=sequence_length`` the blocks and the decoder cost what ``ptdp_step_flops`` says of a GPT (attention covers the
-    full square in both); the heads' square matrices come on top.
+    With ``predictions=sequence_length`` the blocks and the decoder cost what the formula of arXiv 2104.04473, section 5.1, says of a
+    GPT (attention covers the full square in both); the heads' square matrices come on top.
 
     Args:
         config: The model.

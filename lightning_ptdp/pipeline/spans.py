@@ -88,20 +88,6 @@ class Timeline:
         return bubble / (1 + bubble)
 
     @property
-    def own_time(self) -> tuple[Number, ...]:
-        """For each rank the time from its own first start to its own last end of a computation."""
-        return tuple(spans[-1].end - spans[0].start if spans else 0 for spans in self.spans)
-
-    @property
-    def own_idle(self) -> tuple[Number, ...]:
-        """For each rank the idle time inside ``own_time``: the bubble as zero-bubble schedules count it.
-
-        Their claim is on steps that follow each other without waiting, so that a rank starts the next one when it is done with this
-        one (arXiv 2401.10241, section 4). The bubble is the largest of them; its rate there is that over the largest ``own_time``.
-        """
-        return tuple(own - busy for own, busy in zip(self.own_time, self.busy, strict=True))
-
-    @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """The most activations (one microbatch through one stage each) that each rank holds at once."""
         return tuple(peak_in_flight(span.action for span in spans) for spans in self.spans)

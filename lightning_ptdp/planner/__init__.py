@@ -13,7 +13,7 @@ from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, ClosedForm, least_
 from lightning_ptdp.planner.devices import DEVICES, Device, Link, find_device, known_peak_flops
 from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, find_precision
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
-from lightning_ptdp.planner.memory import RankMemory, fullest_rank, rank_memory, static_bytes
+from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import layer_parameters, layers_by_stage, stage_parameters
 from lightning_ptdp.planner.search import Candidate, Plan, search
 from lightning_ptdp.planner.space import Misfit, Space
@@ -49,7 +49,6 @@ __all__ = [
     "layers_by_stage",
     "least_microbatches",
     "logits_bytes",
-    "rank_memory",
     "search",
     "simulated_step_time",
     "stage_parameters",

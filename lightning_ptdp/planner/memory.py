@@ -58,14 +58,6 @@ def static_bytes(job: Job, choice: Choice, parameters: float) -> tuple[float, fl
     return parameters * precision.weight, parameters * precision.gradient, parameters * precision.state / shards
 
 
-def rank_memory(job: Job, choice: Choice, pipeline_rank: int) -> RankMemory:
-    """Peak memory of one pipeline rank (its tensor, context and data peers hold the same).
-
-    The stages of a rank are taken to be as large as the largest of them, and the parts to peak at once: an upper bound.
-    """
-    return _rank_memory(job, choice, pipeline_rank, layer_activations(job, choice), stage_parameters(job.model, choice.layout))
-
-
 def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     """Peak memory of the rank that needs most."""
     layer, stages = layer_activations(job, choice), stage_parameters(job.model, choice.layout)
@@ -74,10 +66,14 @@ def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     layers = layers_by_stage(job.model, layout.num_stages)
     largest = max(range(layout.num_stages), key=lambda stage: layers[stage])
     ranks = {0, min(1, layout.pipeline_parallel_size - 1), layout.rank_of_stage(largest), layout.last_stage_rank}
-    return max((_rank_memory(job, choice, rank, layer, stages) for rank in sorted(ranks)), key=lambda memory: memory.total)
+    return max((rank_memory(job, choice, rank, layer, stages) for rank in sorted(ranks)), key=lambda memory: memory.total)
 
 
-def _rank_memory(job: Job, choice: Choice, pipeline_rank: int, layer: LayerActivations, stages: tuple[int, ...]) -> RankMemory:
+def rank_memory(job: Job, choice: Choice, pipeline_rank: int, layer: LayerActivations, stages: tuple[int, ...]) -> RankMemory:
+    """Peak memory of one pipeline rank (its tensor, context and data peers hold the same).
+
+    The stages of a rank are taken to be as large as the largest of them, and the parts to peak at once: an upper bound.
+    """
     layout = choice.layout
     mine = layout.stages_of(pipeline_rank)
     layers = layers_by_stage(job.model, layout.num_stages)

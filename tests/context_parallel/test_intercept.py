@@ -334,11 +334,6 @@ def test_under_autocast(pool: Pool) -> None:
     pool.run(_autocast, world_size=2)
 
 
-def test_an_unknown_kind() -> None:
-    with pytest.raises(ValueError, match="context_parallel_attention='rings'"):
-        ContextParallel(group=context_group(0), attention="rings")  # type: ignore[arg-type]
-
-
 def _pick(rank: int, place: int) -> None:
     group = context_group(rank)
     torch.manual_seed(0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import AttentionKind, attention_volume
+from lightning_ptdp.context_parallel import AttentionKind
 from tests.context_parallel.test_attention import ATTENTION
 from tests.context_parallel.toy import context_group, counted_messages, own, qkv
 from tests.pool import Pool
@@ -30,42 +31,17 @@ def _count(rank: int, kind: str, causal: bool, dtype: torch.dtype, kv_heads: int
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
 def test_bytes_and_messages_are_the_formulas(pool: Pool, kind: AttentionKind, size: int, dtype: torch.dtype) -> None:
     for causal, kv_heads in ((True, 4), (False, 2)):
-        expected = attention_volume(
-            kind,
-            context_parallel_size=size,
-            samples=2,
-            sequence_length=16,
-            num_heads=4,
-            num_kv_heads=kv_heads,
-            head_dim=8,
-            element_size=dtype.itemsize,
-        )
-        for forward, backward in pool.run(_count, world_size=size, args=(kind, causal, dtype, kv_heads)):
-            assert (forward["bytes"], forward["messages"]) == (expected.forward_bytes, expected.forward_messages)
-            assert (backward["bytes"], backward["messages"]) == (expected.backward_bytes, expected.backward_messages)
-
-
-def test_the_ring_sends_two_blocks_a_hop() -> None:
-    volume = attention_volume(
-        "ring",
-        context_parallel_size=4,
-        samples=1,
-        sequence_length=1024,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        element_size=4,
-    )
-    block = 2 * 256 * 64 * 4  # heads, tokens, channels, bytes
-    assert volume.forward_bytes == 2 * 3 * block
-    assert volume.backward_bytes == 2 * volume.forward_bytes
-
-
-def test_one_rank_sends_nothing() -> None:
-    volume = attention_volume(
-        "ring", context_parallel_size=1, samples=1, sequence_length=8, num_heads=1, num_kv_heads=1, head_dim=8, element_size=4
-    )
-    assert (volume.forward_bytes, volume.backward_messages) == (0, 0)
+        # 2 (c-1) blocks of keys and values forward, as many backward with as many gradients of at least 32 bits; or (c-1)/c of q, k, v and
+        # the output in each direction, keys and values copied to a multiple of c heads.
+        head, bytes_each = 2 * (16 // size) * 8, dtype.itemsize
+        if kind == "ring":
+            blocks = 2 * (size - 1) * kv_heads * head
+            expected = (blocks * bytes_each, size - 1), (blocks * (bytes_each + max(4, bytes_each)), 2 * (size - 1))
+        else:
+            sent = 2 * (4 + math.lcm(kv_heads, size)) * head * bytes_each // size * (size - 1)
+            expected = (sent, 4), (sent, 4)
+        for counted in pool.run(_count, world_size=size, args=(kind, causal, dtype, kv_heads)):
+            assert tuple((one["bytes"], one["messages"]) for one in counted) == expected
 
 
 def _saved_bytes(rank: int, length: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.data import Corpus, CorpusError, Document, ReadReport, iter_documents
+from lightning_ptdp.data import Corpus, CorpusError, Document, ReadReport
 
 
 def names(corpus: Corpus) -> list[str]:
@@ -38,16 +38,16 @@ def test_a_folder_is_read_recursively_by_suffix_in_one_order(tmp_path: Path) -> 
 def test_files_are_read_in_the_order_given_whatever_their_suffix(tmp_path: Path) -> None:
     for name in ("b.anything", "a.txt"):
         (tmp_path / name).write_text(name)
-    documents = list(iter_documents([tmp_path / "b.anything", tmp_path / "a.txt"]))
+    documents = list(Corpus(source=[tmp_path / "b.anything", tmp_path / "a.txt"]).documents())
     assert documents == [Document("b.anything", "b.anything"), Document("a.txt", "a.txt")]
 
 
 def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"text": "one\\ntwo"}\r\n\n   \n{"text": ""}\n{"id": 3, "text": "\\u00e9"}')
-    assert list(iter_documents(file)) == [Document("rows.jsonl:1", "one\ntwo"), Document("rows.jsonl:5", "é")]
+    assert list(Corpus(source=file).documents()) == [Document("rows.jsonl:1", "one\ntwo"), Document("rows.jsonl:5", "é")]
     file.write_text(json.dumps({"body": "other"}))
-    assert [document.text for document in iter_documents(file, text_field="body")] == ["other"]
+    assert [document.text for document in Corpus(source=file, text_field="body").documents()] == ["other"]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_bad_json_lines_are_named(tmp_path: Path, line: str, words: list[str]) -
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "good"}\n' + line)
     with pytest.raises(CorpusError) as error:
-        list(iter_documents(file))
+        list(Corpus(source=file).documents())
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -72,7 +72,7 @@ def test_text_that_is_not_utf8_is_counted_and_replaced_skipped_or_refused(tmp_pa
     (tmp_path / "good.txt").write_text("café", "utf-8")
     (tmp_path / "half.jsonl").write_text(r'{"text": "half \ud800 pair"}')
     report = ReadReport()
-    texts = {document.name: document.text for document in iter_documents(tmp_path, report=report)}
+    texts = {document.name: document.text for document in Corpus(source=tmp_path).documents(report)}
     folder = tmp_path.name
     assert texts[f"{folder}/bad.txt"] == "caf\ufffd"
     assert "half" in texts[f"{folder}/half.jsonl:1"]
@@ -80,10 +80,10 @@ def test_text_that_is_not_utf8_is_counted_and_replaced_skipped_or_refused(tmp_pa
     assert "2 texts are not UTF-8" in report.summary()
     for text in texts.values():
         text.encode("utf-8")
-    skipped = list(iter_documents(tmp_path, undecodable="skip", report=ReadReport()))
+    skipped = list(Corpus(source=tmp_path, undecodable="skip").documents())
     assert [document.name for document in skipped] == [f"{folder}/good.txt"]
     with pytest.raises(CorpusError, match=r"bad\.txt: not UTF-8 at byte 3"):
-        list(iter_documents(tmp_path, undecodable="error"))
+        list(Corpus(source=tmp_path, undecodable="error").documents())
 
 
 @pytest.mark.parametrize("broken", [b"", b"\xe9", b"\xf0\x9f"], ids=["utf-8", "a byte", "half a character"])
@@ -92,10 +92,10 @@ def test_a_text_that_is_decoded_in_slices_is_that_of_one_piece(tmp_path: Path, b
     for shift in range(5):  # so that characters of two to four bytes lie across the end of a slice
         data = b"x" * ((1 << 16) - 8 + shift) + "é…😀".encode() + broken + b"x" * (1 << 17)
         file.write_bytes(data)
-        assert [document.text for document in iter_documents(file)] == [data.decode("utf-8", "replace")]
+        assert [document.text for document in Corpus(source=file).documents()] == [data.decode("utf-8", "replace")]
         if broken:
             with pytest.raises(CorpusError, match=f"not UTF-8 at byte {(1 << 16) + 1 + shift};"):
-                list(iter_documents(file, undecodable="error"))
+                list(Corpus(source=file, undecodable="error").documents())
 
 
 def test_missing_and_useless_sources_are_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lightning_ptdp.data import (
+    Corpus,
     CorpusError,
     DataError,
     Manifest,
@@ -20,7 +21,6 @@ from lightning_ptdp.data import (
     Tokenizer,
     TokenizerError,
     check_prepare,
-    iter_documents,
     prepare,
     verify_store,
 )
@@ -46,7 +46,7 @@ def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Pat
         documents = "".join("\0" if token == tokenizer.eos_id else f"{token} " for token in ids).split("\0")[:-1]
         texts[split] = [tokenizer.decode([int(token) for token in document.split()]) for document in documents]
         assert len(texts[split]) == prepared.manifest.splits[split].documents
-    everything = [document.text for document in iter_documents(corpus)]
+    everything = [document.text for document in Corpus(source=corpus).documents()]
     assert sorted(texts["train"] + texts["validation"]) == sorted(everything)
     assert texts["train"]
     assert texts["validation"]

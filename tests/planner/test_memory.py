@@ -10,14 +10,17 @@ from lightning_ptdp.models import GPT, gpt_plan, num_parameters
 from lightning_ptdp.parallelize import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner import (
+    Choice,
+    Job,
+    RankMemory,
     fullest_rank,
     layer_activations,
     layer_parameters,
     layers_by_stage,
-    rank_memory,
     stage_parameters,
     static_bytes,
 )
+from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.tensor_parallel import apply_plan
 from tests.models.configs import VARIANTS
 from tests.planner.jobs import TABLE_1, Row, choice, choice_of, job_of, small_job
@@ -80,10 +83,14 @@ def test_table_1_fits(row: Row) -> None:
     assert 25 * 2**30 < memory.total < job.device.usable_bytes
 
 
+def of_rank(job: Job, how: Choice, rank: int) -> RankMemory:
+    return rank_memory(job, how, rank, layer_activations(job, how), stage_parameters(job.model, how.layout))
+
+
 def test_the_fullest_rank_is_the_fullest() -> None:
     for row in TABLE_1[4:]:
         job, how = job_of(row), choice_of(row)
-        every = [rank_memory(job, how, rank) for rank in range(row.pipeline)]
+        every = [of_rank(job, how, rank) for rank in range(row.pipeline)]
         assert fullest_rank(job, how) == max(every, key=lambda memory: memory.total)
 
 
@@ -98,7 +105,7 @@ def test_activations_follow_the_schedule() -> None:
         layer = layer_activations(job, how).held
         inputs = 2048 * (8 + 12288)  # ids and masks of the embedding
         count = (p if schedule != "gpipe" else 96) if v == 1 else p * v + p - 1
-        return (rank_memory(job, how, 0).activations - count * inputs) / layer
+        return (of_rank(job, how, 0).activations - count * inputs) / layer
 
     # 80 layers in 8 stages, 10 in each; in 16 stages 5.
     assert held("1f1b") == pytest.approx(10 * p)

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.metrics import ptdp_step_flops
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import DEVICES, find_device, layer_time, simulated_step_time, step_time
 from lightning_ptdp.planner.communication import pipeline_link, replica_link, tensor_link
+from tests.metrics.paper import ptdp_step_flops
 from tests.planner.jobs import TABLE_1, Row, choice, choice_of, job_of, small_job
 
 MODEL = GPTConfig.gpt2(vocabulary_size=51200, sequence_length=2048, num_layers=32, hidden_size=4096, num_heads=32)
