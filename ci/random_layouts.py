@@ -22,9 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.parity import Run, fit
+from tests.parity import Run, assert_same, fit
 from tests.pool import Pool, WorkerFailure
-from tests.test_parity import assert_same
 
 SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved_1f1b", "zb_v", "dualpipe_v"), 3: ("interleaved_1f1b",)}
 Draw = random.Random

@@ -187,3 +187,23 @@ def _loader(run: Run, trainer: Any, samples: int) -> DataLoader:
     data = PaddedTokens(samples, ignore_padding=run.ignore_padding, batch=batch)
     sampler = torch.utils.data.DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
     return DataLoader(data, batch_size=run.global_batch // trainer.strategy.layout.num_replicas, sampler=sampler)
+
+
+class Frozen(Run):
+    """A run without layout, hashable for the cache."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted((k, repr(v)) for k, v in vars(self).items())))
+
+
+def assert_same(
+    found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5, of_weights: float | None = None
+) -> None:
+    assert found["initial"].keys() == expected["initial"].keys()
+    for name, value in expected["initial"].items():
+        assert torch.equal(found["initial"][name], value), f"{name} starts differently"
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=tolerance, atol=0)
+    torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=tolerance, atol=0)
+    for name, value in expected["final"].items():
+        difference = (found["final"][name] - value).norm() / value.norm()
+        assert difference < (of_weights or tolerance), f"{name} ends {difference:.1e} away"

@@ -12,8 +12,8 @@ from lightning_ptdp.layout import AXES, Axis, ParallelLayout
 from lightning_ptdp.option_types import Size
 from lightning_ptdp.strategy import PTDPStrategy
 from tests import parity
+from tests.parity import assert_same
 from tests.pool import Pool
-from tests.test_parity import assert_same
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests import parity
-from tests.parity import LitTiny, Run, fit
+from tests.parity import LitTiny, Run, assert_same, fit
 from tests.pool import Pool
-from tests.test_parity import assert_same
 
 T, P, V, M, S, R = (
     "tensor_parallel_size",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_ptdp.pipeline import CustomSchedule, build_schedule, dump_schedule
-from tests.parity import Run, fit
+from tests.parity import Frozen, Run, assert_same, fit
 from tests.pipeline.grid import weights_at_the_end
 from tests.pool import Pool
 
@@ -73,26 +73,6 @@ def reference(pool: Pool) -> Any:
         return pool.run(fit, world_size=1, args=(run,))[0]
 
     return lambda **kwargs: one_process(Frozen(**kwargs))
-
-
-class Frozen(Run):
-    """A run without layout, hashable for the cache."""
-
-    def __hash__(self) -> int:
-        return hash(tuple(sorted((k, repr(v)) for k, v in vars(self).items())))
-
-
-def assert_same(
-    found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5, of_weights: float | None = None
-) -> None:
-    assert found["initial"].keys() == expected["initial"].keys()
-    for name, value in expected["initial"].items():
-        assert torch.equal(found["initial"][name], value), f"{name} starts differently"
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=tolerance, atol=0)
-    torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=tolerance, atol=0)
-    for name, value in expected["final"].items():
-        difference = (found["final"][name] - value).norm() / value.norm()
-        assert difference < (of_weights or tolerance), f"{name} ends {difference:.1e} away"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -12,9 +12,8 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
-from tests.parity import Run, fit
+from tests.parity import Frozen, Run, fit
 from tests.pool import Pool
-from tests.test_parity import Frozen
 
 P, V, M, S, Z, R = (
     "pipeline_parallel_size",

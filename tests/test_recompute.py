@@ -20,6 +20,7 @@ from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.recompute import apply_recomputation, check_recomputation, check_recompute_options, remove_recomputation
 from lightning_ptdp.tensor_parallel import ParallelPlan, apply_plan
+from tests.memory import kept_bytes
 from tests.pool import Pool
 from tests.tensor_parallel.toy import counted_collectives, tensor_group
 
@@ -78,24 +79,6 @@ def counted_calls(*modules: nn.Module) -> Iterator[list[int]]:
     yield calls
     for hook in hooks:
         hook.remove()
-
-
-def kept_bytes(run: Callable[[], Tensor], parameters: Iterator[nn.Parameter]) -> int:
-    """Bytes that the graph of ``run()`` keeps alive beside parameters, each storage once."""
-    weights = {p.untyped_storage().data_ptr() for p in parameters}
-    storages: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        output = run()
-    total = sum(storages.values())
-    del output
-    return total
 
 
 # ---- the same gradients ---------------------------------------------------------------------------------------------------

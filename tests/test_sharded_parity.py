@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity import Run, fit
+from tests.parity import Frozen, Run, assert_same, fit
 from tests.pool import Pool
-from tests.test_parity import Frozen, assert_same
 
 T, P, V, M, SP, S, Z, R, G, C = (
     "tensor_parallel_size",

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_ptdp.callbacks import StepProgress, Throughput
 from lightning_ptdp.callbacks.progress import describe
-from tests.callbacks.test_callbacks import Tokens
+from tests.callbacks.toys import Tokens
 from tests.conformance.toys import LitNet, loader
 
 

@@ -5,91 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from lightning_ptdp.checkpoint import (
-    CheckpointError,
     choose_checkpoint,
-    mark_latest,
     newest_checkpoint,
-    read_metadata,
-    save_checkpoint,
-    verify_checkpoint,
 )
 from lightning_ptdp.checkpoint.files import leftover_of
 from lightning_ptdp.checkpoint.latest import latest_leaves
-from lightning_ptdp.tensor_parallel.sharding import Sharding
-
-OPERATIONS = ("rename", "replace", "symlink", "unlink", "rmdir")
-UNLIMITED = 10_000
-
-
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
-
-
-class Cut:
-    """Fails one operation of the file system, and looks at ``latest`` around all of them.
-
-    Args:
-        patch: Undone by pytest.
-        folder: Where ``latest`` is; None: it is not looked at.
-        number: Which operation fails, from 1.
-        behind: Whether it is done first.
-        error: What is raised.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path | None, number: int, behind: bool, error: BaseException) -> None:
-        self.count, self._number, self._behind, self._error, self._folder = 0, number, behind, error, folder
-        for name in OPERATIONS:
-            patch.setattr(os, name, self._cut(getattr(os, name)))
-
-    def _cut(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(operation)
-        def cut(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            fails = self.count == self._number
-            self._look()
-            if fails and not self._behind:
-                raise self._error
-            result = operation(*args, **kwargs)
-            self._look()
-            if fails:
-                raise self._error
-            return result
-
-        return cut
-
-    def _look(self) -> None:
-        if self._folder is not None:
-            assert read_metadata(self._folder / "latest")
-
-
-def save(path: Path, step: int) -> None:
-    tensors = {"model/w": (torch.full((5,), float(step)), Sharding.replicated((5,)))}
-    save_checkpoint(path, tensors=tensors, state={}, metadata={"step": step})
-    mark_latest(path)
-
-
-def step_of(path: Path | None) -> int:
-    assert path is not None
-    return int(verify_checkpoint(path).run["step"])
-
-
-def attempt(action: Callable[[], None], folder: Path | None, number: int, behind: bool, error: BaseException) -> bool:
-    """Whether ``action`` was cut off at operation ``number``; False if it has fewer."""
-    with pytest.MonkeyPatch.context() as patch:
-        cut = Cut(patch, folder, number, behind, error)
-        try:
-            action()
-        except (Killed, CheckpointError):
-            assert cut.count >= number
-        return cut.count >= number
+from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step_of
 
 
 @pytest.fixture(scope="module")

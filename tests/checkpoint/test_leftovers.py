@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_ptdp.checkpoint import CheckpointError, Keeper, complete_checkpoints, files, newest_checkpoint, read_metadata
 from lightning_ptdp.checkpoint.claims import Claim
 from lightning_ptdp.checkpoint.files import discard, part_name
-from tests.checkpoint.test_interrupted import UNLIMITED, Killed, attempt, save, step_of
+from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step_of
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.checkpoint import complete_checkpoints, files, latest, mark_latest, verify_checkpoint
 from lightning_ptdp.checkpoint.latest import latest_leaves
-from tests.checkpoint.test_interrupted import save
+from tests.checkpoint.interruption import save
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
 LIMIT_S = 60

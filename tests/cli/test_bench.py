@@ -12,7 +12,7 @@ import yaml
 
 from lightning_ptdp.cli.bench import layout_options
 from lightning_ptdp.cli.errors import UserError
-from tests.cli.test_run import PTDP
+from tests.cli.commands import PTDP
 
 Run = Callable[..., tuple[int, str, str]]
 

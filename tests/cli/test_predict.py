@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_ptdp.callbacks.predictions import _records
-from tests.cli.test_run import PTDP
+from tests.cli.commands import PTDP
 
 Run = Callable[..., tuple[int, str, str]]
 

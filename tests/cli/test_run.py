@@ -14,19 +14,11 @@ import torch
 import yaml
 
 from lightning_ptdp.checkpoint import read_metadata, verify_checkpoint
+from tests.cli.commands import PTDP
 from tests.processes import session
 
 Run = Callable[..., tuple[int, str, str]]
 
-PTDP = [
-    "--trainer.devices=4",
-    "--trainer.strategy=lightning_ptdp.PTDPStrategy",
-    "--trainer.strategy.tensor_parallel_size=2",
-    "--trainer.strategy.pipeline_parallel_size=2",
-    "--trainer.strategy.virtual_pipeline_size=2",
-    "--trainer.strategy.num_microbatches=4",
-    "--trainer.strategy.start_method=fork",
-]
 LOGGED = {
     "train_loss", "train_perplexity", "val_loss", "val_perplexity", "grad_norm", "lr-AdamW/pg1", "tokens_per_s", "samples_per_s",
     "model_tflops_per_s",

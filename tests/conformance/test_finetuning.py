@@ -10,8 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch.utils.data import DataLoader, Subset
 
-from tests.conformance.test_resuming import LitBackbone
-from tests.conformance.toys import PLACES, LitNet, Losses, Place, assert_weights, make_trainer, samples, weights
+from tests.conformance.toys import PLACES, LitBackbone, LitNet, Losses, Place, assert_weights, make_trainer, samples, weights
 from tests.pool import Pool
 
 ONE = Place(reference="auto")

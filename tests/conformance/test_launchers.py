@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.processes import Session, listening, session
+from tests.conformance.launched import results, started, trained_alone
+from tests.processes import Session, listening
 
-SCRIPT = Path(__file__).with_name("script.py")
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
 
@@ -25,18 +23,6 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
-
-
-def started(
-    folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), inside: Sequence[str] = (), **env: str
-) -> contextlib.AbstractContextManager[Session]:
-    """The script as a process of its own session; ``inside`` runs it elsewhere."""
-    command = [*inside, sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)]
-    return session(command, folder=folder, **env)
-
-
-def results(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
 def run(folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str) -> list[dict[str, Any]]:
@@ -92,19 +78,6 @@ def test_slurm_variables_and_the_import_where_torch_may_not_load_entry_points(tm
 def flat_net() -> torch.nn.Module:
     """The script's own."""
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-
-
-def trained_alone(make: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """What the script's model becomes in a plain PyTorch loop."""
-    torch.manual_seed(1)
-    net = make()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    batches = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).split(4)
-    for x in (*batches, *batches[:2]):
-        optimizer.zero_grad()
-        net(x).sub(x.sum(-1, keepdim=True)).square().mean().backward()
-        optimizer.step()
-    return {f"net.{name}": value for name, value in net.state_dict().items()}
 
 
 def even_net() -> torch.nn.Module:

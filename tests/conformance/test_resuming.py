@@ -12,22 +12,18 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Timer
 from torch import nn
 
-from tests.conformance.toys import FEATURES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import (
+    LitBackbone,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
-
-
-class LitBackbone(LitNet):
-    """A backbone that is frozen at first, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, FEATURES))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step((self.backbone(batch[0]), batch[1]), batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2, eps=1e-5)
 
 
 class Groups(L.Callback):

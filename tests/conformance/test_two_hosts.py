@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conformance.test_launchers import results, started, trained_alone
+from tests.conformance.launched import results, started, trained_alone
 
 ADDRESSES = ("10.213.9.1", "10.213.9.2")
 LAYOUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}

@@ -141,3 +141,17 @@ def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor], *, tol
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class LitBackbone(LitNet):
+    """A backbone that is frozen at first, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, FEATURES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((self.backbone(batch[0]), batch[1]), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2, eps=1e-5)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lightning_ptdp.context_parallel import ContextParallelError, all_to_all_attention, ring_attention
 from lightning_ptdp.mesh import Group
-from tests.context_parallel.toy import assert_close, context_group, gradients, own, qkv, whole_attention
+from tests.context_parallel.toy import ATTENTION, assert_close, context_group, gradients, own, qkv, whole_attention
 from tests.pool import Pool
 
-ATTENTION = {"ring": ring_attention, "all_to_all": all_to_all_attention}
 LENGTH = 24
 
 CASES: dict[str, dict[str, Any]] = {

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import AttentionKind
-from tests.context_parallel.test_attention import ATTENTION
-from tests.context_parallel.toy import context_group, counted_messages, own, qkv
+from tests.context_parallel.toy import ATTENTION, context_group, counted_messages, own, qkv
 from tests.pool import Pool
 
 

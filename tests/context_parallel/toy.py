@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import shard_sequence
+from lightning_ptdp.context_parallel import all_to_all_attention, ring_attention, shard_sequence
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import Group, ProcessMesh
 
@@ -82,3 +82,6 @@ def counted_messages() -> Iterator[Counter[str]]:
 
     with patch.object(dist, "batch_isend_irecv", ring), patch.object(dist, "all_to_all_single", all_to_all):
         yield counts
+
+
+ATTENTION = {"ring": ring_attention, "all_to_all": all_to_all_attention}

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.data import BertDataModule, DataError, EvaluationLoader, StoreError, TextDataModule, TokenLoader
-from tests.data.test_datamodule import trainer
+from tests.data.fits import trainer
 
 Seen = list[dict[str, list[Any]]]
 

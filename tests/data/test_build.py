@@ -17,7 +17,7 @@ from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, prepare
 from lightning_ptdp.data.store import ChunkWriter
 from lightning_ptdp.data.work_folder import work_folder
 from tests.data.conftest import config_of, write_corpus
-from tests.data.test_prepare import contents
+from tests.data.folders import contents
 
 WORK = ".store.preparing"
 

@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.cli import main
 from lightning_ptdp.data import DataError, IndexedDataModule, StoreError
+from tests.data.fits import Recorder, trainer
 from tests.data.indexed_files import numbered, write_indexed
-from tests.data.test_datamodule import Recorder, trainer
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from lightning_ptdp.data import (
     prepare,
 )
 from tests.data.conftest import config_of, write_corpus
-from tests.data.test_datamodule import Recorder, trainer
+from tests.data.fits import Recorder, trainer
 
 LENGTH = 31
 

@@ -29,10 +29,7 @@ from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.progress import Reporter
 from lightning_ptdp.data.store import ChunkMap
 from tests.data.conftest import config_of, write_corpus
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+from tests.data.folders import contents, flip, with_old_manifest
 
 
 def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Path) -> None:
@@ -184,12 +181,6 @@ def test_the_tokenizer_learns_from_a_bounded_sample_of_the_training_text(tmp_pat
     assert len({document.name for document in config.corpus.documents() for line in lines if line in document.text}) > 10
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
@@ -273,13 +264,6 @@ def test_a_manifest_without_a_digest_is_of_an_older_release_and_read(
     with caplog.at_level("INFO"):
         assert verify_store(tmp_path / "store") == prepared.manifest
     assert "has no digest of itself" in caplog.text
-
-
-def with_old_manifest(folder: Path, **changes: object) -> None:
-    """As the release before wrote it, or anybody might."""
-    values = json.loads((folder / "manifest.json").read_text())
-    del values["sha256"]
-    (folder / "manifest.json").write_text(json.dumps({**values, **changes, "format": 1}))
 
 
 def record_of(path: Path) -> dict[str, object]:

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, TextDataModule
 from lightning_ptdp.data.remote import fetch
-from tests.data.test_prepare import contents, flip, with_old_manifest
+from tests.data.folders import contents, flip, with_old_manifest
 
 
 def test_a_copy_is_the_folder_and_is_made_once(prepared: PreparedData, tmp_path: Path) -> None:

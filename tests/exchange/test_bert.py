@@ -16,7 +16,7 @@ from lightning_ptdp.exchange import from_huggingface, open_huggingface, to_huggi
 from lightning_ptdp.models import BertConfig, LitBert
 from lightning_ptdp.tensor_parallel.sharding import Sharding
 from tests.checkpoint.layouts import shard
-from tests.models.test_gpt_against_hf import randomized
+from tests.models.theirs import randomized
 from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from lightning_ptdp.models import LitGPT
 from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.tensor_parallel.sharding import Sharding
 from tests.models.configs import GPT2, LLAMA, VARIANTS
-from tests.models.test_gpt_against_hf import hf_gpt2, hf_llama, randomized
+from tests.models.theirs import hf_gpt2, hf_llama, randomized
 
 transformers = pytest.importorskip("transformers")
 

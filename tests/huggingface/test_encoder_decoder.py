@@ -9,8 +9,7 @@ import pytest
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy.checks import check_model
-from tests.huggingface.runs import LitHuggingFace, Run
-from tests.huggingface.test_training import check, reference  # noqa: F401 - a fixture
+from tests.huggingface.runs import LitHuggingFace, Run, check
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
@@ -18,12 +17,12 @@ pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("layout", ["p2", "p2v2", "p4", "t2", "t2p2", "t4"])
 @pytest.mark.parametrize("model", ["t5", "bart"])
-def test_same_answer_as_one_process(model: str, layout: str, pool: Pool, reference: Any) -> None:  # noqa: F811
+def test_same_answer_as_one_process(model: str, layout: str, pool: Pool, reference: Any) -> None:
     check(pool, reference, Run(model=model), layout)
 
 
 @pytest.mark.parametrize("layout", ["p2v2", "p4", "t2p2"])
-def test_transformer_of_torch(layout: str, pool: Pool, reference: Any) -> None:  # noqa: F811
+def test_transformer_of_torch(layout: str, pool: Pool, reference: Any) -> None:
     check(pool, reference, Run(model="transformer"), layout)
 
 
@@ -37,7 +36,7 @@ def test_transformer_of_torch(layout: str, pool: Pool, reference: Any) -> None: 
         (Run(model="t5"), "named"),
     ],
 )
-def test_other_ways_to_build_return_recompute_and_cut(run: Run, layout: str, pool: Pool, reference: Any) -> None:  # noqa: F811
+def test_other_ways_to_build_return_recompute_and_cut(run: Run, layout: str, pool: Pool, reference: Any) -> None:
     check(pool, reference, run, layout)
 
 

@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.huggingface.runs import SAMPLES, Run, fit
+from tests.huggingface.runs import LAYOUTS, SAMPLES, Run, check, fit
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
-
-T, P, V, M = "tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
-SP = "sequence_parallel"
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "t2": (2, {T: 2}),
-    "t2sp": (2, {T: 2, SP: True}),
-    "t4": (4, {T: 4}),
-    "p2": (2, {P: 2, M: 2}),
-    "p2v2": (2, {P: 2, V: 2, M: 2}),
-    "p4": (4, {P: 4, M: 4}),
-    "full": (2, {P: 2, M: 2, "recompute": "full"}),
-    "named": (2, {P: 2, M: 2, "partition": ["encoder.block.0", "decoder.block.0"]}),
-    "t2p2": (4, {T: 2, P: 2, M: 2}),
-    "t2p2v2": (4, {T: 2, P: 2, V: 2, M: 2}),
-    "t2p2v2sp": (4, {T: 2, P: 2, V: 2, M: 2, SP: True}),
-    "t4sp": (4, {T: 4, SP: True}),
-    "t4p2": (8, {T: 4, P: 2, M: 2}),
-    "d2t2p2": (8, {T: 2, P: 2, M: 2}),
-}
-
-
-@pytest.fixture(scope="module")
-def reference(pool: Pool) -> Any:
-    @cache
-    def one_process(run: Run) -> dict[str, Any]:
-        return pool.run(fit, world_size=1, args=(run,))[0]
-
-    return one_process
-
-
-def check(pool: Pool, reference: Any, run: Run, layout: str, *, tolerance: float = 1e-5) -> None:
-    world_size, degrees = LAYOUTS[layout]
-    expected = reference(run)
-    found = pool.run(fit, world_size=world_size, args=(replace(run, layout=degrees, world_size=world_size),))
-    assert found[0]["initial"].keys() == expected["initial"].keys()
-    for name, value in expected["initial"].items():
-        assert torch.equal(found[0]["initial"][name], value), f"{name} starts differently"
-    assert len({tuple(rank["losses"]) for rank in found}) == 1, "ranks disagree about the loss"
-    for key in ("losses", "norms", "validation"):
-        torch.testing.assert_close(
-            torch.tensor(found[0][key]), torch.tensor(expected[key]), rtol=tolerance, atol=0, msg=lambda m, k=key: f"{k}: {m}"
-        )
-    for name, value in expected["final"].items():
-        difference = (found[0]["final"][name] - value).norm() / value.norm().clamp(min=1e-3)
-        assert difference < tolerance, f"{name} ends {difference:.1e} away"
 
 
 @pytest.mark.parametrize("layout", ["t2", "p2", "p2v2", "t2p2v2", "t2p2v2sp"])

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity import Run, fit
+from tests.parity import Frozen, Run, assert_same, fit
 from tests.pool import Pool
-from tests.test_parity import Frozen, assert_same
 
 T, P, V, C, M = (
     "tensor_parallel_size",

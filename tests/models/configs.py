@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_ptdp.models import GPTConfig
 
 GPT2 = GPTConfig.gpt2(vocabulary_size=61, sequence_length=24, num_layers=3, hidden_size=32, num_heads=4, init_std=0.2)
@@ -29,3 +31,6 @@ VARIANTS = {
         vocabulary_size=50, sequence_length=16, num_layers=1, hidden_size=16, num_heads=2, position="rope", ffn_hidden_size=24
     ),
 }
+
+
+SIZES: dict[str, Any] = {"vocabulary_size": 61, "sequence_length": 24, "num_layers": 3, "hidden_size": 32, "num_heads": 4}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from lightning_ptdp.models import (
     num_bert_parameters,
 )
 from lightning_ptdp.pipeline.discover import find_parts
+from tests.models.configs import SIZES
 
-SIZES: dict[str, Any] = {"vocabulary_size": 61, "sequence_length": 24, "num_layers": 3, "hidden_size": 32, "num_heads": 4}
 CONFIGS = {
     "post": BertConfig.original(**SIZES, init_std=0.2, dropout=0.0),
     "pre": BertConfig.megatron(**SIZES, init_std=0.2, dropout=0.0, ffn_hidden_size=48, num_segments=3),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ptdp.models import GPT
 from tests.models.configs import GPT2, LLAMA
-
-transformers = pytest.importorskip("transformers")
+from tests.models.theirs import hf_gpt2, hf_llama
 
 
 def weights_from_gpt2(source: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -51,40 +50,6 @@ def weights_from_llama(source: dict[str, Tensor]) -> dict[str, Tensor]:
             values = [source[f"model.layers.{index}.{name}.weight"] for name in theirs]
             state[f"blocks.{index}.{ours}.weight"] = torch.cat(values)
     return state
-
-
-def randomized(model: nn.Module) -> nn.Module:
-    """Weights far from their initial values: zero biases and unit norms would hide mistakes."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1))
-    return model.eval()
-
-
-def hf_gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=GPT2.vocabulary_size,
-        n_positions=GPT2.sequence_length,
-        n_embd=GPT2.hidden_size,
-        n_layer=GPT2.num_layers,
-        n_head=GPT2.num_heads,
-    )
-    return randomized(transformers.GPT2LMHeadModel(config))
-
-
-def hf_llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=LLAMA.vocabulary_size,
-        hidden_size=LLAMA.hidden_size,
-        intermediate_size=LLAMA.ffn_size,
-        num_hidden_layers=LLAMA.num_layers,
-        num_attention_heads=LLAMA.num_heads,
-        num_key_value_heads=LLAMA.num_kv_heads,
-        max_position_embeddings=LLAMA.sequence_length,
-        rms_norm_eps=LLAMA.norm_eps,
-    )
-    return randomized(transformers.LlamaForCausalLM(config))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ptdp.callbacks import TrainPerplexity
 from lightning_ptdp.metrics import MeanLoss
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert, bert_flops_per_sample, num_bert_parameters
-from tests.models.test_bert import SIZES
-from tests.models.test_lit_gpt import quiet_trainer
+from tests.models.configs import SIZES
+from tests.models.fits import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are trying to `self.log"),

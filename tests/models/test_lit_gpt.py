@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT, flops_per_sample, generate, num_parameters
 from tests.models.configs import GPT2, LLAMA
+from tests.models.fits import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are trying to `self.log"),
@@ -45,19 +46,6 @@ def batch_of(vocabulary_size: int, *, ignored: Tensor | None = None) -> dict[str
 def pattern_loader(*, rows: int = 4) -> DataLoader:
     sample = {"input_ids": PATTERN[:-1], "labels": PATTERN[1:]}
     return DataLoader([sample] * rows, batch_size=2)
-
-
-def quiet_trainer(folder: Path, **kwargs: Any) -> pl.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "default_root_dir": folder,
-    }
-    return pl.Trainer(**(defaults | kwargs))
 
 
 def test_the_loss_is_the_mean_over_counted_tokens() -> None:

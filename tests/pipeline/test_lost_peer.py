@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed import TCPStore
 
 from lightning_ptdp.checkpoint.sums import SummingFile
 from lightning_ptdp.layout import ParallelLayout
@@ -28,23 +27,12 @@ from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
+from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD
 
 LIMIT_S = 3.0
 SAVE_LIMIT_S = 5.0
-HANGS_S = 60.0
 """By then a test that should have ended hangs."""
-
-
-def _join(rank: int, parent: Connection, limit_s: float = HANGS_S) -> None:
-    """The world of two; rank 0 keeps the store."""
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=HANGS_S)
-    port = 0 if rank == 0 else parent.recv()
-    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
-    if rank == 0:
-        parent.send(store.port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=limit_s))
 
 
 def _lose(rank: int, parent: Connection, victim: int, how: int, where: str) -> None:
@@ -137,7 +125,7 @@ def _save(rank: int, parent: Connection, victim: int, in_background: bool, where
 
 def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: Any) -> None:
     """Tell the parent how ``part`` ended."""
-    _join(rank, parent, SAVE_LIMIT_S if part is _save else HANGS_S)
+    join_world(rank, parent, SAVE_LIMIT_S if part is _save else HANGS_S)
     try:
         part(rank, parent, *arguments)
         parent.send("no error")

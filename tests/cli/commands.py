@@ -1,0 +1,13 @@
+"""What the commands of several tests begin with."""
+
+from __future__ import annotations
+
+PTDP = [
+    "--trainer.devices=4",
+    "--trainer.strategy=lightning_ptdp.PTDPStrategy",
+    "--trainer.strategy.tensor_parallel_size=2",
+    "--trainer.strategy.pipeline_parallel_size=2",
+    "--trainer.strategy.virtual_pipeline_size=2",
+    "--trainer.strategy.num_microbatches=4",
+    "--trainer.strategy.start_method=fork",
+]

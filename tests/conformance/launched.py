@@ -1,0 +1,41 @@
+"""A script that is started from outside, and what its ranks have trained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.processes import Session, session
+
+SCRIPT = Path(__file__).with_name("script.py")
+
+
+def started(
+    folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), inside: Sequence[str] = (), **env: str
+) -> contextlib.AbstractContextManager[Session]:
+    """The script as a process of its own session; ``inside`` runs it elsewhere."""
+    command = [*inside, sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)]
+    return session(command, folder=folder, **env)
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def trained_alone(make: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """What the script's model becomes in a plain PyTorch loop."""
+    torch.manual_seed(1)
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    batches = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).split(4)
+    for x in (*batches, *batches[:2]):
+        optimizer.zero_grad()
+        net(x).sub(x.sum(-1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    return {f"net.{name}": value for name, value in net.state_dict().items()}

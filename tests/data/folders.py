@@ -1,0 +1,23 @@
+"""Prepared folders: what is in them, and how they are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def with_old_manifest(folder: Path, **changes: object) -> None:
+    """As the release before wrote it, or anybody might."""
+    values = json.loads((folder / "manifest.json").read_text())
+    del values["sha256"]
+    (folder / "manifest.json").write_text(json.dumps({**values, **changes, "format": 1}))
