@@ -9,7 +9,8 @@ goes on from the newest complete checkpoint, from `latest` or from the folder, a
 day off, as on other machines. Checked every time:
 
 - the other ranks end by themselves with an error that names the lost one: within 2 s if it was killed, within 1.3 times the strategy's
-  limit if it was frozen (or killed before it had told anybody that it is there). Who had finished before has nothing to say;
+  limit if it was frozen, or killed before it had reached the store: then only what started it (torchrun, Lightning, `srun
+  --kill-on-bad-exit`) could know, which nothing here does. Who had finished before has nothing to say;
 - `latest` is a whole checkpoint (every byte is compared with its checksum), and neither it nor the newest whole one is older than before;
 - what stands under a checkpoint's own name is whole.
 
