@@ -217,7 +217,12 @@ class PTDPConfig:
     def runs_backward(self) -> bool:
         """Whether a batch's backward is ours to run, inside ``training_step``: there can be more than one microbatch, stage, or slice of
         time. Else Lightning runs it."""
-        return self.pipeline_parallel_size > 1 or self.has_microbatches or self.context_parallel_size > 1
+        return self.has_microbatches or self.cuts_forward
+
+    @property
+    def cuts_forward(self) -> bool:
+        """Whether one forward is spread over stages or slices of time, so that a step is ours to run in evaluation too."""
+        return self.pipeline_parallel_size > 1 or self.context_parallel_size > 1
 
     def microbatches(self, samples: int) -> int:
         """m for a replica's batch of ``samples``: as many as ``micro_batch_size`` asks, else the usual number; never more than samples."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -32,11 +31,11 @@ from lightning_ptdp.mesh import Group
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.stage import Placeholder
+from lightning_ptdp.surroundings import Surroundings
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather
 from lightning_ptdp.tensor_parallel.plan import matches, nearest_names
 
 __all__ = [
-    "JoinedContexts",
     "RecomputePolicy",
     "apply_recomputation",
     "check_recomputation",
@@ -46,28 +45,6 @@ __all__ = [
 
 RecomputePolicy = Literal["none", "full", "selective"]
 _POLICIES: tuple[str, ...] = get_args(RecomputePolicy)
-
-ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-
-
-@dataclass(frozen=True)
-class JoinedContexts:
-    """Several ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` as one; entered in their order."""
-
-    pairs: tuple[ContextPair, ...]
-
-    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        forward, again = zip(*(pair() for pair in self.pairs), strict=True)
-        return _entered(forward), _entered(again)
-
-
-@contextmanager
-def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
 
 Layers = int | Sequence[int] | None
 Ranges = Sequence[tuple[int, int]]
@@ -156,7 +133,7 @@ def apply_recomputation(
     layers: Layers = None,
     selective: Sequence[str] = (),
     shard_input: Group | None = None,
-    context_fn: ContextPair | None = None,
+    surroundings: Surroundings | None = None,
 ) -> tuple[str, ...]:
     """Make this rank's part of a module recompute, in place; what an earlier call did is undone first.
 
@@ -171,7 +148,7 @@ def apply_recomputation(
         shard_input: The tensor group, if its members hold the same input of a block (no sequence parallelism): "full" then keeps 1/t
             of the input and gathers it for the recomputation (arXiv 2205.05198, section 4). An input that t does not divide is kept
             whole.
-        context_fn: Gives the contexts of a forward and of its recomputation, as for ``torch.utils.checkpoint.checkpoint``.
+        surroundings: What surrounds a forward.
 
     Returns:
         Names of the modules that are recomputed.
@@ -194,7 +171,7 @@ def apply_recomputation(
                 module=target,
                 replaced=vars(target).get("forward"),
                 shard_input=group,
-                context_fn=context_fn,
+                surroundings=surroundings if surroundings is not None and surroundings.recompute else None,
             )
     return tuple(name for name, _ in chosen)
 
@@ -218,13 +195,13 @@ class _Recomputed:
             whatever ``module.forward`` means in the middle of copying.
         replaced: The instance's own forward from before, if it had one.
         shard_input: Group to keep the first input in parts over.
-        context_fn: Contexts of the forward and of the recomputation.
+        surroundings: What surrounds the forward, if the recomputation has to be surrounded too.
     """
 
     module: nn.Module
     replaced: Callable[..., Any] | None
     shard_input: Group | None
-    context_fn: ContextPair | None = None
+    surroundings: Surroundings | None = None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -241,9 +218,9 @@ class _Recomputed:
         if group is not None and inputs and _is_divisible(inputs[0], group):
             part = inputs[0].detach().view(group.size, -1)[group.rank].clone()
             run, inputs = partial(_InParts(inputs[0], group), run), (part, *inputs[1:])
-        if self.context_fn is None:
+        if self.surroundings is None:
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True)
-        return _checkpoint_in_contexts(self.context_fn, run, inputs)
+        return _checkpoint_in(self.surroundings, run, inputs)
 
     def _run(self, keys: tuple[str, ...], *inputs: Any) -> Any:
         count = len(inputs) - len(keys)
@@ -251,9 +228,9 @@ class _Recomputed:
 
 
 @untraced
-def _checkpoint_in_contexts(context_fn: ContextPair, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+def _checkpoint_in(surroundings: Surroundings, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
     """A compiler knows recomputation, but no contexts of it."""
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn)
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=surroundings.recomputation)
 
 
 class _InParts:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp._torch import has_gradient_hooks, has_saved_tensor_hooks
 from lightning_ptdp.matrix_product import MatrixProduct, add_to_gradient, autocast_dtype, bias_gradient
+from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 
 __all__ = ["WeightGradients"]
 
@@ -47,7 +48,7 @@ class _Deferred:
 
 
 @dataclass(eq=False)
-class WeightGradients:
+class WeightGradients(Surrounding):
     """What the backwards of one rank have deferred, by (stage, microbatch).
 
     A module of one's own takes part if it has an attribute ``weight_gradients`` (None at first): when the schedule splits the
@@ -56,7 +57,6 @@ class WeightGradients:
 
     _kept: dict[Hashable, list[_Deferred]] = field(default_factory=dict)
     _collecting: list[_Deferred] | None = None
-    _intercepting: int = 0
     _recomputing: int = 0
 
     @property
@@ -67,7 +67,7 @@ class WeightGradients:
     @contextlib.contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
         """While the backward of ``key`` runs; autograd may run it on another thread."""
-        self._collecting = self._kept.setdefault(key, [])
+        self._collecting = self._kept[key] = []  # what a failed step left is forgotten
         try:
             yield
         finally:
@@ -122,29 +122,32 @@ class WeightGradients:
                 if done is not None and not left[id(parameter)]:
                     done(parameter)
 
-    def clear(self) -> None:
-        """Forget what a failed step left."""
-        self._kept.clear()
-        self._collecting, self._intercepting, self._recomputing = None, 0, 0
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        """Let modules that know how to defer do so."""
+        takers: list[Any] = [child for child in module.modules() if "weight_gradients" in vars(child)]
+        for child in takers:
+            child.weight_gradients = self
 
-    @contextlib.contextmanager
-    def intercepting(self) -> Iterator[None]:
+        def detach() -> None:
+            for child in takers:
+                child.weight_gradients = None
+
+        return detach
+
+    def around(self, forward: Forward) -> Context:
+        """Let the products of a forward wait whose backward comes in two halves."""
+        if not forward.splits_backward:
+            return contextlib.nullcontext()
+        forward.deferred = self
+        return self.intercepting()
+
+    def intercepting(self) -> TorchFunctionMode:
         """Around a forward whose weight gradients shall wait."""
-        self._intercepting += 1
-        try:
-            with _Intercept(self):
-                yield
-        finally:
-            self._intercepting -= 1
+        return _Intercept(self)
 
-    def recomputation(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Contexts of a forward and of its recomputation: the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
-
-        A product inside somebody else's checkpoint does not wait: its recomputation would run without ``intercepting``.
-        """
-        if not self._intercepting:
-            return contextlib.nullcontext(), contextlib.nullcontext()
-        return self._within_recomputation(), self._again()
+    def recomputation(self, forward: Forward) -> Contexts | None:
+        """A product inside somebody else's checkpoint does not wait: its recomputation would run without ``intercepting``."""
+        return (self._within_recomputation(), self._again()) if forward.deferred is self else None
 
     @contextlib.contextmanager
     def _within_recomputation(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.models import GPT, GPTConfig
+from lightning_ptdp.surroundings import Forward, Surroundings
 from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.weight_gradients import WeightGradients
 from tests.pool import Pool
@@ -138,7 +139,8 @@ def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
     model = GPT(GPTConfig.gpt2(**sizes))
     ids = torch.randint(0, 31, (2, 8))
     store = WeightGradients()
-    options = {"context_fn": store.recomputation} if recompute == "ours" else {}
+    surroundings = Surroundings([store])
+    options = {"context_fn": surroundings.recomputation} if recompute == "ours" else {}
 
     def loss() -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -148,7 +150,7 @@ def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
     loss().backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    with store.intercepting():
+    with surroundings.around(Forward(hook="training_step", splits_backward=True)):
         value = loss()
     with store.collecting(0):
         torch.autograd.backward(value)

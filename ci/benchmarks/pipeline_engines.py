@@ -21,6 +21,7 @@ from lightning_ptdp.pipeline.lowering import lower
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
+from lightning_ptdp.surroundings import Forward, Surroundings
 from lightning_ptdp.weight_gradients import WeightGradients
 
 __all__ = ["PEERS", "Bare", "Ours", "Sizes", "Torchs", "ideal", "torchs_schedule"]
@@ -77,18 +78,19 @@ def loss_of(output: Tensor, _target: Tensor | None = None) -> Tensor:
 class Job:
     """A step: the stack on every microbatch, the sum of their losses."""
 
-    training = True
-
     def __init__(self, stack: Stack, microbatches: Sequence[Tensor]) -> None:
         self._stack, self._microbatches = stack, microbatches
 
     def signature(self, microbatch: int) -> Hashable:
         return tuple(self._microbatches[microbatch].shape)
 
-    def forward(self, stage: int, microbatch: int) -> Tensor:
-        return self._stack(self._microbatches[microbatch])
+    def begin(self, stage: int, microbatch: int) -> Forward:
+        return Forward(hook="training_step", stage=stage, microbatch=microbatch, whole=self._microbatches[microbatch])
 
-    def finish(self, microbatch: int, output: Tensor) -> Tensor:
+    def forward(self, forward: Forward) -> Tensor:
+        return self._stack(forward.batch)
+
+    def finish(self, forward: Forward, output: Tensor) -> Tensor:
         return loss_of(output)
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
@@ -118,13 +120,11 @@ class Ours:
             virtual_pipeline_size=sizes.v,
             placement=self.schedule.placement,
         )
-        stack, store = Stack(blocks), WeightGradients()
-        for module in stack.modules():
-            if "weight_gradients" in vars(module):
-                module.weight_gradients = store
+        stack, surroundings = Stack(blocks), Surroundings([WeightGradients()])
+        surroundings.attach(stack)
         cut = PipelineCut(
             stack,
-            parts=ModelParts(blocks="blocks"),
+            parts=ModelParts(blocks=("blocks",)),
             ranges=_ranges(len(blocks), sizes.p * sizes.v),
             stages=self.schedule.stages_of(rank),
         )
@@ -133,7 +133,7 @@ class Ours:
         self.parameters = list(stack.parameters())
         self._job = Job(stack, batch.chunk(sizes.m))
         self._runtime = PipelineRuntime(
-            cut=cut, transport=transport, rank=rank, ranks=tuple(range(sizes.p)), weight_gradients=store
+            cut=cut, transport=transport, rank=rank, ranks=tuple(range(sizes.p)), surroundings=surroundings
         )
 
     def step(self) -> None:

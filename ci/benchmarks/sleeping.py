@@ -68,5 +68,5 @@ class _Sleep(torch.autograd.Function):
         if not block.sleeps.weight:
             return grad.clone(), torch.ones_like(block.weight), None
         if block.weight_gradients is not None:
-            block.weight_gradients.put_off(block.weight, block.weight_gradient)
+            block.weight_gradients.defer(block.weight, block.weight_gradient)
         return grad.clone(), None, None

@@ -8,13 +8,13 @@ queries, while its keys stay whole; everything else is the same on all ranks. Wh
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_ptdp.context_parallel.sharding import check_sequence, shard_sequence
+from lightning_ptdp.nested import map_named, named_tensors
 
 __all__ = ["SequenceDims", "count_targets", "first_tensor", "is_padded", "sequence_length", "shard_batch"]
 
@@ -30,7 +30,7 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
     Raises:
         ValueError: No tensor has a dimension 1, or the named ones disagree.
     """
-    tensors = list(_named_tensors(batch))
+    tensors = named_tensors(batch)
     named = {name: t.size(dim) for name, t in tensors if (dim := (sequence_dims or {}).get(name)) is not None}
     if len(set(named.values())) > 1:
         raise ValueError(f"sequence_dims names dimensions of different lengths: {named}; all must be the batch's one sequence")
@@ -75,7 +75,7 @@ def shard_batch(batch: Any, *, length: int, rank: int, size: int, sequence_dims:
             )
         return shard_sequence(tensor, dim, rank=rank, size=size)
 
-    return batch if size == 1 else _map(batch, "", cut)
+    return batch if size == 1 else map_named(batch, cut)
 
 
 def is_padded(batch: Any, names: Sequence[str]) -> bool:
@@ -84,7 +84,7 @@ def is_padded(batch: Any, names: Sequence[str]) -> bool:
     All ranks of a replica read the same batch, so all come to the same answer, before any of them has only its part. Reads a value
     back from the device.
     """
-    masks = [tensor for name, tensor in _named_tensors(batch) if name in names and tensor.dim() == 2 and tensor.numel()]
+    masks = [tensor for name, tensor in named_tensors(batch) if name in names and tensor.dim() == 2 and tensor.numel()]
     return any(bool((mask != mask[:1, :1]).any()) for mask in masks)
 
 
@@ -93,44 +93,16 @@ def count_targets(batch: Any, name: str = "labels", ignore_index: int = -100) ->
 
     The weight of a rank's loss, if the loss is the mean over its labels.
     """
-    found = [tensor for key, tensor in _named_tensors(batch) if key == name and not tensor.is_floating_point()]
+    found = [tensor for key, tensor in named_tensors(batch) if key == name and not tensor.is_floating_point()]
     return (found[0] != ignore_index).sum() if found else None
 
 
 def first_tensor(batch: Any) -> Tensor:
     """The first tensor of a batch that has one."""
-    return next(tensor for _, tensor in _named_tensors(batch))
+    return next(tensor for _, tensor in named_tensors(batch))
 
 
 def _sequence_dim(tensor: Tensor, length: int) -> int | None:
     if tensor.dim() == 4 and tensor.shape[2:] == (length, length):
         return 2
     return 1 if tensor.dim() > 1 and tensor.size(1) == length else None
-
-
-def _named_tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    found: list[tuple[str, Tensor]] = []
-
-    def keep(name: str, tensor: Tensor) -> Tensor:
-        found.append((name, tensor))
-        return tensor
-
-    _map(batch, "", keep)
-    yield from found
-
-
-def _map(value: Any, name: str, function: Callable[[str, Tensor], Any]) -> Any:
-    """Rebuild a nested batch; a tensor is known by the innermost key or field above it."""
-    if isinstance(value, Tensor):
-        return function(name, value)
-    if isinstance(value, Mapping):
-        items = {key: _map(item, str(key), function) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(item, field, function) for field, item in zip(value._fields, value, strict=True)))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, name, function) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{field: _map(getattr(value, field), field, function) for field in fields})
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_ptdp.context_parallel.intercept import AttentionKind, Interceptor
 from lightning_ptdp.context_parallel.sharding import check_sequence, positions
 from lightning_ptdp.context_parallel.supply import Supplier, Taker, find_takers
 from lightning_ptdp.mesh import Group
+from lightning_ptdp.surroundings import Contexts, Forward, Surrounding
 
 __all__ = ["ContextForward", "ContextParallel"]
 
@@ -43,6 +44,11 @@ class ContextForward:
     length: int
     _interceptor: Interceptor
     _supplier: Supplier
+
+    @property
+    def group(self) -> Group:
+        """The ranks that have the other slices."""
+        return self._interceptor.group
 
     @property
     def shifted_targets(self) -> Tensor | None:
@@ -68,7 +74,7 @@ class ContextForward:
         For a step that does not return ``num_tokens``, on the ranks that have the loss. Without labels in the batch all ranks weigh
         the same: 1.
         """
-        count, group = self.num_targets, self._interceptor.group
+        count, group = self.num_targets, self.group
         if count is None:
             return loss.new_ones(())
         total = count.clone()
@@ -81,13 +87,14 @@ class ContextForward:
         return torch.where(share > 0, loss, torch.zeros_like(loss)) * share
 
     @contextlib.contextmanager
-    def _active(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
+        """Around the forward, or its recomputation."""
         with self._supplier.attached(), self._interceptor.mode():
             yield
 
 
 @dataclass(kw_only=True)
-class ContextParallel:
+class ContextParallel(Surrounding):
     """Cuts batches along time and makes a model's attention work across the cut.
 
     Args:
@@ -97,6 +104,7 @@ class ContextParallel:
         padding_keys: Tensors (b, s) of the batch that tell of padding.
         needs_positions: Refuse a model that cannot be handed its tokens' places in the whole sequence. False for one that needs none.
         sequence_parallel_size: t under sequence parallelism, else 1.
+        attending: Stages that call attention.
     """
 
     group: Group
@@ -105,8 +113,27 @@ class ContextParallel:
     padding_keys: tuple[str, ...] = PADDING_KEYS
     needs_positions: bool = True
     sequence_parallel_size: int = 1
+    attending: Container[int] = (0,)
+    _module: nn.Module | None = field(default=None, repr=False)
     _takers: tuple[nn.Module, list[Taker]] | None = field(default=None, repr=False)
-    _running: ContextForward | None = field(default=None, repr=False)
+
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        """Know whose forwards these are."""
+        self._module = module
+        return super().attach(module)
+
+    @contextlib.contextmanager
+    def around(self, forward: Forward) -> Iterator[None]:
+        """``forward`` of the module that this is attached to."""
+        assert self._module is not None
+        with self.forward(self._module, forward.whole, expects_attention=forward.stage in self.attending) as running:
+            forward.batch, forward.part = running.batch, running
+            yield
+
+    def recomputation(self, forward: Forward) -> Contexts | None:
+        """The recomputation attends over the whole sequence too."""
+        assert isinstance(forward.part, ContextForward)
+        return contextlib.nullcontext(), forward.part.active()
 
     @contextlib.contextmanager
     def forward(self, module: nn.Module, batch: Any, *, expects_attention: bool = True) -> Iterator[ContextForward]:
@@ -123,34 +150,9 @@ class ContextParallel:
                 could be replaced, or has no way to get the positions of its tokens.
         """
         running = self._begin(module, batch)
-        outer, self._running = self._running, running
-        try:
-            with running._active():
-                yield running
-        except (Exception, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:
-            # A pipeline stage leaves its step by an exception of its own.
-            self._check(running, expects_attention)
-            raise
-        finally:
-            self._running = outer
+        with running.active():
+            yield running
         self._check(running, expects_attention)
-
-    def recomputation(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Contexts of a forward and of its recomputation: the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
-        if self._running is None:
-            return contextlib.nullcontext(), contextlib.nullcontext()
-        return contextlib.nullcontext(), self._again(self._running)
-
-    @contextlib.contextmanager
-    def _again(self, running: ContextForward) -> Iterator[None]:
-        outer, self._running = self._running, running
-        try:
-            with running._active():
-                yield
-        finally:
-            self._running = outer
 
     def _begin(self, module: nn.Module, batch: Any) -> ContextForward:
         length, size, rank = sequence_length(batch, self.sequence_dims), self.group.size, self.group.rank

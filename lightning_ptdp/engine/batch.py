@@ -2,62 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["batch_size", "iterate_tensors", "map_tensors", "merge_outputs", "microbatch_sizes", "signature", "split_batch"]
+from lightning_ptdp.nested import iterate_tensors, map_tensors
 
-
-def map_tensors(value: Any, on_tensor: Callable[[Tensor], Any], on_list: Callable[[Any], Any] | None = None) -> Any:
-    """Rebuild nested mappings, sequences and dataclasses with ``on_tensor`` applied to the tensors."""
-    if isinstance(value, Tensor):
-        return on_tensor(value)
-    if isinstance(value, Mapping):
-        items = {k: map_tensors(v, on_tensor, on_list) for k, v in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(v, on_tensor, on_list) for v in value))
-    if isinstance(value, (list, tuple)):
-        if on_list is not None and value and not any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value):
-            return on_list(value)
-        return type(value)(map_tensors(v, on_tensor, on_list) for v in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: map_tensors(getattr(value, f.name), on_tensor, on_list) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **changes)
-    return value
-
-
-def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in a nested batch, in a fixed order."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, keep)
-    yield from found
-
-
-def batch_size(batch: Any) -> int:
-    """Number of samples: the first dimension that the batch's tensors share.
-
-    Raises:
-        ValueError: There is no tensor with a first dimension, or the tensors disagree (a dimension of 1 is taken as broadcast).
-    """
-    sizes = {t.size(0) for t in iterate_tensors(batch) if t.dim()}
-    sizes = sizes - {1} or sizes
-    if len(sizes) != 1:
-        found = f"tensors of first dimensions {sorted(sizes)}" if sizes else "no tensor with a first dimension"
-        raise ValueError(
-            f"the batch holds {found}; to cut it into microbatches every tensor needs the samples along dimension 0. "
-            "Change the collate function, or use pipeline_parallel_size=1 and num_microbatches=1"
-        )
-    return sizes.pop()
+__all__ = ["merge_outputs", "microbatch_sizes", "signature", "split_batch"]
 
 
 def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:

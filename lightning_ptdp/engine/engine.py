@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.engine.agreement import check_same_batch, has_same_length
-from lightning_ptdp.engine.batch import batch_size, iterate_tensors, microbatch_sizes, split_batch
+from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.evaluations import check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_keeper import GradientKeeper
 from lightning_ptdp.engine.gradients import check_held, check_recorded
-from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, sum_over_replicas
+from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens, sum_over_replicas
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, weigh_over_replicas, weigh_recorded
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
-from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.nested import batch_size
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.progress import Observers
@@ -31,8 +30,8 @@ from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.tensor_parallel import SplitRandomness, gather_full, give_randomness
-from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.surroundings import Forward, Surroundings
+from lightning_ptdp.tensor_parallel import gather_full
 
 __all__ = ["Engine"]
 
@@ -47,10 +46,8 @@ class Engine:
         config: The strategy's options.
         mesh: This rank's place and groups.
         parallel: What was made of the module.
-        weight_gradients: Where schedules that split the backward keep what their weight gradients need.
+        surroundings: What surrounds a forward.
         watchdog: Notes what this rank does.
-        context_parallel: Cuts batches along time, if anything does.
-        keyed_dropout: Drops the same in every layout, if anything does.
         seed: Seed of the run.
         device: This rank's device.
 
@@ -66,17 +63,15 @@ class Engine:
         config: PTDPConfig,
         mesh: ProcessMesh,
         parallel: ParallelModel,
-        weight_gradients: WeightGradients,
+        surroundings: Surroundings,
         watchdog: Watchdog,
-        context_parallel: ContextParallel | None = None,
-        keyed_dropout: KeyedDropout | None = None,
         seed: int,
         device: torch.device,
     ) -> None:
         self._module, self._config, self._mesh, self._parallel = module, config, mesh, parallel
         self._seed, self._device = seed, device
         pipeline = mesh.group("pipeline")
-        self._weight_gradients, self._context_parallel = weight_gradients, context_parallel
+        self._surroundings, self._detach = surroundings, surroundings.attach(module)
         self.observers = Observers([watchdog])
         transport = None
         if pipeline.size > 1:
@@ -94,12 +89,9 @@ class Engine:
             transport=transport,
             rank=pipeline.rank,
             ranks=pipeline.ranks,
-            weight_gradients=weight_gradients,
+            surroundings=surroundings,
             observer=self.observers,
         )
-        self._keyed_dropout = keyed_dropout
-        self._randomness = keyed_dropout or SplitRandomness(rank=mesh.group("tensor").rank, device=device)
-        self._take_randomness = self._give_randomness()
         self._memory = ReportMemory()
         self._owners, self._metrics = find_owners(module), BatchMetrics(module, mesh.group("context"))
         self.gradients = GradientKeeper(
@@ -118,9 +110,6 @@ class Engine:
                 names them. Or the optimizer needs more than a rank has.
         """
         check_recorded(self._module, self._parallel)
-        for child in self._module.modules():
-            if "weight_gradients" in vars(child):
-                child.weight_gradients = self._weight_gradients
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
         if apart:
             check_held(optimizer, self._parallel)
@@ -150,19 +139,7 @@ class Engine:
         """Detach from the module."""
         self.gradients.close()
         self._unscope()
-        self._take_randomness()
-
-    def _give_randomness(self) -> Callable[[], None]:
-        if self._keyed_dropout is not None:
-            undo = contextlib.ExitStack()
-            undo.callback(give_randomness(self._module, self._keyed_dropout))
-            undo.callback(self._keyed_dropout.attach(self._module))
-            return undo.close
-        layout, split = self._mesh.layout, self._parallel.split_blocks
-        if layout.tensor_parallel_size == 1 or (layout.sequence_parallel and split is None):
-            return lambda: None
-        blocks = None if split is None else self._module.get_submodule(split)
-        return give_randomness(self._module, self._randomness, blocks=blocks)
+        self._detach()
 
     # ---- training -----------------------------------------------------------------------------------------------------
 
@@ -179,23 +156,7 @@ class Engine:
         self.gradients.begin(clears=clears)
         if self._config.runs_backward:
             return self._scheduled_training_step(context, args, loss_scale)
-        return self._straight_training_step(context, args)
-
-    def _straight_training_step(self, context: Context, args: Sequence[Any]) -> Any:
-        group, recorder = self._mesh.group("replica_sum"), LogRecorder(self._module)
-        recording = recorder if group.size > 1 else contextlib.nullcontext()
-        with self._step_randomness(), context(), self._same_dropout(args[0]), recording:
-            output = self._module.training_step(*args)
-        if self._config.check_finite is not None:
-            loss, tokens = loss_and_weight(output)
-            self.gradients.losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
-        if group.size > 1:
-            _, tokens = loss_and_weight(output)
-            self._factor = 1 / group.size
-            if tokens is not None:
-                self._factor = tokens / weigh_recorded(recorder.calls, tokens, group=group).clamp(min=1).to(tokens.dtype)
-        recorder.replay()
-        return output
+        return self._straight_step("training_step", context, args)
 
     def _scheduled_training_step(self, context: Context, args: Sequence[Any], loss_scale: float) -> Any:
         buckets, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
@@ -211,13 +172,11 @@ class Engine:
             reduce_gradients=reduces,
             may_skip=self._mesh.layout.world_size == 1,
         )
-        self._runtime.run(self._schedule(job.count, training=True), job)
-        report = self._shared_report(job, weigh=self._mesh.group("replica_sum").size > 1)
+        report = self._run(job, "training_step")
         self.gradients.losses = job.losses
         scale = 1 / (report.weight * windows) if report.counted and report.weight else None
         self._factor = 1 / self._mesh.group("replica_sum").size
         self.gradients.settle(reduced=reduces, counted=report.counted, scale=scale)
-        self._replay(report)
         if job.skipped:
             self.gradients.install()  # Lightning will not run the backward; those of the batches before stay
             return None
@@ -236,29 +195,65 @@ class Engine:
     def evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
         """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
         self.gradients.parameters_needed()
-        if self._mesh.group("pipeline").size == 1 and self._context_parallel is None:
-            return self._straight_evaluation_step(hook, context, args)
-        job = self._job(hook, context, args)
-        self._runtime.run(self._schedule(job.count, training=False), job)
-        report = self._shared_report(job, weigh=self._replicas_in_step and hook != "predict_step")
-        self._replay(report)
-        return report.extras
-
-    def _straight_evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
-        recorder, weigh = LogRecorder(self._module), self._replicas_in_step and hook != "predict_step"
-        with context(), recorder if weigh else contextlib.nullcontext():
-            output = gather_full(getattr(self._module, hook)(*args))
-        if weigh and isinstance(output, Mapping) and output.get("num_tokens") is not None:
-            tokens = torch.as_tensor(output["num_tokens"], dtype=torch.float32, device=self._device)
-            weigh_recorded(recorder.calls, tokens, group=self._mesh.group("replica_sum"))
-        recorder.replay()
-        return output
+        if not self._config.cuts_forward:
+            return self._straight_step(hook, context, args)
+        return self._run(self._job(hook, context, args), hook).extras
 
     def compare_lengths(self, loader: Any) -> None:
         """Whether the replicas evaluate equally many batches, so that they may speak after each; collective over the replicas."""
         self._replicas_in_step &= has_same_length(loader, group=self._mesh.group("replicas"), device=self._device)
 
     # ---- shared -------------------------------------------------------------------------------------------------------
+
+    def _straight_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
+        """The user's step on the whole batch, whose backward, if there is one, is Lightning's."""
+        training, group, recorder = hook == "training_step", self._mesh.group("replica_sum"), LogRecorder(self._module)
+        forward = Forward(hook=hook, step=self._step(hook), whole=args[0])
+        # With other ranks around, random numbers may not depend on what this process happened to draw before.
+        draws = training and self._mesh.layout.world_size > 1
+        numbers = seeded(derive_seed(*self._step_seed(hook), 0, 0), self._device) if draws else contextlib.nullcontext()
+        weighs = self._weighs(hook)
+        with self._surroundings.around(forward), numbers, context(), recorder if weighs else contextlib.nullcontext():
+            output = getattr(self._module, hook)(forward.batch, *args[1:])
+        tokens = None
+        if not training:
+            output = gather_full(output)
+            tokens = num_tokens(output)
+        elif weighs or self._config.check_finite is not None:
+            loss, tokens = loss_and_weight(output)
+            self.gradients.losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
+            self._factor = 1 / group.size
+        if weighs and tokens is not None:
+            tokens = torch.as_tensor(tokens, dtype=torch.float32, device=self._device)
+            total = weigh_recorded(recorder.calls, tokens, group=group)
+            if training:
+                self._factor = tokens / total.clamp(min=1).to(tokens.dtype)
+        recorder.replay()
+        return output
+
+    def _run(self, job: LightningJob, hook: str) -> StepReport:
+        """The user's step under a schedule, which runs the backward too; what it logged goes to Lightning."""
+        self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
+        pipeline, last, own = self._mesh.group("pipeline"), self._mesh.layout.last_stage_rank, None
+        if pipeline.rank == last:
+            own = job.report()
+            if own.counted and self._weighs(hook):
+                weigh_over_replicas(own, group=self._mesh.group("replica_sum"), device=self._device)
+        report = share_report(own, group=pipeline, source=last, memory=self._memory, device=self._device)
+        if own is None:
+            apply_changes(self._module, report.changes)
+        for call in report.calls:
+            if call.metric is not None:
+                self._module.log(call.name, self._module.get_submodule(call.metric), **call.options)
+            else:
+                self._module.log(call.name, torch.tensor(call.value, dtype=torch.float32, device=self._device), **call.options)
+        return report
+
+    def _weighs(self, hook: str) -> bool:
+        """Whether the replicas agree on what they log in a step, by their tokens."""
+        if hook == "training_step":
+            return self._mesh.group("replica_sum").size > 1
+        return self._replicas_in_step and hook != "predict_step"
 
     def _job(self, hook: str, context: Context, args: Sequence[Any], **training: Any) -> LightningJob:
         batch = args[0]
@@ -280,64 +275,25 @@ class Engine:
             sizes=sizes,
             arguments=args[1:],
             context=context,
+            step=self._step(hook),
             seed=self._step_seed(hook),
             device=self._device,
-            context_parallel=self._context_parallel,
-            randomness=self._randomness,
-            keyed_dropout=self._keyed_dropout,
             stages=self._mesh.layout.num_stages,
             metrics=self._metrics,
             owners=self._owners,
-            attending=[stage for stage, (start, stop) in enumerate(self._parallel.ranges or [(0, 1)]) if start < stop],
             **training,
         )
 
-    def _schedule(self, microbatches: int, *, training: bool) -> Any:
-        return self._config.build_schedule(microbatches, training=training)
-
-    def _shared_report(self, job: LightningJob, *, weigh: bool) -> StepReport:
-        pipeline, replicas = self._mesh.group("pipeline"), self._mesh.group("replica_sum")
-        report = None
-        last = self._mesh.layout.last_stage_rank
-        if pipeline.rank == last:
-            report = job.report()
-            if report.counted and weigh:
-                weigh_over_replicas(report, group=replicas, device=self._device)
-        shared = share_report(report, group=pipeline, source=last, memory=self._memory, device=self._device)
-        if report is None:
-            apply_changes(self._module, shared.changes)
-        return shared
-
-    def _replay(self, report: StepReport) -> None:
-        for call in report.calls:
-            if call.metric is not None:
-                self._module.log(call.name, self._module.get_submodule(call.metric), **call.options)
-            else:
-                self._module.log(call.name, torch.tensor(call.value, dtype=torch.float32, device=self._device), **call.options)
+    def _step(self, hook: str) -> int:
+        return self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
 
     def _step_seed(self, hook: str) -> tuple[object, ...]:
         layout, rank = self._mesh.layout, self._mesh.rank
         at, replica = layout.coordinates(rank), layout.replica(rank)
         tensor = at["tensor"] if layout.sequence_parallel and self._parallel.split_blocks is None else 0
-        step = self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
         # Each slice of the sequence has activations of its own, and needs random numbers of its own.
-        return (self._seed, hook, step, replica, tensor, *([at["context"]] if self._context_parallel else []))
-
-    @contextlib.contextmanager
-    def _step_randomness(self) -> Iterator[None]:
-        """With other ranks around, random numbers may not depend on what this process happened to draw before."""
-        if self._mesh.layout.world_size == 1:
-            yield
-            return
-        self._randomness.begin()
-        with seeded(derive_seed(*self._step_seed("training_step"), 0, 0), self._device):
-            yield
-
-    def _same_dropout(self, batch: Any) -> contextlib.AbstractContextManager[None]:
-        if self._keyed_dropout is None:
-            return contextlib.nullcontext()
-        step = self._step_seed("training_step")[1:3]
-        return self._keyed_dropout.forward(batch, tensors=iterate_tensors(batch), samples=batch_size(batch), step=step)
+        own_slice = [at["context"]] if self._mesh.group("context").size > 1 else []
+        return (self._seed, hook, self._step(hook), replica, tensor, *own_slice)
 
     def _compare_batch(self, batch: Any) -> None:
         """Once a fit: all ranks of a replica must read the same samples."""

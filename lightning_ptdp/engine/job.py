@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import ContextForward, ContextParallel
 from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients
-from lightning_ptdp.engine.batch import iterate_tensors, map_tensors, merge_outputs, signature
+from lightning_ptdp.engine.batch import merge_outputs, signature
 from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, average_calls
 from lightning_ptdp.engine.step_state import Owner, StepState
-from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.mesh import Group
+from lightning_ptdp.nested import map_tensors
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.tensor_parallel import SplitRandomness, gather_full
+from lightning_ptdp.surroundings import Forward, Part
+from lightning_ptdp.tensor_parallel import gather_full
 
-__all__ = ["LightningJob", "counted_loss", "loss_and_weight", "sum_over_replicas"]
+__all__ = ["LightningJob", "counted_loss", "loss_and_weight", "num_tokens", "sum_over_replicas"]
 
 
 def loss_and_weight(output: Any) -> tuple[Tensor, Tensor | None]:
@@ -35,14 +35,18 @@ def loss_and_weight(output: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(output, Tensor):
         return output, None
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-        tokens = output.get("num_tokens")
-        loss = output["loss"]
+        tokens, loss = num_tokens(output), output["loss"]
         return loss, None if tokens is None else torch.as_tensor(tokens, dtype=torch.float32, device=loss.device)
     raise ValueError(
         f"training_step returned {type(output).__name__}; under this strategy it must return the loss tensor or a dictionary with "
         "'loss' (and 'num_tokens' to weight microbatches by their tokens). A batch cannot be skipped with None where others train on "
         "theirs at the same time: return the loss times zero"
     )
+
+
+def num_tokens(output: Any) -> Any:
+    """What a step's output says that its loss is the mean of, if it says so."""
+    return output.get("num_tokens") if isinstance(output, Mapping) else None
 
 
 def sum_over_replicas(values: Tensor, group: Group) -> Tensor:
@@ -67,16 +71,13 @@ class LightningJob:
         sizes: Samples of each.
         arguments: What Lightning passes after the batch.
         context: The precision plugin's context for one call of the step.
-        seed: What random numbers depend on: (run, step, replica).
-        randomness: Random numbers of tensor-parallel regions.
-        keyed_dropout: What drops the same in every layout, if anything does.
+        step: Tells training steps apart.
+        seed: What random numbers depend on: (run, hook, step, replica).
         device: Where the model is.
         buckets: Where gradients go; None when not training.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduce_gradients: Whether this step completes an optimizer step.
-        context_parallel: Cuts microbatches along time, if anything does.
-        attending: Stages with blocks, which call attention.
         stages: Number of stages.
         metrics: Where metrics that the step calls get their values of the whole batch.
         owners: What the step may leave something on.
@@ -96,16 +97,13 @@ class LightningJob:
         sizes: Sequence[int],
         arguments: Sequence[Any],
         context: Callable[[], contextlib.AbstractContextManager[Any]],
+        step: int,
         seed: tuple[object, ...],
-        randomness: SplitRandomness | KeyedDropout,
-        keyed_dropout: KeyedDropout | None = None,
         device: torch.device,
         buckets: GradientBuckets | LooseGradients | None = None,
         scale: float = 1.0,
         loss_scale: float = 1.0,
         reduce_gradients: bool = False,
-        context_parallel: ContextParallel | None = None,
-        attending: Container[int] = (0,),
         stages: int = 1,
         metrics: BatchMetrics,
         owners: Sequence[Owner] = (),
@@ -113,16 +111,15 @@ class LightningJob:
     ) -> None:
         self.training = hook == "training_step"
         self._module, self._hook, self._microbatches, self._sizes = module, hook, microbatches, sizes
-        self._arguments, self._context, self._seed, self._device = arguments, context, seed, device
+        self._arguments, self._context, self._device = arguments, context, device
+        self._step, self._seed = step, seed
         self._buckets, self._scale, self._loss_scale, self._reduces = buckets, scale, loss_scale, reduce_gradients
         self._outputs: list[Any] = [None] * len(sizes)
         self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
         self.losses: list[Tensor] = []
         self._may_skip, self.skipped = may_skip, False
         self._tokens: list[Any] = [None] * len(sizes)
-        self._randomness, self._keyed_dropout = randomness, keyed_dropout
-        self._context_parallel, self._attending = context_parallel, attending
-        self._slices: list[ContextForward | None] = [None] * len(sizes)
+        self._part: Part | None = None
         self._shares: list[Tensor | float] = [1.0] * len(sizes)
         self._last_stage, self._metrics, self._owners = stages - 1, metrics, owners
         self._before: StepState | None = None
@@ -136,28 +133,27 @@ class LightningJob:
         """Shapes and dtypes of the microbatch, and whether gradients flow (which may change a hidden state's dtype)."""
         return self._hook, signature(self._microbatches[microbatch])
 
-    def forward(self, stage: int, microbatch: int) -> Any:
-        """The user's step on one microbatch, under random numbers that belong to this microbatch and stage."""
-        seed = derive_seed(*self._seed, microbatch, stage)
-        step = getattr(self._module, self._hook)
-        batch = self._microbatches[microbatch]
-        self._randomness.begin()
-        with self._kept_state(stage), seeded(seed, self._device), LogRecorder(self._module) as recorder, self._context():
-            if self._context_parallel is None and self._keyed_dropout is None:
-                output = step(batch, *self._arguments)
-            else:
-                with self._own_part(stage, microbatch) as part:
-                    output = step(part, *self._arguments)
-        self._calls[microbatch] = recorder.calls
+    def begin(self, stage: int, microbatch: int) -> Forward:
+        """The user's step on one microbatch is about to run."""
+        whole = self._microbatches[microbatch]
+        return Forward(hook=self._hook, step=self._step, stage=stage, microbatch=microbatch, whole=whole)
+
+    def forward(self, forward: Forward) -> Any:
+        """Run it, under random numbers that belong to this microbatch and stage."""
+        seed = derive_seed(*self._seed, forward.microbatch, forward.stage)
+        step, recorder = getattr(self._module, self._hook), LogRecorder(self._module)
+        with self._kept_state(forward), seeded(seed, self._device), recorder, self._context():
+            output = step(forward.batch, *self._arguments)
+        self._calls[forward.microbatch] = recorder.calls
         return output
 
     @contextlib.contextmanager
-    def _kept_state(self, stage: int) -> Iterator[None]:
+    def _kept_state(self, forward: Forward) -> Iterator[None]:
         """What the step changes on the module stays if this is the run that gets to its end."""
-        if stage == self._last_stage:
+        if forward.stage == self._last_stage:
             if self._before is None and self._last_stage:
                 self._before = StepState(self._owners)
-            several = self.count > 1 or self._context_parallel is not None
+            several = self.count > 1 or forward.part is not None
             with self._metrics.watching() if several else contextlib.nullcontext():
                 yield
             return
@@ -167,28 +163,12 @@ class LightningJob:
         finally:
             before.restore()
 
-    @contextlib.contextmanager
-    def _own_part(self, stage: int, microbatch: int) -> Iterator[Any]:
-        """What this rank sees of the microbatch, and what stands for torch's functions meanwhile."""
-        batch = self._microbatches[microbatch]
-        with contextlib.ExitStack() as stack:
-            if self._context_parallel is not None:
-                attends = stage in self._attending
-                part = stack.enter_context(self._context_parallel.forward(self._module, batch, expects_attention=attends))
-                self._slices[microbatch] = part
-            if self._keyed_dropout is not None and self.training:
-                stack.enter_context(
-                    self._keyed_dropout.forward(
-                        batch, tensors=iterate_tensors(batch), samples=self._sizes[microbatch], step=self._seed[1:3]
-                    )
-                )
-            yield batch if self._context_parallel is None else part.batch
-
-    def finish(self, microbatch: int, output: Any) -> Tensor | None:
+    def finish(self, forward: Forward, output: Any) -> Tensor | None:
         """Keep the output; when training, the loss to differentiate: scaled, and weighted by samples or tokens."""
-        part = self._slices[microbatch]
+        microbatch, part = forward.microbatch, forward.part
+        self._part = part
         if not self.training:
-            tokens = output.get("num_tokens") if isinstance(output, Mapping) else None
+            tokens = num_tokens(output)
             if part is not None and tokens is None:
                 self._shares[microbatch] = part.share(torch.zeros((), device=self._device))
             if part is not None and tokens is not None and part.shifted_targets is not None:
@@ -238,7 +218,7 @@ class LightningJob:
         """What the last stage has to say, after all microbatches have run."""
         counted = all(tokens is not None for tokens in self._tokens)
         weights = [float(tokens) for tokens in self._tokens] if counted else [float(size) for size in self._sizes]
-        cut = self._context_parallel is not None
+        cut = self._part is not None
         shares = weights if counted or not cut else [w * float(s) for w, s in zip(weights, self._shares, strict=True)]
         calls = average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut)
         report = StepReport(weight=sum(weights), counted=counted, calls=calls)
@@ -247,19 +227,16 @@ class LightningJob:
             losses = torch.stack([loss.float() for loss in self.losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
         report.extras = self._extras(shares)
-        if self._context_parallel is not None:
-            self._merge_slices(report, sum(shares))
+        if self._part is not None:
+            self._merge_parts(report, sum(shares), self._part)
         if self._before is not None:
             report.changes = self._before.changes()
         return report
 
-    def _merge_slices(self, report: StepReport, weight: float) -> None:
-        """What the slices of the sequence say together; collective over the context group."""
-        part, cut = self._slices[0], self._context_parallel
-        assert part is not None
-        assert cut is not None
-        merge_reports(report, weight=weight, group=cut.group, device=self._device)
-        report.extras = whole_outputs(report.extras, length=part.length, weight=weight, group=cut.group, device=self._device)
+    def _merge_parts(self, report: StepReport, weight: float, part: Part) -> None:
+        """What the parts of the microbatches say together; collective over the ranks that have them."""
+        merge_reports(report, weight=weight, group=part.group, device=self._device)
+        report.extras = whole_outputs(report.extras, length=part.length, weight=weight, group=part.group, device=self._device)
 
     def _extras(self, weights: Sequence[float]) -> Any:
         outputs = self._outputs

@@ -13,7 +13,7 @@ Shapes: b samples, s tokens, h channels, n heads, r this rank's place in the ten
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +26,10 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptdp.context_parallel import positions, sequence_length
 from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
 from lightning_ptdp.mesh import Group
+from lightning_ptdp.nested import batch_size, iterate_tensors
 from lightning_ptdp.random import derive_seed
+from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
+from lightning_ptdp.tensor_parallel import give_randomness
 
 __all__ = ["KeyedDropout", "KeyedDropoutError"]
 
@@ -49,8 +52,8 @@ class _Running:
     calls: list[list[Any]] = field(default_factory=list)
 
 
-class KeyedDropout:
-    """Dropout of one rank; also what tells of tensor-parallel regions (``SplitRandomness`` has the same methods).
+class KeyedDropout(Surrounding):
+    """Dropout of one rank; also what is told of tensor-parallel regions, as ``SplitRandomness`` is.
 
     Args:
         tensor: The tensor group.
@@ -66,20 +69,14 @@ class KeyedDropout:
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Follow the calls of a module's modules; returns a function that undoes it."""
-        handles = []
+        undo = contextlib.ExitStack()
+        undo.callback(give_randomness(module, self))
         for name, child in module.named_modules():
-            handles.append(child.register_forward_pre_hook(partial(self._entered, name), prepend=True))
-            handles.append(child.register_forward_hook(self._left, always_call=True))
-
-        def detach() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return detach
-
-    def begin(self) -> None:
-        """A step begins outside of regions."""
-        self._inside = False
+            entered = child.register_forward_pre_hook(partial(self._entered, name), prepend=True)
+            left = child.register_forward_hook(self._left, always_call=True)
+            undo.callback(entered.remove)
+            undo.callback(left.remove)
+        return undo.close
 
     def enter(self) -> None:
         """What follows is split over the tensor group."""
@@ -89,40 +86,33 @@ class KeyedDropout:
         """What follows is whole."""
         self._inside = False
 
-    @contextlib.contextmanager
-    def forward(self, batch: Any, *, tensors: Iterable[Tensor], samples: int, step: tuple[object, ...]) -> Iterator[None]:
-        """Around the forward of a microbatch.
-
-        Args:
-            batch: The microbatch, whole along time.
-            tensors: What it holds.
-            samples: b.
-            step: Tells steps apart.
+    def around(self, forward: Forward) -> Context:
+        """Drop by key in training.
 
         Raises:
             ValueError: There are no samples to tell apart.
         """
+        if not forward.training:
+            return contextlib.nullcontext()
+        batch = forward.whole
         try:
             length = sequence_length(batch)
         except ValueError:
             length = None
-        self._running = _Running(derive_seed(self._seed, *step), sample_keys(tensors, samples), length)
-        try:
-            with _Mode(self):
-                yield
-        finally:
-            self._running = None
+        samples = sample_keys(iterate_tensors(batch), batch_size(batch))
+        seed = derive_seed(self._seed, forward.hook, forward.step)
+        return self._dropping(_Running(seed, samples, length), inside=False)
 
-    def recomputation(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Contexts of a forward and of its recomputation: the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
+    def recomputation(self, forward: Forward) -> Contexts | None:
+        """The recomputation drops the same."""
         running = self._running
         if running is None:
-            return contextlib.nullcontext(), contextlib.nullcontext()
+            return None
         again = _Running(running.seed, running.samples, running.length, [list(call) for call in running.calls])
-        return contextlib.nullcontext(), self._again(again, self._inside)
+        return contextlib.nullcontext(), self._dropping(again, inside=self._inside)
 
     @contextlib.contextmanager
-    def _again(self, running: _Running, inside: bool) -> Iterator[None]:
+    def _dropping(self, running: _Running, *, inside: bool) -> Iterator[None]:
         outer, self._running, self._inside = (self._running, self._inside), running, inside
         try:
             with _Mode(self):

@@ -14,7 +14,7 @@ from lightning_ptdp.pipeline.crossing import Crossing, TensorForm, backward
 from lightning_ptdp.pipeline.p2p import Receipt, Transport
 from lightning_ptdp.pipeline.progress import Observers, StepObserver
 from lightning_ptdp.pipeline.stage import PipelineCut, WholeModel
-from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.surroundings import Deferred, Forward, Surroundings
 
 __all__ = ["PipelineRuntime", "StepJob"]
 
@@ -22,15 +22,16 @@ __all__ = ["PipelineRuntime", "StepJob"]
 class StepJob(Protocol):
     """What one step of one replica does; the runtime calls it as the schedule says."""
 
-    training: bool
+    def begin(self, stage: int, microbatch: int) -> Forward:
+        """What is about to run."""
 
     def signature(self, microbatch: int) -> Hashable:
         """Shapes and dtypes of the microbatch: equal signatures give hidden states of equal shape."""
 
-    def forward(self, stage: int, microbatch: int) -> Any:
+    def forward(self, forward: Forward) -> Any:
         """Run the user's step on the microbatch."""
 
-    def finish(self, microbatch: int, output: Any) -> Tensor | None:
+    def finish(self, forward: Forward, output: Any) -> Tensor | None:
         """Take the step's output on the last stage; returns the scalar to differentiate when training."""
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
@@ -51,7 +52,7 @@ class PipelineRuntime:
         transport: Messages to the neighbours; None without a pipeline.
         rank: Pipeline rank (not the global one).
         ranks: Global ranks of the pipeline.
-        weight_gradients: Where schedules that split the backward keep what their weight gradients need.
+        surroundings: What surrounds a forward.
         observer: Is told of every action.
     """
 
@@ -62,11 +63,11 @@ class PipelineRuntime:
         transport: Transport | None,
         rank: int,
         ranks: tuple[int, ...],
-        weight_gradients: WeightGradients | None = None,
+        surroundings: Surroundings | None = None,
         observer: StepObserver | None = None,
     ) -> None:
         self._cut, self._transport, self._rank, self._ranks = cut, transport, rank, ranks
-        self._weight_gradients = weight_gradients if weight_gradients is not None else WeightGradients()
+        self._surroundings = surroundings if surroundings is not None else Surroundings()
         self._observer = observer if observer is not None else Observers()
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.FORWARD: self._forward,
@@ -104,7 +105,7 @@ class PipelineRuntime:
 
     def _clear(self) -> None:
         self._schedule, self._job, self._final = None, None, frozenset()
-        self._weight_gradients.clear()
+        self._deferred: dict[tuple[int, int], Deferred] = {}
         self._posted: dict[tuple[ActionKind, int, int], Receipt] = {}
         self._handed: dict[tuple[ActionKind, int, int], Crossing] = {}
         self._inputs: dict[tuple[int, int], Crossing | None] = {}
@@ -128,24 +129,27 @@ class PipelineRuntime:
     def _forward(self, action: Action) -> None:
         job, stage, microbatch = self._job, action.stage, action.microbatch
         assert job is not None and microbatch is not None and self._schedule is not None
-        received = None
+        forward, received = job.begin(stage, microbatch), None
+        training = forward.training
+        forward.splits_backward = training and self._schedule.splits_backward
         if stage:
-            received = self._take(ActionKind.RECEIVE_FORWARD, stage, microbatch).entering(training=job.training)
-        waits = job.training and self._schedule.splits_backward
-        with self._weight_gradients.intercepting() if waits else contextlib.nullcontext():
-            result, last = self._cut.run(stage, received, lambda: job.forward(stage, microbatch), training=job.training)
+            received = self._take(ActionKind.RECEIVE_FORWARD, stage, microbatch).entering(training=training)
+        with self._surroundings.around(forward):
+            result, last = self._cut.run(stage, received, lambda: job.forward(forward), training=training)
         if last:
-            loss = job.finish(microbatch, result)
+            loss = job.finish(forward, result)
             roots: tuple[Any, ...] = (loss,) if loss is not None and loss.requires_grad else ()
         else:
             # Of what is sent away only the graph's edges are kept, so that its memory can be freed.
-            roots = result.roots() if job.training else ()
+            roots = result.roots() if training else ()
             self._sent[stage, microbatch] = result.awaited
             self._post_awaited()
             kind = ActionKind.RECEIVE_FORWARD if self._is_local(stage + 1) else ActionKind.SEND_FORWARD
             self._handed[kind, stage + (kind is ActionKind.RECEIVE_FORWARD), microbatch] = result
-        if job.training:
+        if training:
             self._inputs[stage, microbatch], self._roots[stage, microbatch] = received, roots
+            if forward.deferred is not None:
+                self._deferred[stage, microbatch] = forward.deferred
 
     def _backward(self, action: Action) -> None:
         job, stage, microbatch = self._job, action.stage, action.microbatch
@@ -155,8 +159,8 @@ class PipelineRuntime:
         roots, received = self._roots.pop((stage, microbatch)), self._inputs.pop((stage, microbatch))
         if action in self._final:
             job.before_last_gradients(stage, None)
-        splits = self._schedule.splits_backward
-        with self._weight_gradients.collecting((stage, microbatch)) if splits else contextlib.nullcontext():
+        deferred = self._deferred.get((stage, microbatch))
+        with contextlib.nullcontext() if deferred is None else deferred.collecting((stage, microbatch)):
             if gradients is not None:
                 backward(roots, gradients)
             elif roots:
@@ -166,13 +170,13 @@ class PipelineRuntime:
             self._handed[kind, stage - (kind is ActionKind.RECEIVE_BACKWARD), microbatch] = received.gradients()
 
     def _weight(self, action: Action) -> None:
-        job, key = self._job, (action.stage, action.microbatch)
-        assert job is not None
-        if action in self._final:
-            job.before_last_gradients(action.stage, self._weight_gradients.parameters(key))
-            self._weight_gradients.run(key, job.gradient_complete)
-        else:
-            self._weight_gradients.run(key)
+        assert self._job is not None and action.microbatch is not None
+        key, job, last = (action.stage, action.microbatch), self._job, action in self._final
+        deferred = self._deferred.pop(key, None)
+        if last:
+            job.before_last_gradients(action.stage, [] if deferred is None else deferred.parameters(key))
+        if deferred is not None:
+            deferred.run(key, job.gradient_complete if last else None)
 
     def _send_forward(self, action: Action) -> None:
         assert self._transport is not None and action.microbatch is not None and self._job is not None

@@ -18,17 +18,14 @@ from torch import Tensor
 from lightning_ptdp._lightning import LightningNames, lightning_names
 from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.data_parallel import check_elementwise
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.engine.arrivals import overlaps_gather
-from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.materialize import awaits_values
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize
-from lightning_ptdp.pipeline.schedules import may_split_backward
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.recompute import JoinedContexts, apply_recomputation
+from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_hyperparameters,
@@ -41,7 +38,6 @@ from lightning_ptdp.strategy.checks import (
     plan_of,
     warn_of_batch_norm,
 )
-from lightning_ptdp.strategy.context import make_context_parallel, make_keyed_dropout
 from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.launch import make_launcher
@@ -53,10 +49,11 @@ from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.summarize import summarize
+from lightning_ptdp.strategy.surroundings import make_surroundings
 from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.strategy.world import World
 from lightning_ptdp.summary import StrategySummary
-from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.surroundings import Surroundings
 
 __all__ = ["PTDPStrategy", "strategy_class"]
 
@@ -76,9 +73,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self.parallel: ParallelModel | None = None
         self.gradient_norm: Tensor | None = None
         self._engine: Engine | None = None
-        self._weight_gradients = WeightGradients()
-        self._context_parallel: ContextParallel | None = None
-        self._keyed_dropout: KeyedDropout | None = None
+        self._surroundings = Surroundings()
         self._watchdog: Watchdog | None = None
         self._board: Any = None
         self._stop_request: StopRequest | None = None
@@ -160,10 +155,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             config=self.config,
             mesh=self.mesh,
             parallel=self.parallel,
-            weight_gradients=self._weight_gradients,
+            surroundings=self._surroundings,
             watchdog=self._watchdog,
-            context_parallel=self._context_parallel,
-            keyed_dropout=self._keyed_dropout,
             seed=self._seed,
             device=self.root_device,
         )
@@ -184,14 +177,9 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         )
         if self.layout.model_parallel_size > 1:
             module.__dict__[CUT_MARK] = self.layout.describe()
-        self._context_parallel = make_context_parallel(self.config, self.mesh)
-        self._keyed_dropout = make_keyed_dropout(self.config, self.mesh, self._seed)
-        watching = (
-            self._weight_gradients if may_split_backward(self.config.schedule) else None,
-            self._context_parallel,
-            self._keyed_dropout,
+        self._surroundings = make_surroundings(
+            config=self.config, mesh=self.mesh, parallel=self.parallel, seed=self._seed, device=self.root_device
         )
-        contexts = tuple(part.recomputation for part in watching if part is not None)
         apply_recomputation(
             module,
             policy=self.config.recompute,
@@ -200,7 +188,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             ranges=self.parallel.ranges,
             selective=plan.selective,
             shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,
-            context_fn=JoinedContexts(contexts) if contexts else None,
+            surroundings=self._surroundings,
         )
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -291,12 +279,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             "_stop_request",
             "_validation_clock",
             "_interruption",
-            "_context_parallel",
-            "_keyed_dropout",
             "_saver",
             "_adopted",
         )
-        return {**state, **dict.fromkeys(of_a_run)}
+        return {**state, **dict.fromkeys(of_a_run), "_surroundings": Surroundings()}
 
 
 def strategy_class(namespace: str = "lightning.pytorch") -> Any:

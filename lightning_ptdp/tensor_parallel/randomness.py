@@ -12,6 +12,7 @@ A member's own stream begins with a number drawn from the shared one, so it is r
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from torch import nn
 
 from lightning_ptdp._torch import untraced
 from lightning_ptdp.random import derive_seed
+from lightning_ptdp.surroundings import Context, Forward, Surrounding
 from lightning_ptdp.tensor_parallel.region import is_whole
 
 __all__ = ["Randomness", "SplitRandomness", "give_randomness"]
@@ -36,21 +38,27 @@ class Randomness(Protocol):
         """What follows is the same on all members again."""
 
 
-class SplitRandomness:
+class SplitRandomness(Surrounding):
     """Switches torch's generators between the group's stream and this member's own.
 
     Args:
         rank: Place in the tensor group.
         device: Whose generator is switched besides the CPU's.
+        blocks: Name of the container of blocks in which, and only there, the sequence is split; None: no sequence parallelism.
     """
 
-    def __init__(self, *, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, *, rank: int, device: torch.device, blocks: str | None = None) -> None:
+        self._rank, self._device, self._blocks = rank, device, blocks
         self._shared: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
-    def begin(self) -> None:
-        """A step begins, on the shared stream."""
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        """Follow where the module enters and leaves what is split."""
+        return give_randomness(module, self, blocks=None if self._blocks is None else module.get_submodule(self._blocks))
+
+    def around(self, forward: Forward) -> Context:
+        """A step begins on the shared stream."""
         self._shared = None
+        return contextlib.nullcontext()
 
     @untraced
     def enter(self) -> None:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_ptdp.context_parallel import AttentionKind, ContextParallel, ContextParallelError
+from lightning_ptdp.context_parallel import AttentionKind, ContextForward, ContextParallel, ContextParallelError
+from lightning_ptdp.surroundings import Forward, Surroundings
 from tests.context_parallel.models import VOCABULARY, Encoder, Toy, local_causal_mask
 from tests.context_parallel.toy import assert_close, context_group, own
 from tests.pool import Pool
@@ -40,16 +41,19 @@ def spread(
     torch.manual_seed(0)
     model, reference = make().double(), make().double()
     reference.load_state_dict(model.state_dict())
-    context = ContextParallel(group=group, **options)
+    surroundings = Surroundings([ContextParallel(group=group, **options)])
+    surroundings.attach(model)
     if isinstance(model, Toy) and isinstance(reference, Toy) and model.recompute == "ours":
-        model.recompute, reference.recompute = {"use_reentrant": False, "context_fn": context.recomputation}, None
+        model.recompute, reference.recompute = {"use_reentrant": False, "context_fn": surroundings.recomputation}, None
     expected = step(reference, batch)
     valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     upstream = torch.randn(expected.shape, dtype=expected.dtype) * valid[..., None]
     expected.backward(upstream)
-    with context.forward(model, batch) as running:
+    running = Forward(hook="training_step", whole=batch)
+    with surroundings.around(running):
         got = step(model, running.batch)
-    assert running.attention_calls == 2
+    assert isinstance(running.part, ContextForward)
+    assert running.part.attention_calls == 2
     got.backward(own(upstream, 1, group))
     seen = own(valid, 1, group)
     assert_close(got.detach()[seen], own(expected.detach(), 1, group)[seen])
@@ -285,25 +289,17 @@ def test_a_recomputation_that_cannot_be_intercepted_is_not_silent(pool: Pool, ki
 # ---- the context ----------------------------------------------------------------------------------------------------------------
 
 
-class Leave(BaseException):
-    """How a pipeline stage leaves its step."""
-
-
 def _leaving(rank: int) -> None:
     group = context_group(rank)
     context, model, batch = ContextParallel(group=group), Toy(), make_batch()
-    with pytest.raises(Leave), context.forward(model, batch) as running:  # noqa: PT012
-        model(running.batch["input_ids"])
-        raise Leave
     with pytest.raises(ContextParallelError, match="no attention"), context.forward(model, batch):
-        raise Leave
+        model.tokens(batch["input_ids"])
     model.forward = lambda ids, position_ids: position_ids  # type: ignore[method-assign]
     with context.forward(model, batch, expects_attention=False) as running:
         places = model(running.batch["input_ids"])
     assert places.tolist() == [[0, 1, 2, 3, 12, 13, 14, 15] if rank == 0 else [*range(4, 12)]]
     with pytest.raises(RuntimeError, match="mine"), context.forward(model, batch):
         raise RuntimeError("mine")
-    assert context.recomputation()[1].__class__.__name__ == "nullcontext"
     assert not model._forward_pre_hooks
     q = torch.randn(1, 2, 4, 8)
     assert_close(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))

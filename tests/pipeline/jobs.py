@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_ptdp.surroundings import Forward
+
 
 class SumJob:
     """The sum of squares of a model's output over microbatches of different shapes."""
@@ -17,12 +19,16 @@ class SumJob:
     def signature(self, microbatch: int) -> Any:
         return self.training, tuple(self.batches[microbatch].shape)
 
-    def forward(self, stage: int, microbatch: int) -> Tensor:
-        return self.model(self.batches[microbatch])
+    def begin(self, stage: int, microbatch: int) -> Forward:
+        hook = "training_step" if self.training else "validation_step"
+        return Forward(hook=hook, stage=stage, microbatch=microbatch, whole=self.batches[microbatch])
 
-    def finish(self, microbatch: int, output: Tensor) -> Tensor | None:
+    def forward(self, forward: Forward) -> Tensor:
+        return self.model(forward.batch)
+
+    def finish(self, forward: Forward, output: Tensor) -> Tensor | None:
         loss = output.square().sum()
-        self.losses[microbatch] = loss.item()
+        self.losses[forward.microbatch] = loss.item()
         return loss if self.training else None
 
     def before_last_gradients(self, stage: int, awaited: Any) -> None:

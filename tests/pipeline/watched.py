@@ -23,6 +23,7 @@ from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, WholeModel
 from lightning_ptdp.recompute import apply_recomputation
+from lightning_ptdp.surroundings import Forward, Surroundings
 from lightning_ptdp.weight_gradients import WeightGradients
 from tests.pipeline.grid import TIED, Block, Gradients, Microbatch, make_net, uneven_ranges
 
@@ -148,15 +149,19 @@ class WatchedJob:
     def signature(self, microbatch: int) -> Hashable:
         return self.training, tuple(self._batch[microbatch].ids.shape)
 
-    def forward(self, stage: int, microbatch: int) -> Tensor:
-        self._look()
-        self._rank.census.unit = stage, microbatch
-        self.outcome.computed.append(f"F{stage}.{microbatch}")
-        return self._rank.net(self._batch[microbatch].ids, self._batch[microbatch].labels)
+    def begin(self, stage: int, microbatch: int) -> Forward:
+        hook = "training_step" if self.training else "validation_step"
+        return Forward(hook=hook, stage=stage, microbatch=microbatch, whole=self._batch[microbatch])
 
-    def finish(self, microbatch: int, output: Tensor) -> Tensor | None:
-        self.outcome.losses[microbatch] = output.item()
-        return output * self._batch[microbatch].share if self.training else None
+    def forward(self, forward: Forward) -> Tensor:
+        self._look()
+        self._rank.census.unit = forward.stage, forward.microbatch
+        self.outcome.computed.append(f"F{forward.stage}.{forward.microbatch}")
+        return self._rank.net(forward.batch.ids, forward.batch.labels)
+
+    def finish(self, forward: Forward, output: Tensor) -> Tensor | None:
+        self.outcome.losses[forward.microbatch] = output.item()
+        return output * forward.whole.share if self.training else None
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
         self._look()
@@ -230,19 +235,20 @@ class Rank:
             self.transport = WatchedTransport(mesh=mesh, device=torch.device("cpu"))
         self.names = {id(p): TIED.get(name, name) for name, p in self.net.named_parameters()}
         self.store = WatchedStore(self.names)
+        surroundings = Surroundings([self.store])
         apply_recomputation(
             self.net,
             policy=recompute,
             blocks="blocks",
             ranges=ranges,
             selective=("blocks.*.core",),
-            context_fn=self.store.recomputation,
+            surroundings=surroundings,
         )
         for block in self.net.blocks:
             if isinstance(block, Block):
                 block.core.census = self.census
         self.runtime = PipelineRuntime(
-            cut=self.cut, transport=self.transport, rank=self.rank, ranks=tuple(range(p)), weight_gradients=self.store
+            cut=self.cut, transport=self.transport, rank=self.rank, ranks=tuple(range(p)), surroundings=surroundings
         )
 
     def parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:

@@ -22,7 +22,7 @@ from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parallelize import layer_ranges, parts_of
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.recompute import check_recomputation
-from lightning_ptdp.strategy.context import check_context_parallel
+from lightning_ptdp.strategy.surroundings import check_surroundings
 from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, check_captured
 
 __all__ = ["CUT_MARK", "check_model", "on_meta", "plan_of", "warn_of_batch_norm"]
@@ -91,7 +91,7 @@ def check_model(
     if layout.tensor_parallel_size > 1:
         _check_hooks(whole, plan.resolve(whole))
         check_captured(whole, sequence_parallel=layout.sequence_parallel)
-    check_context_parallel(whole, config)
+    check_surroundings(whole, config)
     blocks: Blocks | None = plan.blocks
     ranges: tuple[tuple[int, int], ...] = ()
     if layout.pipeline_parallel_size > 1:

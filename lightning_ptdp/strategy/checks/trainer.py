@@ -101,7 +101,7 @@ def _check_backward(asked: Asked) -> None:
 
 def _check_iterators(asked: Asked) -> None:
     hooks = ["training_step"] if asked.fits and asked.config.runs_backward else []
-    if asked.layout.pipeline_parallel_size * asked.layout.context_parallel_size > 1:
+    if asked.config.cuts_forward:
         hooks += ["validation_step", "test_step", "predict_step"]
     for hook in hooks:
         step = getattr(asked.module, hook)

@@ -1,0 +1,79 @@
+"""Batches and outputs: nested mappings, sequences and dataclasses of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["batch_size", "iterate_tensors", "map_named", "map_tensors", "named_tensors"]
+
+
+def map_named(
+    value: Any, function: Callable[[str, Tensor], Any], on_list: Callable[[Any], Any] | None = None, *, name: str = ""
+) -> Any:
+    """Rebuild it with ``function`` applied to the tensors, each known by the innermost key or field above it.
+
+    Args:
+        value: What is rebuilt.
+        function: Applied to the name and the tensor.
+        on_list: Applied to lists and tuples without tensors and further nesting, if given.
+        name: Of what is above ``value``.
+    """
+    if isinstance(value, Tensor):
+        return function(name, value)
+    if isinstance(value, Mapping):
+        items = {key: map_named(item, function, on_list, name=str(key)) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        pairs = zip(value._fields, value, strict=True)
+        return type(value)(*(map_named(item, function, on_list, name=field) for field, item in pairs))
+    if isinstance(value, (list, tuple)):
+        if on_list is not None and value and not any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value):
+            return on_list(value)
+        return type(value)(map_named(item, function, on_list, name=name) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{f: map_named(getattr(value, f), function, on_list, name=f) for f in fields})
+    return value
+
+
+def map_tensors(value: Any, on_tensor: Callable[[Tensor], Any], on_list: Callable[[Any], Any] | None = None) -> Any:
+    """``map_named`` where names do not matter."""
+    return map_named(value, lambda _, tensor: on_tensor(tensor), on_list)
+
+
+def named_tensors(value: Any) -> list[tuple[str, Tensor]]:
+    """All tensors and their names, in a fixed order."""
+    found: list[tuple[str, Tensor]] = []
+
+    def keep(name: str, tensor: Tensor) -> Tensor:
+        found.append((name, tensor))
+        return tensor
+
+    map_named(value, keep)
+    return found
+
+
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors, in a fixed order."""
+    return (tensor for _, tensor in named_tensors(value))
+
+
+def batch_size(batch: Any) -> int:
+    """Number of samples: the first dimension that the batch's tensors share.
+
+    Raises:
+        ValueError: There is no tensor with a first dimension, or the tensors disagree (a dimension of 1 is taken as broadcast).
+    """
+    sizes = {t.size(0) for t in iterate_tensors(batch) if t.dim()}
+    sizes = sizes - {1} or sizes
+    if len(sizes) != 1:
+        found = f"tensors of first dimensions {sorted(sizes)}" if sizes else "no tensor with a first dimension"
+        raise ValueError(
+            f"the batch holds {found}; to cut it into microbatches every tensor needs the samples along dimension 0. "
+            "Change the collate function, or use pipeline_parallel_size=1 and num_microbatches=1"
+        )
+    return sizes.pop()

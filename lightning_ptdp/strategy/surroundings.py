@@ -1,0 +1,71 @@
+"""What surrounds the forwards of a rank: the list is made here, and refused where it can be seen to be impossible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.context_parallel import ContextParallel, check_heads, why_not
+from lightning_ptdp.keyed_dropout import KeyedDropout
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.pipeline.schedules import may_split_backward
+from lightning_ptdp.surroundings import Surrounding, Surroundings
+from lightning_ptdp.tensor_parallel import SplitRandomness
+from lightning_ptdp.weight_gradients import WeightGradients
+
+__all__ = ["check_surroundings", "make_surroundings"]
+
+_HEADS = ("num_heads", "num_attention_heads", "n_head")
+
+
+def make_surroundings(
+    *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, seed: int, device: torch.device
+) -> Surroundings:
+    """What surrounds the forwards of this rank, the outermost first.
+
+    The order: of torch's function modes the one that was entered last sees a call first, and what it calls itself goes to those around
+    it. Dropout by key comes last, because it must meet attention with dropout before that is spread over slices of the sequence; weight
+    gradients first, because whatever product the others put in the place of a call must be able to wait.
+    """
+    context, tensor, entries = mesh.group("context"), mesh.group("tensor"), list[Surrounding]()
+    if may_split_backward(config.schedule):
+        entries.append(WeightGradients())
+    if context.size > 1:
+        sliced = ContextParallel(
+            group=context,
+            attention=config.context_parallel_attention,
+            sequence_dims=config.sequence_dims or {},
+            needs_positions=config.context_parallel_positions,
+            sequence_parallel_size=config.tensor_parallel_size if config.sequence_parallel else 1,
+            attending=[stage for stage, (start, stop) in enumerate(parallel.ranges or [(0, 1)]) if start < stop],
+        )
+        entries.append(sliced)
+    if config.keyed_dropout:
+        entries.append(KeyedDropout(tensor=tensor, context=context, sequence_parallel=config.sequence_parallel, seed=seed))
+    elif tensor.size > 1 and (parallel.split_blocks is not None or not config.sequence_parallel):
+        entries.append(SplitRandomness(rank=tensor.rank, device=device, blocks=parallel.split_blocks))
+    return Surroundings(entries)
+
+
+def check_surroundings(model: nn.Module, config: PTDPConfig) -> None:
+    """Check what a whole, uncut model tells of its attention.
+
+    Raises:
+        ValueError: Its attention cannot be intercepted, or its heads do not divide (all-to-all attention).
+    """
+    if config.context_parallel_size == 1:
+        return
+    reason = why_not(model)
+    if reason is not None:
+        raise ValueError(
+            f"context_parallel_size={config.context_parallel_size} cannot run this model: {reason}; or use context_parallel_size=1"
+        )
+    for module in model.modules():
+        described: Any = getattr(module, "config", None)
+        heads = next((n for key in _HEADS if isinstance(n := getattr(described, key, None), int)), None)
+        if heads is not None and config.context_parallel_attention == "all_to_all":
+            check_heads(max(1, heads // config.tensor_parallel_size), config.context_parallel_size)

@@ -1,0 +1,144 @@
+"""What surrounds a forward is one list: whatever is added to it is called for every forward and its recomputation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ptdp.strategy import ptdp
+from lightning_ptdp.surroundings import Contexts, Forward, Surrounding, Surroundings
+from tests.parity import Run, fit
+from tests.pool import Pool
+
+STEPS = 2
+
+
+class Counting(Surrounding):
+    """Counts forwards by hook, stage and microbatch, and recomputed parts of them."""
+
+    def __init__(self) -> None:
+        self.forwards: Counter[tuple[str, int, int]] = Counter()
+        self.again: Counter[tuple[str, int, int]] = Counter()
+        self.attached = self.most_attached = 0
+
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        self.attached += 1
+        self.most_attached = max(self.attached, self.most_attached)
+        return self.detach
+
+    def detach(self) -> None:
+        self.attached -= 1
+
+    def around(self, forward: Forward) -> contextlib.AbstractContextManager[None]:
+        assert forward.batch["input_ids"].size(0) == forward.whole["input_ids"].size(0)
+        return self.counted(self.forwards, forward)
+
+    def recomputation(self, forward: Forward) -> Contexts | None:
+        return contextlib.nullcontext(), self.counted(self.again, forward)
+
+    @contextlib.contextmanager
+    def counted(self, counter: Counter[tuple[str, int, int]], forward: Forward) -> Iterator[None]:
+        counter[forward.hook, forward.stage, forward.microbatch] += 1
+        yield
+
+
+def _fit_counted(rank: int, run: Run) -> tuple[Any, Any, dict[str, Any]]:
+    entry, make = Counting(), ptdp.make_surroundings
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ptdp, "make_surroundings", lambda **place: Surroundings([*make(**place).entries, entry]))
+        found = fit(rank, run)
+    assert (entry.attached, entry.most_attached) == (0, 1)
+    return entry.forwards, entry.again, found
+
+
+T, P, C, M, R, S = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "num_microbatches",
+    "recompute",
+    "schedule",
+)
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int, int]] = {
+    # processes, options, microbatches of training, of evaluation, stages
+    "straight": (1, {R: "full"}, 1, 1, 1),
+    "d2": (2, {R: "full"}, 1, 1, 1),
+    "m4": (1, {M: 4, R: "full"}, 4, 1, 1),
+    "c2": (2, {C: 2, R: "full"}, 1, 1, 1),
+    "t2p2 zb_h1": (4, {T: 2, P: 2, M: 4, S: "zb_h1", R: "full"}, 4, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_entry_of_ones_own_is_called_everywhere(name: str, pool: Pool) -> None:
+    world_size, layout, trained, evaluated, stages = LAYOUTS[name]
+    run = Run(world_size=world_size, layout=layout, steps=STEPS, validate_every=STEPS, samples=8 * STEPS)
+    forwards, again = Counter[Any](), Counter[Any]()
+    for stage_forwards, stage_again, _ in pool.run(_fit_counted, world_size=world_size, args=(run,)):
+        forwards += stage_forwards
+        again += stage_again
+    ranks = world_size // stages
+    expected = Counter({("training_step", s, m): STEPS * ranks for s in range(stages) for m in range(trained)})
+    assert again == Counter({unit: count * run.layers // stages for unit, count in expected.items()})
+    # Before the training and once in it.
+    expected += Counter({("validation_step", s, m): 2 * ranks for s in range(stages) for m in range(evaluated)})
+    assert forwards == expected
+
+
+class Noting(Surrounding):
+    """Notes when it is entered and left."""
+
+    def __init__(self, name: str, noted: list[str], *, fails: bool = False) -> None:
+        self.name, self.noted, self.fails = name, noted, fails
+
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        if self.fails:
+            raise ValueError(f"{self.name} cannot run this")
+        self.noted.append(f"attach {self.name}")
+        return lambda: self.noted.append(f"detach {self.name}")
+
+    @contextlib.contextmanager
+    def around(self, forward: Forward) -> Iterator[None]:
+        self.noted.append(f"enter {self.name}")
+        try:
+            yield
+        finally:  # torch leaves a recomputation by an exception
+            self.noted.append(f"leave {self.name}")
+
+
+class Repeating(Noting):
+    """Is there in the recomputation too."""
+
+    def recomputation(self, forward: Forward) -> Contexts | None:
+        return None if forward.microbatch else (contextlib.nullcontext(), self.around(forward))
+
+
+def test_entries_are_entered_in_their_order_and_again_where_they_ask() -> None:
+    noted: list[str] = []
+    surroundings = Surroundings([Noting("a", noted), Repeating("b", noted), Repeating("c", noted)])
+    x = torch.ones(2, requires_grad=True)
+    for microbatch in range(2):
+        with surroundings.around(Forward(hook="training_step", microbatch=microbatch)):
+            y = checkpoint(torch.exp, x, use_reentrant=False, context_fn=surroundings.recomputation)
+        y.sum().backward()
+        entered, again = ["enter a", "enter b", "enter c", "leave c", "leave b", "leave a"], []
+        if not microbatch:
+            again = ["enter b", "enter c", "leave c", "leave b"]
+        assert noted == entered + again
+        noted.clear()
+    assert surroundings.recompute
+    assert not Surroundings([Noting("a", noted)]).recompute
+
+
+def test_who_was_attached_is_detached_if_another_refuses_the_model() -> None:
+    noted: list[str] = []
+    with pytest.raises(ValueError, match="b cannot run this"):
+        Surroundings([Noting("a", noted), Noting("b", noted, fails=True)]).attach(nn.Linear(1, 1))
+    assert noted == ["attach a", "detach a"]
