@@ -19,6 +19,7 @@ from _pytest.runner import runtestprotocol
 _LIMIT_S = 90.0
 _GRACE_S = 15.0  # for the others, when the first has failed
 _LOST = ("PeerError", "Connection closed by peer", "Connection reset by peer")
+_PASSED = "[XPASS(strict)]"  # what pytest says of a test that was to fail
 _OURS = "lightning_ptdp"
 
 
@@ -109,9 +110,9 @@ class Processes:
 
 
 def _importance(reports: list[Any]) -> int:
-    """Who failed by itself, before who was to fail so, who lost the others, and who passed; last another rank than 0 that failed in the
-    test's own lines, since what it looks at is often there on rank 0 only."""
-    failed = [report for report in reports if report.failed]
+    """Who failed by itself, before who was to fail so, who lost the others, and who passed, though it was to fail too; last another rank
+    than 0 that failed in the test's own lines, since what it looks at is often there on rank 0 only."""
+    failed = [report for report in reports if report.failed and not str(report.longrepr).startswith(_PASSED)]
     if not failed:
         return 1 if any(hasattr(report, "wasxfail") and report.skipped for report in reports) else 3
     crashes = [getattr(report.longrepr, "reprcrash", None) for report in failed]
