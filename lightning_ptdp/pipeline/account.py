@@ -72,6 +72,12 @@ class Account:
         ranks = ", ".join(str(rank) for rank in sorted(self.missing)[:_MOST_LINES])
         return f"{LOST}: no answer from rank {ranks}" if ranks else LOST
 
+    def is_known(self) -> bool:
+        """Whether all others that answer have named who is missed, or have ended."""
+        answering = self.heard.keys() - self.missing
+        told = all(self.heard[rank].status.is_done and self.heard[rank].status.failure != LOST for rank in answering)
+        return told and len(self.asked) == self.world_size - 1
+
     def _sentence(self, rank: int) -> str:
         until = time.monotonic() if self.store_answers else self.as_of
         heard = self.heard[rank]

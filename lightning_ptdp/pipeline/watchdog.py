@@ -197,7 +197,7 @@ class Watchdog:
         account = self._account()
         if self._progress.failure == LOST and account.missing:
             self._progress.failure = account.lost()
-            if self.publish() and self._rank == 0:
+            if self.publish() and self._rank == 0 and not account.is_known():
                 time.sleep(self._interval_s)  # the store may end with this process: let the others hear it
         return account.text()
 

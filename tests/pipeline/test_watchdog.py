@@ -19,6 +19,8 @@ from torch.distributed import HashStore
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline import Action
+from lightning_ptdp.pipeline.account import LOST, Account
+from lightning_ptdp.pipeline.bulletin import Heard
 from lightning_ptdp.pipeline.guard import Judge
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
@@ -81,6 +83,21 @@ def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
         "No answer from rank 4, which has told nothing yet",
     ]
     assert re.search(r"rank 0: failed \d\.\d s ago \(lost another rank: no answer from rank 4\)", ranks[1].explain())
+
+
+def test_rank_0_stays_until_all_that_answer_know_who_is_missed() -> None:
+    def account(failure: str, *, world_size: int = 3, ended: bool = False) -> Account:
+        told = LiveStatus()
+        told.failure, told.ended = failure, ended
+        heard = {rank: Heard(told.status() if rank == 1 else LiveStatus().status(), 0.0) for rank in (1, 2)}
+        return Account(
+            rank=0, own=LiveStatus().status(), world_size=world_size, asked=(1, 2), heard=heard, missing=frozenset({2})
+        )
+
+    named = account("").lost()
+    assert account(named).is_known() and account("ValueError: mine").is_known() and account("", ended=True).is_known()
+    assert not account("").is_known() and not account(LOST).is_known()
+    assert not account(named, world_size=4).is_known()
 
 
 def _ranks_asked(rank: int) -> list[str]:
