@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from lightning_ptdp.data_parallel.sums import Sum
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.materialize import Materializer, agree_on_values
 from lightning_ptdp.mesh import Group, ProcessMesh
@@ -22,6 +21,7 @@ from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
+from lightning_ptdp.records import ParameterRecord, Records, Sum
 from lightning_ptdp.tensor_parallel import (
     Kind,
     ParallelPlan,
@@ -34,33 +34,7 @@ from lightning_ptdp.tensor_parallel import (
     split_sequence,
 )
 
-__all__ = ["ParallelModel", "ParameterRecord", "layer_ranges", "parallelize", "parts_of"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterRecord:
-    """A local parameter's place in the whole model.
-
-    Attributes:
-        name: Global name, the first under which the uncut model registers it.
-        order: Position among the uncut model's parameters.
-        sharding: Which part of the full tensor is here, and how each axis' ranks hold it.
-        stages: Local pipeline stages that use it.
-        data_axes: The axes whose ranks read other samples or tokens, over which its gradient is a sum.
-        sums: The other groups over which its gradient, or a part of it, is a sum.
-        tied: Whether other pipeline ranks hold it too (tied weights, modules kept by every stage).
-        counted: Whether this rank is the first of those that hold it alike and read the same, and counts it in norms and totals (of pieces
-            that several hold: whichever of them ``sharding.counted`` tells).
-    """
-
-    name: str
-    order: int
-    sharding: Sharding
-    stages: tuple[int, ...]
-    data_axes: tuple[str, ...]
-    sums: tuple[Sum, ...]
-    tied: bool
-    counted: bool
+__all__ = ["ParallelModel", "layer_ranges", "parallelize", "parts_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +46,7 @@ class ParallelModel:
         parts: Where its modules stand relative to the repeated container (None without a pipeline).
         ranges: Half-open layer ranges, one a stage.
         cut: This rank's stages (None without a pipeline).
-        records: Record of every local parameter, by identity.
+        records: What is known of every local parameter.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
         notes: Remarks for the user.
         split_blocks: Dotted name of the container outside of which sequence parallelism leaves the sequence whole; None: there is
@@ -83,7 +57,7 @@ class ParallelModel:
     parts: ModelParts | None = None
     ranges: tuple[tuple[int, int], ...] = ()
     cut: PipelineCut | None = None
-    records: Mapping[nn.Parameter, ParameterRecord] = field(default_factory=dict)
+    records: Records = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     split_blocks: str | None = None
@@ -122,10 +96,11 @@ def parallelize(
         ValueError: The plan, the partition or the sizes do not fit the model.
     """
     layout = mesh.layout
-    kinds = plan.resolve(module) if layout.tensor_parallel_size > 1 else {}
-    plan.check(module, layout.tensor_parallel_size, layout.sequence_parallel, converted=True)
+    tensor, pipeline = mesh.group("tensor"), mesh.group("pipeline")
+    kinds = plan.resolve(module) if tensor.size > 1 else {}
+    plan.check(module, tensor.size, layout.sequence_parallel, converted=True)
     if layout.model_parallel_size > 1:
-        set_numbers(module, plan.numbers, tensor_parallel_size=layout.tensor_parallel_size)
+        set_numbers(module, plan.numbers, tensor_parallel_size=tensor.size)
     notes = _agree(module, device)
     original = list(module.named_parameters())
     names = {id(parameter): name for name, parameter in original}
@@ -137,10 +112,10 @@ def parallelize(
     parts: ModelParts | None = None
     ranges: tuple[tuple[int, int], ...] = ()
     cut: PipelineCut | None = None
-    if layout.pipeline_parallel_size > 1:
+    if pipeline.size > 1:
         parts = parts_of(module, plan)
         ranges = layer_ranges(module, parts=parts, layout=layout, partition=partition)
-        stages = layout.stages_of(mesh.group("pipeline").rank)
+        stages = layout.stages_of(pipeline.rank)
         cut = PipelineCut(module, parts=parts, ranges=ranges, stages=stages, collects=plan.collects)
     module_stages = (
         cut.module_stages
@@ -149,9 +124,9 @@ def parallelize(
     )
 
     shardings = _build_local(module, plan, kinds, materialize, names, users, mesh)
-    if layout.tensor_parallel_size > 1:
+    if tensor.size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
-    copies = {c for kind in kinds.values() for c in kind.copies(layout.tensor_parallel_size)}
+    copies = {c for kind in kinds.values() for c in kind.copies(tensor.size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
     records = _records(module, shardings, names, order, users, module_stages, mesh, copy_groups)
     padded = {name for name, kind in kinds.items() if kind.pads}
@@ -159,9 +134,9 @@ def parallelize(
     kept = parts.everywhere if parts is not None else ()
     notes = (
         *notes,
-        *_padding_notes(split, layout.tensor_parallel_size),
+        *_padding_notes(split, tensor.size),
         *map(_kept_note, kept),
-        *_whole_notes(records.values(), layout.tensor_parallel_size),
+        *_whole_notes(records.values(), tensor.size),
     )
     return ParallelModel(
         module=module,

@@ -96,7 +96,7 @@ def _schedule(summary: StrategySummary) -> str:
         assert summary.micro_batch_size is not None
         return f"{summary.schedule}, microbatches of {_count(summary.micro_batch_size, 'sample', 'samples')}"
     text = f"{summary.schedule}, {_count(summary.num_microbatches, 'microbatch', 'microbatches')}"
-    if summary.layout.pipeline_parallel_size > 1 and summary.bubble is not None:
+    if summary.stages and summary.bubble is not None:
         text += f", expected bubble {100 * summary.bubble:.1f} %"
     return text
 
@@ -110,7 +110,7 @@ def _parameters(summary: StrategySummary) -> list[list[str]]:
 
 def _ranks_of(layout: ParallelLayout, pipeline_rank: int) -> str:
     """Global ranks of all replicas that hold a stage of this pipeline rank; pipeline is the outermost axis."""
-    width = layout.world_size // layout.pipeline_parallel_size
+    width = layout.world_size // layout.size("pipeline")
     first = pipeline_rank * width
     return str(first) if width == 1 else f"{first}-{first + width - 1}"
 

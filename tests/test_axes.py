@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 
+import lightning_ptdp
 from lightning_ptdp.layout import AXES, Axis, ParallelLayout
 from lightning_ptdp.option_types import Size
 from lightning_ptdp.strategy import PTDPStrategy
@@ -81,3 +84,18 @@ def test_an_axis_of_ones_own(kind: type[ParallelLayout], world_size: int, option
     assert min(expected["norms"]) > 0.05, "the clipping threshold must bite"
     for found in pool.run(_fit, world_size=world_size, args=(kind, run)):
         assert_same(found, expected)
+
+
+ROOMS = ("tensor_parallel", "context_parallel", "pipeline", "placement.py", "batch_size.py")
+CONFIGURATION = ("layout.py", "config.py", "parallelize.py", "strategy", "cli", "planner", "models", "data")
+
+
+def test_nobody_else_asks_for_the_degree_of_an_axis() -> None:
+    package, degrees = Path(lightning_ptdp.__file__).parent, {f"{axis.name}_parallel_size" for axis in AXES}
+    for file in package.rglob("*.py"):
+        if file.relative_to(package).parts[0] not in (*ROOMS, *CONFIGURATION):
+            nodes = ast.walk(ast.parse(file.read_text()))
+            named = {
+                n.attr if isinstance(n, ast.Attribute) else n.arg for n in nodes if isinstance(n, ast.Attribute | ast.keyword)
+            }
+            assert not named & degrees, file

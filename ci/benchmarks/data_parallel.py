@@ -141,7 +141,6 @@ class Waits:
                 self.left.append(least(time.perf_counter() - start))
                 dist.barrier()
                 start = time.perf_counter()
-                buckets.reduce_all()
                 finish(buckets)
                 self.alone.append(least(time.perf_counter() - start))
 

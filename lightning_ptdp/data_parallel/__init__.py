@@ -1,7 +1,9 @@
 """Replicas: flat buckets of gradients reduced during the backward, optimizers stepped in shards, and the norm over all ranks."""
 
+from lightning_ptdp.data_parallel.arrivals import overlaps_gather
 from lightning_ptdp.data_parallel.buckets import HALF, BucketEntry, GradientBuckets
 from lightning_ptdp.data_parallel.elementwise import check_elementwise
+from lightning_ptdp.data_parallel.gradients import Gradients
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.norm import global_norm
 from lightning_ptdp.data_parallel.reduction import Reduction
@@ -13,10 +15,12 @@ __all__ = [
     "BucketEntry",
     "FlatSharding",
     "GradientBuckets",
+    "Gradients",
     "LooseGradients",
     "Reduction",
     "Stepped",
     "SteppedParameters",
     "check_elementwise",
     "global_norm",
+    "overlaps_gather",
 ]

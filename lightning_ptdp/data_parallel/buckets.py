@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from lightning_ptdp._torch import set_gradient_dtype
 from lightning_ptdp.data_parallel.reduction import Pending, Reduction
 from lightning_ptdp.data_parallel.shards import Shard
-from lightning_ptdp.data_parallel.sums import Sum, add_up
+from lightning_ptdp.data_parallel.sums import add_up
 from lightning_ptdp.mesh import Group
+from lightning_ptdp.records import Sum
 
 __all__ = ["HALF", "Bucket", "BucketEntry", "GradientBuckets"]
 
@@ -183,20 +184,15 @@ class GradientBuckets:
             self._launch(bucket)
         self._armed.discard(chunk)
 
-    def reduce_all(self) -> None:
-        """Start the reductions of all chunks, for gradients that were complete before; ``finish`` does those without a chunk."""
-        for chunk in self._buckets:
-            if chunk is not None:
-                self.reduce(chunk)
-
     def finish(self, scale: Tensor | float | None = None) -> None:
-        """Wait for the reductions, add up what other groups hold, and scale.
-
-        Every chunk's ``reduce`` must have been called; that of the parameters without a chunk is started here.
-        """
-        self.reduce(None)
+        """Start the reductions that have not been, wait for all, add up what other groups hold, and scale."""
+        for chunk, buckets in self._buckets.items():
+            if not all(bucket.launched for bucket in buckets):
+                self.reduce(chunk)
         self._started.clear()
+        self._armed.clear()
         for bucket in self.buckets():
+            bucket.launched = False
             if bucket.reducing is not None:
                 bucket.reducing.wait()
                 bucket.reducing = None
@@ -247,6 +243,10 @@ class GradientBuckets:
         self.park()
         for entry in self.entries:
             set_gradient_dtype(entry.parameter, entry.parameter.dtype)
+
+    def local(self) -> Iterator[Tensor]:
+        """What there is of gradients, in few tensors."""
+        yield from (bucket.buffer for bucket in self.buckets())
 
     def buckets(self) -> Iterator[Bucket]:
         """All buckets, in backward order within each chunk."""

@@ -5,7 +5,7 @@ Autograd then hands over the first microbatch's gradients as they are, where a b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ __all__ = ["LooseGradients"]
 
 @dataclass(eq=False)
 class LooseGradients:
-    """The interface of ``GradientBuckets`` for a single replica.
+    """All gradients of one rank of a single replica, whose backward nobody needs to be told of.
 
     Args:
         entries: Parameters in forward order, which on all ranks that sum some of them must be the same.
@@ -66,18 +66,6 @@ class LooseGradients:
         for entry in self.entries:
             entry.parameter.grad = None
 
-    def arm(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
-        """Nothing is reduced over replicas."""
-
-    def complete(self, parameter: Tensor) -> None:
-        """Nothing is reduced over replicas."""
-
-    def reduce(self, chunk: int | None) -> None:
-        """Nothing is reduced over replicas."""
-
-    def reduce_all(self) -> None:
-        """Nothing is reduced over replicas."""
-
     def finish(self, scale: float | None = None) -> None:
         """Add up what is a sum over other ranks, and scale."""
         summed = [(entry.parameter, entry.sums) for entry in self.entries if entry.sums]
@@ -109,6 +97,10 @@ class LooseGradients:
     def has_stash(self) -> bool:
         """Whether gradients have been moved aside."""
         return bool(self._stash)
+
+    def local(self) -> Iterator[Tensor]:
+        """What there is of gradients."""
+        yield from (entry.parameter.grad for entry in self.entries if entry.parameter.grad is not None)
 
     def close(self) -> None:
         """Detach from the parameters."""

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from lightning_ptdp.data_parallel.buckets import HALF, Bucket, GradientBuckets
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.reduction import Pending
-from lightning_ptdp.data_parallel.shards import Shard
+from lightning_ptdp.data_parallel.shards import FlatSharding, Shard
+from lightning_ptdp.tensor_parallel.sharding import Sharding
 
 __all__ = ["Stepped", "SteppedParameters"]
 
@@ -46,6 +47,10 @@ class Stepped:
     target: Tensor | None = None
     bucket_gradient: Tensor | None = None
     counts: bool = True
+
+    def placed(self, whole: Sharding) -> Sharding | FlatSharding:
+        """How ``value`` sits in the full parameter, where the parameter sits as ``whole`` says."""
+        return whole if self.shard is None else FlatSharding(whole=whole, shard=self.shard)
 
 
 class SteppedParameters:

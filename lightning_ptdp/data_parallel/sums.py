@@ -14,10 +14,7 @@ from torch import Tensor
 
 from lightning_ptdp.mesh import Group
 
-__all__ = ["Sum", "add_up"]
-
-Sum = tuple[tuple[slice, ...], Group]
-"""Where in a parameter (``()``: everywhere) the gradient is a sum, and over whom."""
+__all__ = ["add_up"]
 
 
 def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import Gradients
 from lightning_ptdp.engine.agreement import check_same_batch, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.evaluations import check_evaluates_again, counted_evaluations, may_evaluate_again
-from lightning_ptdp.engine.gradient_keeper import GradientKeeper
-from lightning_ptdp.engine.gradients import check_held, check_recorded
+from lightning_ptdp.engine.gradient_checks import GradientChecks, check_held, check_recorded
 from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens, sum_over_replicas
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, weigh_over_replicas, weigh_recorded
@@ -75,11 +75,10 @@ class Engine:
         self.observers = Observers([watchdog])
         transport = None
         if pipeline.size > 1:
-            layout = mesh.layout
             transport = Transport(
                 mesh=mesh,
                 device=device,
-                scatter=config.scatter_gather and layout.tensor_parallel_size > 1 and not layout.sequence_parallel,
+                scatter=config.scatter_gather and mesh.group("tensor").size > 1 and not config.sequence_parallel,
                 waiting=self.observers.waiting,
                 explain=watchdog.explain,
             )
@@ -94,9 +93,11 @@ class Engine:
         )
         self._memory = ReportMemory()
         self._owners, self._metrics = find_owners(module), BatchMetrics(module, mesh.group("context"))
-        self.gradients = GradientKeeper(
-            module=module, config=config, mesh=mesh, parallel=parallel, observers=self.observers, device=device
+        self.gradients = Gradients(
+            module=module, config=config, mesh=mesh, records=parallel.records, launched=self.observers.reducing, device=device
         )
+        self._checks: GradientChecks | None = None
+        self._losses: Sequence[Tensor] = []  # of the last batch's microbatches, on the rank that has them
         self._factor: float | Tensor = 1.0
         self._compared = False
         self._replicas_in_step = mesh.group("replicas").size > 1
@@ -109,11 +110,14 @@ class Engine:
             ValueError: The module has trainable parameters that were not there when it was cut, or the optimizer one that it has not;
                 names them. Or the optimizer needs more than a rank has.
         """
-        check_recorded(self._module, self._parallel)
+        check_recorded(self._module, self._parallel.records)
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
         if apart:
-            check_held(optimizer, self._parallel)
-        self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps)
+            check_held(optimizer, self._parallel.records)
+        if self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps):
+            self._checks = GradientChecks(action=self._config.check_finite, mesh=self._mesh, gradients=self.gradients)
+            if self._config.check_finite is not None:
+                self.observers.add(self._checks)
         if isinstance(optimizer, torch.optim.LBFGS):
             self._check_evaluates_again(optimizer)
 
@@ -134,6 +138,11 @@ class Engine:
         if self._mesh.group("replica_sum").size == 1:
             return loss
         return loss * self._factor if isinstance(self._factor, float) else counted_loss(loss, self._factor) * self._factor
+
+    def check_gradients(self, optimizer: Any, *, scaled: bool) -> None:
+        """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
+        if self._checks is not None and not self.gradients.accumulates:
+            self._checks.complete(optimizer, losses=self._losses, norm=None if scaled else self.gradients.norm)
 
     def close(self) -> None:
         """Detach from the module."""
@@ -160,8 +169,6 @@ class Engine:
 
     def _scheduled_training_step(self, context: Context, args: Sequence[Any], loss_scale: float) -> Any:
         buckets, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
-        # Batches that weigh their tokens differently are scaled one by one, so their gradients cannot be reduced while they grow.
-        reduces = not self.gradients.accumulates and not buckets.has_stash
         job = self._job(
             "training_step",
             context,
@@ -169,14 +176,14 @@ class Engine:
             buckets=buckets,
             scale=1 / (windows * self._mesh.group("replica_sum").size),
             loss_scale=loss_scale,
-            reduce_gradients=reduces,
+            reduce_gradients=self.gradients.reduces,
             may_skip=self._mesh.layout.world_size == 1,
         )
         report = self._run(job, "training_step")
-        self.gradients.losses = job.losses
+        self._losses = job.losses
         scale = 1 / (report.weight * windows) if report.counted and report.weight else None
         self._factor = 1 / self._mesh.group("replica_sum").size
-        self.gradients.settle(reduced=reduces, counted=report.counted, scale=scale)
+        self.gradients.finish(counted=report.counted, scale=scale)
         if job.skipped:
             self.gradients.install()  # Lightning will not run the backward; those of the batches before stay
             return None
@@ -221,7 +228,7 @@ class Engine:
             tokens = num_tokens(output)
         elif weighs or self._config.check_finite is not None:
             loss, tokens = loss_and_weight(output)
-            self.gradients.losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
+            self._losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
             self._factor = 1 / group.size
         if weighs and tokens is not None:
             tokens = torch.as_tensor(tokens, dtype=torch.float32, device=self._device)

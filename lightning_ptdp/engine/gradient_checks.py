@@ -7,21 +7,22 @@ gradient of the step turns out not to be finite: no microbatch waits for the dev
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.agreement import gather
-from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients, SteppedParameters
+from lightning_ptdp.config import FiniteAction
+from lightning_ptdp.data_parallel import Gradients
 from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
+from lightning_ptdp.records import Records
 
-__all__ = ["GradientChecks", "NonFiniteError"]
+__all__ = ["GradientChecks", "NonFiniteError", "check_held", "check_recorded"]
 
 _SHOWN = 5
 
@@ -34,25 +35,13 @@ class GradientChecks:
     """Observes the actions of a step, and judges its gradients.
 
     Args:
-        config: The strategy's options.
+        action: What to do with a step that is not finite.
         mesh: This rank's place.
-        parallel: Names of the parameters.
         gradients: This rank's.
-        stepped: What the optimizer steps on, if not the parameters.
     """
 
-    def __init__(
-        self,
-        *,
-        config: PTDPConfig,
-        mesh: ProcessMesh,
-        parallel: ParallelModel,
-        gradients: GradientBuckets | LooseGradients,
-        stepped: SteppedParameters | None,
-    ) -> None:
-        self._action, self._mesh, self._parallel = config.check_finite, mesh, parallel
-        self._gradients, self._stepped = gradients, stepped
-        self._trainable = {parameter for parameter in parallel.records if parameter.requires_grad}
+    def __init__(self, *, action: FiniteAction | None, mesh: ProcessMesh, gradients: Gradients) -> None:
+        self._action, self._mesh, self._gradients = action, mesh, gradients
         self._notes: list[tuple[int, Tensor]] = []
         self._mixed = self._told = False
 
@@ -74,7 +63,7 @@ class GradientChecks:
             return
         assert action.microbatch is not None
         with torch.no_grad():
-            sums = [gradient.sum(dtype=torch.float32) for gradient in self._local()]
+            sums = [gradient.sum(dtype=torch.float32) for gradient in self._gradients.local()]
             if sums:
                 self._notes.append((action.microbatch, torch.stack(sums).sum()))
 
@@ -86,28 +75,6 @@ class GradientChecks:
         """Nothing to note."""
 
     # ---- what it says -------------------------------------------------------------------------------------------------
-
-    def changed_trainable(self) -> list[nn.Parameter]:
-        """Parameters that have been frozen, or are to be trained, since the gradients were laid out."""
-        return [parameter for parameter in self._parallel.records if parameter.requires_grad != (parameter in self._trainable)]
-
-    def refuse_change(self, parameter: nn.Parameter, *, accumulating: bool) -> NoReturn:
-        """Say that nothing can follow the change.
-
-        Raises:
-            ValueError: Names the parameter and what works.
-        """
-        name = self._parallel.records[parameter].name
-        if accumulating:
-            raise ValueError(
-                f"requires_grad of '{name}' has become {parameter.requires_grad} since the batches began whose gradients are accumulated: "
-                "change it when an optimizer step is complete"
-            )
-        raise ValueError(
-            f"requires_grad of '{name}' has become {parameter.requires_grad} since set-up, but the optimizer steps on shards or float32 "
-            "copies of what could be trained then; set it before fit, call fit again after it, or use shard_optimizer=False and "
-            "precision='32-true' or 'bf16-mixed' (or master_weights=False)"
-        )
 
     def complete(self, optimizer: Any, *, losses: Sequence[Tensor], norm: Callable[[], Tensor] | None) -> None:
         """The gradients of a step are complete.
@@ -144,7 +111,9 @@ class GradientChecks:
         """The first of everything that is not finite; collective over the world."""
         loss = next((index for index, value in enumerate(losses) if not value.isfinite()), None)
         backward = next((index for index, value in self._notes if not value.isfinite()), None)
-        gradient = min(((order, name) for order, name, value in self._named() if not value.isfinite().all()), default=None)
+        gradient = min(
+            ((order, name) for order, name, value in self._gradients.named() if not value.isfinite().all()), default=None
+        )
         ranks = gather((loss, backward, gradient))
         names = [found[2] for found in ranks if found[2] is not None]
         what = f"the gradient of '{min(names)[1]}', the first such parameter, is" if names else "a loss is"
@@ -156,7 +125,7 @@ class GradientChecks:
 
     def _warn_of_unused(self) -> None:
         replicas, tensor = self._mesh.group("replica_sum"), self._mesh.group("tensor")
-        names = sorted(self._parallel.records[parameter].name for parameter in self._gradients.unused())
+        names = self._gradients.unused()
         if names and replicas.rank == 0 and tensor.rank == 0:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             warnings.warn(
@@ -165,17 +134,32 @@ class GradientChecks:
                 stacklevel=2,
             )
 
-    def _local(self) -> Iterator[Tensor]:
-        if isinstance(self._gradients, GradientBuckets):
-            yield from (bucket.buffer for bucket in self._gradients.buckets())
-        else:
-            yield from (parameter.grad for parameter in self._parallel.records if parameter.grad is not None)
 
-    def _named(self) -> Iterator[tuple[int, str, Tensor]]:
-        pairs = [(parameter, parameter.grad) for parameter in self._parallel.records]
-        if self._stepped is not None:
-            pairs = [(entry.parameter, entry.value.grad) for entry in self._stepped.entries]
-        for parameter, gradient in pairs:
-            record = self._parallel.records[parameter]
-            if gradient is not None:
-                yield record.order, record.name, gradient
+def check_recorded(module: nn.Module, records: Records) -> None:
+    """Check that every trainable parameter is one that was laid out over the ranks.
+
+    Raises:
+        ValueError: Some are not; names them.
+    """
+    unknown = [name for name, p in module.named_parameters() if p.requires_grad and p not in records]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced after the model was laid out over the "
+            "ranks, so nothing would sum or save it. Make parameters in __init__ or configure_model, before the optimizer"
+        )
+
+
+def check_held(optimizer: Optimizer, records: Records) -> None:
+    """Check that what the optimizer steps on was laid out over the ranks.
+
+    Raises:
+        ValueError: A parameter of it was not, so that it would never change, or change differently on each replica.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    unknown = next((parameter for parameter in held if parameter not in records), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds a parameter of shape {tuple(unknown.shape)} that is not in the model which this rank "
+            "trains: make the optimizer in configure_optimizers, from self.parameters(), and not before fit. A loss with parameters has "
+            "to be an attribute of the LightningModule"
+        )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.data_parallel import GradientBuckets, LooseGradients
+from lightning_ptdp.data_parallel import GradientBuckets
 from lightning_ptdp.engine.batch import merge_outputs, signature
 from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
@@ -74,7 +74,7 @@ class LightningJob:
         step: Tells training steps apart.
         seed: What random numbers depend on: (run, hook, step, replica).
         device: Where the model is.
-        buckets: Where gradients go; None when not training.
+        buckets: Who is told when gradients are complete, if anybody is.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduce_gradients: Whether this step completes an optimizer step.
@@ -100,7 +100,7 @@ class LightningJob:
         step: int,
         seed: tuple[object, ...],
         device: torch.device,
-        buckets: GradientBuckets | LooseGradients | None = None,
+        buckets: GradientBuckets | None = None,
         scale: float = 1.0,
         loss_scale: float = 1.0,
         reduce_gradients: bool = False,

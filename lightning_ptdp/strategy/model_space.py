@@ -14,7 +14,6 @@ from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Stepped
 from lightning_ptdp.engine import Engine
-from lightning_ptdp.engine.gradients import sharding_of
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces
@@ -36,7 +35,7 @@ class ModelSpace(WorldCollectives):
     @property
     def ranks_hold_all(self) -> bool:
         """Whether every rank has all of the model's parameters: neither tensor nor pipeline parallelism cuts it."""
-        return self.config.tensor_parallel_size == self.config.pipeline_parallel_size == 1
+        return self.layout.size("shards") == 1
 
     @property
     def _is_cut_here(self) -> bool:
@@ -50,8 +49,8 @@ class ModelSpace(WorldCollectives):
         for stepped in self._adopted or ():
             if stepped.parameter not in self.parallel.records:
                 continue  # of another module, which was trained before
-            name = names[stepped.value] = self.parallel.records[stepped.parameter].name
-            shardings[name] = sharding_of(stepped, self.parallel)
+            record = self.parallel.records[stepped.parameter]
+            names[stepped.value], shardings[record.name] = record.name, stepped.placed(record.sharding)
         return names, shardings
 
     def gather_state_dict(self) -> dict[str, Tensor]:

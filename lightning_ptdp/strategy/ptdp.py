@@ -18,9 +18,8 @@ from torch import Tensor
 from lightning_ptdp._lightning import LightningNames, lightning_names
 from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import check_elementwise
+from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
-from lightning_ptdp.engine.arrivals import overlaps_gather
 from lightning_ptdp.materialize import awaits_values
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel, parallelize

@@ -67,12 +67,12 @@ class ScheduledSteps(WorldCollectives):
             self._engine.gradients.install()
         else:
             closure_loss = plugin.pre_backward(self._engine.scaled(closure_loss), module)
-            with self._during("step"), self._engine.gradients.reducing():
+            with self._during("step"), self._engine.gradients.reduce():
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         # Behind the sums over the replicas: on_after_backward sees the gradients that the optimizer will.
         output = plugin.post_backward(closure_loss, module)
         with self._during("checking the gradients of step"):
-            self._engine.gradients.check(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
+            self._engine.check_gradients(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
         return output
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

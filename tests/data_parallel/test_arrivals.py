@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCallback, LearningRateMonitor
 
 from lightning_ptdp._lightning import lightning_names
-from lightning_ptdp.engine.arrivals import overlaps_gather
+from lightning_ptdp.data_parallel import overlaps_gather
 from tests.conformance.toys import LitNet, Place, make_trainer
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ptdp._lightning import LightningNames
-from lightning_ptdp.data_parallel import SteppedParameters
+from lightning_ptdp.data_parallel.stepped import SteppedParameters
 
 __all__ = ["Arrivals", "overlaps_gather"]
 

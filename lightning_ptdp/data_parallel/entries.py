@@ -1,0 +1,77 @@
+"""Which gradients a rank keeps, how they are summed, and what the optimizer steps on: from the records and the options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel.buckets import HALF, BucketEntry, GradientBuckets
+from lightning_ptdp.data_parallel.loose import LooseGradients
+from lightning_ptdp.data_parallel.reduction import Reduction
+from lightning_ptdp.data_parallel.stepped import SteppedParameters
+from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.records import Records
+
+__all__ = ["lay_out", "make_stepped", "needs_masters"]
+
+
+def needs_masters(config: PTDPConfig, records: Records) -> bool:
+    """Whether the optimizer shall step on float32 copies."""
+    return config.master_weights and any(p.dtype in HALF for p in records if p.requires_grad)
+
+
+def lay_out(
+    *, config: PTDPConfig, mesh: ProcessMesh, records: Records, launched: Callable[[int | None, Any], None]
+) -> GradientBuckets | LooseGradients:
+    """Buckets where something has to be summed over ranks that read something else, else gradients as autograd makes them."""
+    every = tuple(axis.name for axis in mesh.layout.axes if axis.reads != "same")  # also of a rank that has no parameter
+    wanted = sorted({every, *(record.data_axes for record in records.values())})
+    reductions = {axes: _reduction(config, mesh, axes) for axes in wanted}
+    entries = [
+        BucketEntry(
+            parameter=parameter,
+            chunk=record.stages[0] if len(record.stages) == 1 else None,
+            reduction=reductions[record.data_axes],
+            sums=record.sums,
+            tied=record.tied,
+        )
+        for parameter, record in sorted(records.items(), key=lambda item: item[1].order)
+        if parameter.requires_grad
+    ]
+    widen = config.master_weights and config.gradient_dtype == "float32"
+    if all(reduction.size == 1 for reduction in reductions.values()):
+        return LooseGradients(entries, widen=widen)
+    return GradientBuckets(
+        entries,
+        scatters=any(reduction.scatter for reduction in reductions.values()),
+        bucket_bytes=int(config.bucket_mb * 2**20),
+        widen=widen,
+        launched=launched,
+    )
+
+
+def _reduction(config: PTDPConfig, mesh: ProcessMesh, axes: tuple[str, ...]) -> Reduction:
+    inner, outer = mesh.levels(axes, config.data_parallel_replicas)
+    return Reduction(
+        inner=inner,
+        outer=outer,
+        scatter=config.shard_optimizer and inner.size > 1,
+        dtype=_dtype(config.reduce_dtype),
+        outer_dtype=_dtype(config.inter_node_reduce_dtype),
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def make_stepped(
+    gradients: GradientBuckets | LooseGradients, *, config: PTDPConfig, records: Records
+) -> SteppedParameters | None:
+    """What the optimizer steps on; None if that is the parameters."""
+    masters = needs_masters(config, records)
+    scatters = isinstance(gradients, GradientBuckets) and gradients.scatters
+    return SteppedParameters(gradients, masters=masters) if masters or scatters else None
