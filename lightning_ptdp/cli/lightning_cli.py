@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
-from lightning_ptdp import callbacks, data, loggers, models, strategy  # noqa: F401
+from lightning_ptdp import callbacks, data, loggers, strategy  # noqa: F401
 from lightning_ptdp.callbacks import (
     GradientNorm,
     InitFrom,
@@ -30,6 +30,7 @@ from lightning_ptdp.cli.config_errors import dotted, readable
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.strategy_option import keep_strategy_options
+from lightning_ptdp.models import LitBert, LitGPT  # noqa: F401
 
 __all__ = ["PTDPCLI", "parsed_values"]
 

@@ -1,5 +1,8 @@
 """Models as plain single-device PyTorch, a parallel plan beside each, and the LightningModule around them."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.bert_config import BertConfig
 from lightning_ptdp.models.bert_plan import bert_plan, check_bert_tensor_parallel
@@ -9,9 +12,11 @@ from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.models.gpt_plan import check_tensor_parallel, gpt_plan
 from lightning_ptdp.models.gpt_size import flops_per_sample, num_parameters
-from lightning_ptdp.models.lit_bert import LitBert
-from lightning_ptdp.models.lit_gpt import LitGPT
 from lightning_ptdp.models.optimization import AdamWConfig
+
+if TYPE_CHECKING:
+    from lightning_ptdp.models.lit_bert import LitBert
+    from lightning_ptdp.models.lit_gpt import LitGPT
 
 __all__ = [
     "AdamWConfig",
@@ -32,3 +37,10 @@ __all__ = [
     "num_bert_parameters",
     "num_parameters",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import Lightning only for those who ask for a name that needs it."""
+    if name in ("LitBert", "LitGPT"):
+        return getattr(import_module(f"{__name__}.lit_{name[3:].lower()}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.metrics.flops import matmul_flops_per_token, training_flops_per_token
 from lightning_ptdp.models.bert_config import BertConfig
+from lightning_ptdp.models.flops import matmul_flops_per_token, training_flops_per_token
 
 __all__ = ["bert_flops_per_sample", "num_bert_parameters"]
 
@@ -24,7 +24,7 @@ def num_bert_parameters(config: BertConfig) -> int:
 def bert_flops_per_sample(
     config: BertConfig, *, sequence_length: int | None = None, predictions: int | None = None, recompute: bool = False
 ) -> int:
-    """Operations of training on one sequence, forward and backward (see ``lightning_ptdp.metrics.flops``).
+    """Operations of training on one sequence, forward and backward (see ``lightning_ptdp.models.flops``).
 
     With ``predictions=sequence_length`` the blocks and the decoder cost what the formula of arXiv 2104.04473, section 5.1, says of a
     GPT (attention covers the full square in both); the heads' square matrices come on top.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.metrics.flops import matmul_flops_per_token, training_flops_per_token
+from lightning_ptdp.models.flops import matmul_flops_per_token, training_flops_per_token
 from lightning_ptdp.models.gpt_config import GPTConfig
 
 __all__ = ["flops_per_sample", "num_parameters"]
@@ -22,7 +22,7 @@ def num_parameters(config: GPTConfig) -> int:
 
 
 def flops_per_sample(config: GPTConfig, *, sequence_length: int | None = None, recompute: bool = False) -> int:
-    """Operations of training on one sequence, forward and backward (see ``lightning_ptdp.metrics.flops``).
+    """Operations of training on one sequence, forward and backward (see ``lightning_ptdp.models.flops``).
 
     Args:
         config: The model.

@@ -28,7 +28,7 @@ class StepTime:
         messages: Waiting for messages between stages.
         gradients: Summing gradients over the replicas, and gathering parameters, as far as nothing hides it.
         optimizer: The optimizer's step.
-        model_flops: Operations that the mathematics needs, of the whole job (metrics/flops.py).
+        model_flops: Operations that the mathematics needs, of the whole job (models/flops.py).
         hardware_flops: The same with the recomputed forward passes.
         world_size: Number of devices.
         peak: Operations a second of one device.

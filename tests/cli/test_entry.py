@@ -45,6 +45,20 @@ assert "torch" not in sys.modules and "lightning" not in sys.modules
     assert "did you mean 'gpt/nano'?" in result.stderr
 
 
+def test_what_needs_no_trainer_does_not_wait_for_lightning(tmp_path: Path) -> None:
+    code = f"""
+import sys
+import torch
+from lightning_ptdp.cli import main
+assert main(["plan", "--recipe", "gpt/nano", "--world", "2", "--device", "cpu", "--top", "1"]) == 0
+torch.save({{"weight": torch.ones(2)}}, "{tmp_path}/x.pt")
+assert main(["convert", "{tmp_path}/x.pt", "{tmp_path}/checkpoint"]) == 0
+print([name for name in ("lightning.pytorch", "torchmetrics", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself(ptdp: Run, verb: str) -> None:
     code, out, _ = ptdp(verb, "--help")
