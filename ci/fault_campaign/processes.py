@@ -6,6 +6,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -209,9 +210,11 @@ LAUNCHERS = {"torchrun": torchrun, "popen": popen, "srun": srun}
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to whoever asks for any, which may have given it away before rank 0 comes."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
+            return int(probe.getsockname()[1])
 
 
 def _rank(rank: int, world_size: int, port: int) -> dict[str, str]:
