@@ -221,7 +221,7 @@ class PTDPConfig:
 
     @property
     def cuts_forward(self) -> bool:
-        """Whether one forward is spread over stages or slices of time, so that a step is ours to run in evaluation too."""
+        """Whether one forward is split over stages or slices of time, so that a step is ours to run in evaluation too."""
         return self.pipeline_parallel_size > 1 or self.context_parallel_size > 1
 
     def microbatches(self, samples: int) -> int:

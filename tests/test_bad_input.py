@@ -234,7 +234,7 @@ def test_unknown_option_names_itself() -> None:
     ("lines", "words"),
     [
         (["F0.0,B0.0", "F1.0"], ["B1.0"]),
-        (["F0.0,B0.0,F0.1,B0.1", "F1.1,B1.1,F1.0,B1.0"], ["stand still", "F1.1 waits for F0.1"]),
+        (["F0.0,B0.0,F0.1,B0.1", "F1.1,B1.1,F1.0,B1.0"], ["deadlocks", "F1.1 waits for F0.1"]),
         (["F0.0,G0.0", "F1.0,B1.0"], ["line 1", "G0.0"]),
         (["F0.0,B0.0", "F1.0,B1.0", "F2.0,B2.0"], ["pipeline_parallel_size=3", "not 2"]),
     ],

@@ -1,4 +1,4 @@
-"""Context parallelism: one sequence spread over c ranks along time, through the whole network (arXiv 2310.01889, 2309.14509).
+"""Context parallelism: one sequence split over c ranks along time, through the whole network (arXiv 2310.01889, 2309.14509).
 
 ``ContextParallel`` is what the engine needs: it cuts a batch (``sharding.py``, ``batch.py``), puts ring or all-to-all attention in
 the place of the model's own (``ring.py``, ``all_to_all.py``, ``intercept.py``, ``masks.py``), and hands the model the positions of its

@@ -91,14 +91,14 @@ class Interceptor:
         local = self.length // self.group.size
         if query.dim() not in (3, 4):
             raise ContextParallelError(
-                f"attention on queries of shape {tuple(query.shape)} cannot be spread over context ranks: it takes (batch, heads, "
+                f"attention on queries of shape {tuple(query.shape)} cannot be split over context ranks: it takes (batch, heads, "
                 "sequence, channels)"
             )
         lengths = (query.size(-2), key.size(-2), value.size(-2))
         if lengths != (local, local, local):
             raise ContextParallelError(
                 f"attention on {lengths[0]} queries and {lengths[1]} keys, while each of {self.group.size} context ranks holds {local} "
-                f"of {self.length} tokens: only self-attention over the batch's sequence can be spread. A key/value cache, "
+                f"of {self.length} tokens: only self-attention over the batch's sequence can be split. A key/value cache, "
                 "cross-attention, or tokens that the model adds to the sequence need context_parallel_size=1"
             )
         if self.differentiates and not torch.is_grad_enabled():

@@ -38,7 +38,7 @@ def _why_not_cut(module: Any) -> str | None:
     if module.main_input_name != "input_ids":
         return f"makes its sequence from {module.main_input_name} itself; only sequences of the batch are cut along time"
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        return "has cross-attention between two sequences; only self-attention can be spread along time"
+        return "has cross-attention between two sequences; only self-attention can be split along time"
     return None
 
 

@@ -56,7 +56,7 @@ def _seen(mask: Tensor | None, heads: int | None) -> Tensor | None:
         return None
     if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != -torch.inf)).any()):
         raise ContextParallelError(
-            "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be spread over context ranks"
+            "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be split over context ranks"
         )
     seen = ~mask if mask.dtype is torch.bool else mask == 0
     return seen.unflatten(0, (-1, heads)) if heads is not None and seen.dim() == 3 else seen
@@ -75,6 +75,6 @@ def _check(given: dict[str, Any], x: Tensor) -> None:
     found = [name for name, present in unsupported.items() if present]
     if found:
         raise ContextParallelError(
-            f"nn.MultiheadAttention with {', '.join(found)} cannot be spread over context ranks; use plain self-attention, or "
+            f"nn.MultiheadAttention with {', '.join(found)} cannot be split over context ranks; use plain self-attention, or "
             "context_parallel_size=1"
         )

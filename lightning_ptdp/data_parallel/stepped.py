@@ -1,4 +1,4 @@
-"""What the optimizer steps on: the parameters themselves, float32 masters of them, or this rank's shards of either.
+"""What the optimizer steps on: the parameters themselves, float32 main parameters, or this rank's shards of either.
 
 The user's optimizer is kept, with its groups, hyperparameters and schedulers; only the tensors in its groups are exchanged, before its
 first step. A sharded one (ZeRO-1, arXiv 1910.02054, section 5.1) sees one-dimensional pieces::

@@ -1,21 +1,21 @@
 """When a rank hangs, where its waits do not say so.
 
-With gloo a wait that is too long raises an error. With NCCL a wait only queues work for the device, and the host comes to a stand still
+With gloo a wait that is too long raises an error. With NCCL a wait only queues work for the device, and the host blocks
 wherever it next reads a result, in a call of C++ that may never return; only another thread can notice. It never touches the device. It
 looks at what the main thread notes (when it began what it is in), and at what was heard of the other ranks (bulletin.py):
 
 =====================================================  ================================  ======================
 what is seen                                           with NCCL                         with gloo
 =====================================================  ================================  ======================
-another rank failed, and this one does not get on      for 10 s                          for 1.2 x the limit
+another rank failed, and this one is stuck             for 10 s                          for 1.2 x the limit
 another rank, or the store, is silent for the limit,   for the limit                     for 1.2 x the limit
-and this one does not get on
-this rank does not get on, and its main thread was in  for 1.1 x the limit               never
+and this one is stuck
+this rank is stuck, and its main thread was in         for 1.1 x the limit               never
 one single call for half of the limit
 this rank failed, and does not come to its end         for the limit                     never
 =====================================================  ================================  ======================
 
-A rank "does not get on" while it is in one action of a step, one collective or one save. Between those (the data loader, callbacks,
+A rank "is stuck" while it is in one action of a step, one collective or one save. Between those (the data loader, callbacks,
 loggers, whatever a user does on the host) it is not watched, except that with NCCL a rank that failed or fell silent ends the others
 after the limit there too. Python that runs for long, such as a compilation, is never in one single call. A process that was stopped, or a
 machine that slept, does not count the time.

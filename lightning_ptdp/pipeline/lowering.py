@@ -41,7 +41,7 @@ def lower(order: Schedule) -> Schedule:
         The same with full programs.
 
     Raises:
-        ScheduleError: An order is illegal or comes to stand still. Completeness is for ``verify_schedule``.
+        ScheduleError: An order is illegal or deadlocks. Completeness is for ``verify_schedule``.
     """
     times, ends = run_compute_order(order)
     programs = (_program(order, rank, _receives(order, rank, times, ends[rank])) for rank in range(len(order.programs)))

@@ -154,7 +154,7 @@ class Transport:
     def begin(self, schedule: Schedule) -> None:
         """A program of ``schedule`` starts.
 
-        gloo does not tell when a message has left, so there the oldest of a channel is waited for. That cannot come to a stand still,
+        gloo does not tell when a message has left, so there the oldest of a channel is waited for. That cannot deadlock,
         as long as a channel may have as many messages under way as its receiver asks for ahead of their use.
         """
         if schedule is not self._schedule and self.device.type == "cpu":

@@ -85,7 +85,7 @@ def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]
         When each computation ends, and the same by rank and position.
 
     Raises:
-        ScheduleError: An action is illegal, on the wrong rank or repeated, or the ranks come to stand still; the reason says where.
+        ScheduleError: An action is illegal, on the wrong rank or repeated, or the ranks deadlock; the reason says where.
     """
     times = UnitTimes(order.num_stages, order.num_microbatches)
     programs, existing = _numbered(order, times)
@@ -135,7 +135,7 @@ def _standing_still(
         + ("" if existing[awaited[rank]] else ", which is missing")
         for rank, at in stuck.items()
     )
-    return schedule_error(order, stuck, f"the order of computation comes to stand still: {what}")
+    return schedule_error(order, stuck, f"the order of computation deadlocks: {what}")
 
 
 def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytearray]:

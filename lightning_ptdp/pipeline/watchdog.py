@@ -168,7 +168,7 @@ class Watchdog:
         if peer is not None:
             self._progress.set("waits in", what, peer)
         elif self._action is not None:
-            # Where a wait only queues work, this is where the rank may come to a stand still.
+            # Where a wait only queues work, this is where the rank may block.
             self._progress.set("in", self._action, None if self._waits_raise else self._progress.note[2])
         else:
             self._progress.set("after", what)
@@ -298,7 +298,7 @@ class Watchdog:
 
     def _stuck(self, time_s: float) -> str:
         limit = duration(self._limit_s)
-        return f"{self._name} does not get on: {self._progress.status().place()} since {duration(time_s)}, limit {limit}"
+        return f"{self._name} is stuck: {self._progress.status().place()} since {duration(time_s)}, limit {limit}"
 
     def _end(self, stuck: float, reason: str) -> None:
         text, frame = self._stuck(stuck), sys._current_frames().get(self._thread)

@@ -1,7 +1,7 @@
 """SIGTERM and Ctrl-C as requests to all ranks to stop after the same batch.
 
 Lightning's handler of SIGTERM runs a collective wherever the signal happens to find the rank, and Ctrl-C raises there. Under a pipeline
-both come to a stand still: the other stages wait for this one's next message in a call of C++, where no Python handler runs. So here the
+both block: the other stages wait for this one's next message in a call of C++, where no Python handler runs. So here the
 handlers only take a note, and the ranks agree where all of them come by.
 """
 

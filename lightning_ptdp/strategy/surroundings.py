@@ -28,7 +28,7 @@ def make_surroundings(
     """What surrounds the forwards of this rank, the outermost first.
 
     The order: of torch's function modes the one that was entered last sees a call first, and what it calls itself goes to those around
-    it. Dropout by key comes last, because it must meet attention with dropout before that is spread over slices of the sequence; weight
+    it. Dropout by key comes last, because it must meet attention with dropout before that is split over slices of the sequence; weight
     gradients first, because whatever product the others put in the place of a call must be able to wait.
     """
     context, tensor, entries = mesh.group("context"), mesh.group("tensor"), list[Surrounding]()

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: one layer's matrices spread over the ranks of the tensor group (arXiv 1909.08053, 2205.05198).
+"""Tensor and sequence parallelism: one layer's matrices sharded over the ranks of the tensor group (arXiv 1909.08053, 2205.05198).
 
 A ``ParallelPlan`` says which modules are split and how; ``apply_plan`` (a whole model) or ``shard_module`` (one module) put parallel
 ones in their place; a ``Sharding`` tells of every parameter which part of the whole it is. The model's own code does not change.

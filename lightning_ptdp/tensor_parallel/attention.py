@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` with its heads spread over the tensor group (arXiv 1909.08053, section 3).
+"""``nn.MultiheadAttention`` with its heads sharded over the tensor group (arXiv 1909.08053, section 3).
 
 Its two projections are a column and a row layer. Shapes: b samples, s tokens, e embedding features, n heads, d = e / n.
 """
@@ -129,7 +129,7 @@ class ParallelMultiheadAttention(nn.Module):
 
 
 def why_not(module: Any) -> str | None:
-    """Why an ``nn.MultiheadAttention`` cannot be spread, by how it was built; None if it can."""
+    """Why an ``nn.MultiheadAttention`` cannot be sharded, by how it was built; None if it can."""
     if not module._qkv_same_embed_dim:
         return f"kdim={module.kdim} and vdim={module.vdim} differ from embed_dim={module.embed_dim}"
     if module.bias_k is not None or module.add_zero_attn:

@@ -1,4 +1,4 @@
-"""Linear layers whose weight is spread over the tensor group: by output columns, by input rows (arXiv 1909.08053, section 3).
+"""Linear layers whose weight is sharded over the tensor group: by output columns, by input rows (arXiv 1909.08053, section 3).
 
 Column then row is the usual pair: the activation between them stays split along its features, and a pair costs one all-reduce
 forward (row) and one backward (column), so a transformer layer costs four. With sequence parallelism (arXiv 2205.05198, section

@@ -100,7 +100,7 @@ class ParallelPlan:
         """Kind of every module that the plan names, in the model's order; a module found under two names is there twice.
 
         Raises:
-            ValueError: A pattern matches nothing, two disagree, or a module's type cannot be spread in the way that is asked for.
+            ValueError: A pattern matches nothing, two disagree, or a module's type cannot be sharded in the way that is asked for.
         """
         kinds = self._matched(model)
         for name, kind in kinds.items():
@@ -132,11 +132,11 @@ class ParallelPlan:
         """Check everything that can be known without running the model.
 
         Numbers of heads are only known where the plan tells them (``Column(heads=...)``): only features are visible here. A precision
-        plugin may have ``converted`` modules to types that cannot be spread, which matters to tensor parallelism alone.
+        plugin may have ``converted`` modules to types that cannot be sharded, which matters to tensor parallelism alone.
 
         Raises:
             ValueError: Of ``resolve``; ``blocks``, ``before``, ``between``, ``after`` or ``selective`` name no module; a size does
-                not divide; a weight is shared by modules that would be spread differently; sequence parallelism without a
+                not divide; a weight is shared by modules that would be sharded differently; sequence parallelism without a
                 vocabulary-parallel embedding and head, or of several containers.
         """
         kinds = self._matched(model) if converted and tensor_parallel_size == 1 else self.resolve(model)
@@ -215,12 +215,12 @@ class ParallelPlan:
 def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
     reason = kind.misfit(module)
     if reason is not None:
-        raise ValueError(f"module '{name}' is a {type(module).__name__}, which cannot be spread as {kind}; {reason}")
+        raise ValueError(f"module '{name}' is a {type(module).__name__}, which cannot be sharded as {kind}; {reason}")
     own = {key.partition(".")[0] for key, _ in module.named_parameters()}
     extra = sorted(own - kind.parameters) if kind.parameters is not None else []
     if extra:
         raise ValueError(
-            f"module '{name}' ({type(module).__name__}) has parameters {extra} beside weight and bias, which cannot be spread as "
+            f"module '{name}' ({type(module).__name__}) has parameters {extra} beside weight and bias, which cannot be sharded as "
             f"{kind}; leave it out of the plan"
         )
 
@@ -236,7 +236,7 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             other, before = users.setdefault(id(parameter), (name, spread))
             if before != spread:
                 raise ValueError(
-                    f"'{other}' and '{name}' share a weight, but the plan spreads them differently "
+                    f"'{other}' and '{name}' share a weight, but the plan shards them differently "
                     f"({before or 'not at all'} and {spread or 'not at all'}); give both the same kind, or leave both out"
                 )
 

@@ -1,4 +1,4 @@
-"""Where activations enter and leave what is spread, where one column layer cannot say so.
+"""Where activations enter and leave what is sharded, where one column layer cannot say so.
 
 Three projections of the same input, each a column layer of its own, would sum the input's gradient three times. A region around them
 does it once; under sequence parallelism it also shows the whole sequence to code that reads its length (``hidden_states.shape``)::

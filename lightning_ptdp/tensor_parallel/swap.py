@@ -28,11 +28,11 @@ def shard_module(
     Dtype, device (meta included), ``requires_grad``, training mode and the parameters' own Python attributes are kept; forward
     hooks are not. A ``Position`` module without sequence parallelism, a ``Partial`` or ``Alias`` one, and every module in a group
     of one come back as they are, a ``Region`` with hooks of its own; aliases are mended by ``replace_aliases``, and a ``Whole`` module
-    by ``split_sequence``, once all modules have been spread.
+    by ``split_sequence``, once all modules have been sharded.
 
     Args:
         module: A module that ``plan.check`` has passed.
-        kind: How to spread it.
+        kind: How to shard it.
         group: The tensor group.
         sequence_parallel: Whether activations around it are split along the sequence.
         shared: ``id`` of an original parameter -> its new one, read and extended here: tied weights stay one parameter. The caller
@@ -57,7 +57,7 @@ def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
 
 
 def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> None:
-    """Put in place what splits and joins the sequence under sequence parallelism, beside the spread modules themselves."""
+    """Put in place what splits and joins the sequence under sequence parallelism, beside the sharded modules themselves."""
     for name, module in model.named_modules():
         for kind in {kind for pattern, kind in plan.kinds.items() if matches(name, pattern)}:
             kind.complete(module, group=group)
@@ -69,7 +69,7 @@ def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> Non
 
 
 def replace_aliases(model: nn.Module, shared: Shared) -> None:
-    """Let every module that holds an original parameter of a spread one hold the spread one."""
+    """Let every module that holds an original parameter of a sharded one hold the sharded one."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in shared:

@@ -1,6 +1,6 @@
 """Communication whose waits return at once, as NCCL's do, and training that loses a rank under it: in processes of their own.
 
-On a device a wait only queues work, and the host comes to a stand still where it reads the result. Here a thread does the waiting, and
+On a device a wait only queues work, and the host blocks where it reads the result. Here a thread does the waiting, and
 what was received is read when an event is set that never comes if the message does not.
 """
 

@@ -196,7 +196,7 @@ def test_a_rank_that_hangs_ends_and_says_why(victim: int, how: str, why: str, tm
     code, said = _ends(tmp_path, survivor, train, victim, how)
     assert code == 1, said
     place = rf"step 1, in [FB]{survivor}\.\d with rank {victim}"
-    assert re.search(rf"rank {survivor} \(.*\) does not get on: {place} since \d\.\d s, limit 2\.0 s: {why}\.", said), said
+    assert re.search(rf"rank {survivor} \(.*\) is stuck: {place} since \d\.\d s, limit 2\.0 s: {why}\.", said), said
     assert re.search(rf"What each rank did last:\n(.*\n)?  rank {survivor}: {place} since \d\.\d s \(this rank\)", said), said
     assert re.search(rf"  rank {victim}: \S", said), said
     assert re.search(r"This rank stands in \w+\.py, line \d+; it gives up and ends\.", said), said

@@ -370,17 +370,17 @@ def test_where_waits_do_not_raise_a_stuck_action_is_reported_once(
 
     def said(least: int) -> str:
         text, deadline = "", time.monotonic() + HANGS_S
-        while text.count("does not get on") < least and time.monotonic() < deadline:
+        while text.count("is stuck") < least and time.monotonic() < deadline:
             text += capfd.readouterr().err
         return text
 
     with rank.during("step 8"), quiet.during("step 8"):
         rank.started(Action.parse("F0.1"))
-        words = r"rank 0 does not get on: step 8, in F0\.1 since \d\.\d s, limit 0\.1 s\.\nWhat each rank did last:\n"
+        words = r"rank 0 is stuck: step 8, in F0\.1 since \d\.\d s, limit 0\.1 s\.\nWhat each rank did last:\n"
         assert re.match(words, said(1))
         assert rank.publish() and rank.publish()
         rank.started(Action.parse("B0.1"))
-        assert re.match("rank 0 does not get on: step 8, in B0.1 since", said(1))
+        assert re.match("rank 0 is stuck: step 8, in B0.1 since", said(1))
     with pytest.raises(ValueError):
         fail(rank, "step 9", "F0.1", ValueError("bad batch"))
     assert rank.publish()

@@ -76,7 +76,7 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
 
 
 def _parts_kept_whole(module: Any, prefix: str, blocks: str | None, tensor: Mapping[str, Kind]) -> list[str]:
-    """Patterns of the parts of blocks in which something is not spread, other than norms.
+    """Patterns of the parts of blocks in which something is not sharded, other than norms.
 
     What these compute may need the whole sequence (an attention; a mixture of experts, whose routers' losses look at all tokens).
     """
@@ -94,7 +94,7 @@ def _parts_kept_whole(module: Any, prefix: str, blocks: str | None, tensor: Mapp
 
 
 def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
-    """Whether the module's own parameters are spread, and heads only within a region, which shows the whole sequence to them."""
+    """Whether the module's own parameters are sharded, and heads only within a region, which shows the whole sequence to them."""
     if not _is_spread(name, module, tensor):
         return False
     by_heads = any(

@@ -86,7 +86,7 @@ def build_schedule(
 
     Raises:
         ValueError: ``check_schedule`` has something to say, or an order of the user's own is incomplete, out of order or
-            comes to stand still (then a ``ScheduleError``, with the place marked).
+            deadlocks (then a ``ScheduleError``, with the place marked).
     """
     p, v, m = pipeline_parallel_size, virtual_pipeline_size, num_microbatches
     # Evaluation fits any number of microbatches, also where the training schedule does not.

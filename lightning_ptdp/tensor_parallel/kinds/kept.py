@@ -37,8 +37,8 @@ class Partial(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Alias(Kind):
-    """A module whose own parameters are other names of parameters of spread modules and are not used by its forward, like
-    ``predictions.bias`` of Hugging Face's BERT, which is its decoder's: they become the spread ones."""
+    """A module whose own parameters are other names of parameters of sharded modules and are not used by its forward, like
+    ``predictions.bias`` of Hugging Face's BERT, which is its decoder's: they become the sharded ones."""
 
     name = "alias"
     parameters = None
@@ -48,13 +48,13 @@ class Alias(Kind):
         return {}
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        return "as its other name", "alias: another name of a spread parameter"
+        return "as its other name", "alias: another name of a sharded parameter"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(Kind):
     """A module inside the blocks that every rank computes for the whole sequence where the sequence is split around it: of its output
-    each keeps its own slice. What is spread in it is spread without sequence parallelism. Without that, it says nothing."""
+    each keeps its own slice. What is sharded in it is sharded without sequence parallelism. Without that, it says nothing."""
 
     name = "whole"
     parameters = None

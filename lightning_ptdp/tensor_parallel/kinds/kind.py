@@ -180,7 +180,7 @@ def check_embedding(name: str, module: nn.Module, size: int) -> None:
     for option, value in options.items():
         if value:
             raise ValueError(
-                f"'{name}': nn.Embedding({option}={value}) cannot be spread over {size} ranks; build it without, or leave it out of the "
+                f"'{name}': nn.Embedding({option}={value}) cannot be sharded over {size} ranks; build it without, or leave it out of the "
                 "plan"
             )
 

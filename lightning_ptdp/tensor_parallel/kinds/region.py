@@ -52,7 +52,7 @@ class Region(Kind):
             if not (kind is not None and kind.region_part) and own - set(() if inner else self.per_head):
                 raise ValueError(
                     f"'{name}' is a region, but '{name}.{inner}' in it is kept whole, and its gradient would be counted once for "
-                    "each rank; spread it, or leave the region out of the plan"
+                    "each rank; shard it, or leave the region out of the plan"
                 )
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
