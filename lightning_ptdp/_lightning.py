@@ -25,6 +25,7 @@ __all__ = [
     "StrategyBase",
     "TRAINERS",
     "announce_sigterm",
+    "count_replicas",
     "is_compiled",
     "layer_sync",
     "lightning_names",
@@ -73,6 +74,7 @@ class LightningNames:
     ModelPruning: Any
     BaseFinetuning: Any
     LambdaCallback: Any
+    ThroughputMonitor: Any
     TorchSyncBatchNorm: Any
     TorchCheckpointIO: Any
     AsyncCheckpointIO: Any
@@ -118,6 +120,7 @@ def lightning_names(namespace: str) -> LightningNames:
         ModelPruning=take(callbacks, "ModelPruning"),
         BaseFinetuning=take(callbacks, "BaseFinetuning"),
         LambdaCallback=take(callbacks, "LambdaCallback"),
+        ThroughputMonitor=take(callbacks, "ThroughputMonitor"),
         TorchSyncBatchNorm=take(f"{namespace}.plugins", "TorchSyncBatchNorm"),
         TorchCheckpointIO=take(f"{namespace}.plugins.io", "TorchCheckpointIO"),
         AsyncCheckpointIO=take(f"{namespace}.plugins.io", "AsyncCheckpointIO"),
@@ -157,6 +160,15 @@ def last_validation(trainer: Any) -> float:
 def set_last_validation(trainer: Any, last: float) -> None:
     """Lightning validates at the end of a batch if that is as long ago as ``validation_interval``."""
     trainer._last_val_time = last
+
+
+def count_replicas(trainer: Any, names: LightningNames, *, replicas: int, ranks: int) -> None:
+    """Have Lightning's monitors of throughput count ``replicas`` of ``ranks`` devices each; they take every process for a replica."""
+    for monitor in trainer.callbacks:
+        if isinstance(monitor, names.ThroughputMonitor):
+            for throughput in monitor._throughputs.values():
+                throughput.world_size = replicas
+                throughput.available_flops = monitor.available_flops and monitor.available_flops * ranks
 
 
 def is_compiled(module: Any) -> bool:

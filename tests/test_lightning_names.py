@@ -35,6 +35,13 @@ def test_validation_by_the_clock_is_decided_by_what_we_set(namespace: str) -> No
     assert "now - self.trainer._last_val_time >= interval" in text
 
 
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_the_monitor_of_throughput_multiplies_by_what_we_set(namespace: str) -> None:
+    monitor = lightning_names(namespace).ThroughputMonitor(batch_size_fn=len)
+    assert monitor._throughputs == {} and monitor.available_flops is None
+    assert "self._throughputs[stage] = throughput" in inspect.getsource(monitor.setup)
+
+
 def test_the_namespaces_are_two_class_hierarchies() -> None:
     one, other = (lightning_names(namespace) for namespace in NAMESPACES)
     assert one.ParallelStrategy is not other.ParallelStrategy

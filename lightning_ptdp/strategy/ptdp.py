@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ptdp._lightning import LightningNames, lightning_names
+from lightning_ptdp._lightning import LightningNames, count_replicas, lightning_names
 from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
@@ -135,6 +135,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             self._validation_clock = ValidationClock(trainer)
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
+        replicas = self.layout.data_parallel_size
+        count_replicas(trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas)
         if not self._is_cut_here:
             # First, because it may put other modules and parameters into the model, which have to be cut and recorded.
             self.model = convert(self, self.mesh)

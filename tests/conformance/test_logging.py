@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef
 
@@ -99,6 +100,37 @@ def test_every_kind_of_log_call(name: str, pool: Pool) -> None:
             "callback_metrics"
         ].keys()
         assert_same_metrics(found, expected)
+
+
+class Monitor(ThroughputMonitor):
+    """On devices whose peak is known."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self.available_flops = 10**12
+        for throughput in self._throughputs.values():
+            throughput.available_flops = self.available_flops
+
+
+class Counted(LitNet):
+    flops_per_batch = 1000
+
+
+def monitor(rank: int, place: Place, folder: str) -> dict[str, float]:
+    callback = Monitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    trainer = make_trainer(place, callbacks=[callback], logger=CSVLogger(folder))
+    trainer.fit(Counted(), loader())
+    logged = metrics(trainer)["logged_metrics"]
+    return {name.removeprefix("train/"): value for name, value in logged.items() if name.startswith("train/")}
+
+
+@pytest.mark.parametrize("name", ["one", "d2", "p2"])
+def test_lightnings_monitor_counts_replicas(name: str, pool: Pool) -> None:
+    found, expected = both(pool, monitor, name)[0]
+    assert found.keys() == expected.keys() > {"device/samples_per_sec", "device/mfu"}
+    if name == "d2":
+        assert found["samples_per_sec"] == pytest.approx(2 * found["device/samples_per_sec"])
+    assert found["device/flops_per_sec"] == pytest.approx(found["device/mfu"] * (2 if name == "p2" else 1) * 1e12)
 
 
 class CountsValidation(L.Callback):
