@@ -1,25 +1,24 @@
-"""From an ordinary module to this rank's part of it: cut into stages, given values, sharded.
+"""From an ordinary module to this rank's part of it: converted, cut into stages, given values, sharded.
 
-Read ``parallelize`` as the order in which parallelism is applied. Afterwards the module is the user's own object, holding only what
-this rank needs, under the names of the uncut model; the returned record says how every local parameter sits in the whole.
+Read ``parallelize`` as the order in which parallelism is applied. Gradients are made last, by the engine, because
+``configure_optimizers`` may still say what is trained; a parameter that appears behind ``parallelize`` is refused by name. Afterwards the
+module is the user's own object, holding only what this rank needs, under the names of the uncut model; the returned record says how every
+local parameter sits in the whole.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.materialize import Materializer, agree_on_values
 from lightning_ptdp.mesh import Group, ProcessMesh
-from lightning_ptdp.pipeline.containers import layers_of
+from lightning_ptdp.notes import layout_notes
+from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
 from lightning_ptdp.records import ParameterRecord, Records, Sum
 from lightning_ptdp.tensor_parallel import (
@@ -34,7 +33,7 @@ from lightning_ptdp.tensor_parallel import (
     split_sequence,
 )
 
-__all__ = ["ParallelModel", "layer_ranges", "parallelize", "parts_of"]
+__all__ = ["ParallelModel", "parallelize", "parts_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,7 @@ class ParallelModel:
 
     Attributes:
         module: The module, changed in place.
+        plan: What became of its submodules.
         parts: Where its modules stand relative to the repeated container (None without a pipeline).
         ranges: Half-open layer ranges, one a stage.
         cut: This rank's stages (None without a pipeline).
@@ -54,6 +54,7 @@ class ParallelModel:
     """
 
     module: nn.Module
+    plan: ParallelPlan
     parts: ModelParts | None = None
     ranges: tuple[tuple[int, int], ...] = ()
     cut: PipelineCut | None = None
@@ -61,6 +62,20 @@ class ParallelModel:
     aliases: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     split_blocks: str | None = None
+
+    def check(self, *, frozen: bool = True) -> None:
+        """Check that every parameter of the module is recorded, or with ``frozen=False`` every one that is trained.
+
+        Raises:
+            ValueError: Some are not; names them.
+        """
+        held = [(name, p) for name, p in self.module.named_parameters() if frozen or p.requires_grad]
+        unknown = [name for name, parameter in held if parameter not in self.records]
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced after the model was laid out over the "
+                "ranks, so nothing would sum or save it. Make parameters in __init__ or configure_model, before the optimizer"
+            )
 
     @property
     def names(self) -> dict[nn.Parameter, str]:
@@ -76,7 +91,8 @@ class ParallelModel:
 def parallelize(
     module: nn.Module,
     *,
-    plan: ParallelPlan,
+    convert: Callable[[], object],
+    plan: Callable[[nn.Module], ParallelPlan],
     mesh: ProcessMesh,
     partition: Sequence[int] | Sequence[str] | None = None,
     seed: int,
@@ -86,7 +102,8 @@ def parallelize(
 
     Args:
         module: The whole module, on the meta device or with values.
-        plan: What becomes of its submodules.
+        convert: Puts other modules and parameters into it, where something asks for them.
+        plan: What becomes of the submodules of the converted module.
         mesh: This rank's place and groups.
         partition: Layers a stage, or the name of each stage's first layer, for an uneven cut on purpose.
         seed: Decides the initial values of meta modules.
@@ -97,88 +114,52 @@ def parallelize(
     """
     layout = mesh.layout
     tensor, pipeline = mesh.group("tensor"), mesh.group("pipeline")
-    kinds = plan.resolve(module) if tensor.size > 1 else {}
-    plan.check(module, tensor.size, layout.sequence_parallel, converted=True)
+    convert()
+    planned = plan(module)
+    kinds = planned.resolve(module) if tensor.size > 1 else {}
+    planned.check(module, tensor.size, layout.sequence_parallel, converted=True)
     if layout.model_parallel_size > 1:
-        set_numbers(module, plan.numbers, tensor_parallel_size=tensor.size)
-    notes = _agree(module, device)
-    original = list(module.named_parameters())
-    names = {id(parameter): name for name, parameter in original}
-    order = {name: index for index, (name, _) in enumerate(original)}
-    users = _users(module, names)
-    aliases = {alias: names[id(p)] for alias, p in module.named_parameters(remove_duplicate=False) if alias not in order}
+        set_numbers(module, planned.numbers, tensor_parallel_size=tensor.size)
+    built = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
+    differing = agree_on_values(built, device=device)
+    whole = _Whole.of(module)
     materialize = Materializer(module, seed=seed, device=device)
 
     parts: ModelParts | None = None
     ranges: tuple[tuple[int, int], ...] = ()
     cut: PipelineCut | None = None
     if pipeline.size > 1:
-        parts = parts_of(module, plan)
+        parts = parts_of(module, planned)
         ranges = layer_ranges(module, parts=parts, layout=layout, partition=partition)
         stages = layout.stages_of(pipeline.rank)
-        cut = PipelineCut(module, parts=parts, ranges=ranges, stages=stages, collects=plan.collects)
-    module_stages = (
-        cut.module_stages
-        if cut is not None
-        else dict.fromkeys((name for name, _ in module.named_modules(remove_duplicate=False)), frozenset([0]))
-    )
+        cut = PipelineCut(module, parts=parts, ranges=ranges, stages=stages, collects=planned.collects)
 
-    shardings = _build_local(module, plan, kinds, materialize, names, users, mesh)
+    shardings = _build_local(module, planned, kinds, materialize, whole, mesh)
     if tensor.size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
     copies = {c for kind in kinds.values() for c in kind.copies(tensor.size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
-    records = _records(module, shardings, names, order, users, module_stages, mesh, copy_groups)
-    padded = {name for name, kind in kinds.items() if kind.pads}
-    split = [record for record in records.values() if padded.intersection(users[record.name])]
-    kept = parts.everywhere if parts is not None else ()
-    notes = (
-        *notes,
-        *_padding_notes(split, tensor.size),
-        *map(_kept_note, kept),
-        *_whole_notes(records.values(), tensor.size),
+    records = _records(module, shardings, whole, cut, mesh, copy_groups)
+    notes = layout_notes(
+        differing=differing,
+        everywhere=parts.everywhere if parts is not None else (),
+        shardings={record.name: record.sharding for record in records.values()},
+        padded={name for name, users in whole.users.items() if any(user in kinds and kinds[user].pads for user in users)},
+        size=tensor.size,
     )
-    return ParallelModel(
+    parallel = ParallelModel(
         module=module,
+        plan=planned,
         parts=parts,
         ranges=ranges,
         cut=cut,
         records=records,
-        aliases=aliases,
-        notes=notes,
-        split_blocks=plan.split_blocks if layout.sequence_parallel and plan.sequence == "blocks" else None,
+        aliases=whole.aliases,
+        notes=tuple(notes),
+        split_blocks=planned.split_blocks if layout.sequence_parallel and planned.sequence == "blocks" else None,
     )
-
-
-def _whole_notes(records: Iterable[ParameterRecord], size: int) -> Iterator[str]:
-    """What tensor parallelism leaves whole in the layers, if it is much: an adapter around a projection leaves its attention unsplit."""
-    layers = [r for r in records if len(r.sharding.full_shape) > 1 and _INDEX.search(r.name)]
-    matrices = [(_INDEX.sub(".*.", r.name), math.prod(r.sharding.full_shape), "tensor" in r.sharding.sharded) for r in layers]
-    total = sum(numel for _, numel, _ in matrices)
-    whole = sum(numel for _, numel, is_split in matrices if not is_split)
-    if size > 1 and whole > _MUCH * total:
-        names = list(dict.fromkeys(name for name, _, is_split in matrices if not is_split))
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        yield (
-            f"{whole / total:.0%} of the elements of the layers' matrices are not split by tensor_parallel_size={size}, and every rank "
-            f"computes with them whole: {', '.join(names[:_SHOWN])}{more}. Split them with PTDPStrategy(plan=ParallelPlan(tensor={{...}}))"
-        )
-
-
-_MUCH, _SHOWN, _INDEX = 1 / 8, 4, re.compile(r"\.\d+\.")
-
-
-def _kept_note(name: str) -> str:
-    return f"'{name}' is used without being called (its parameters alone are), so every pipeline stage keeps it"
-
-
-def _padding_notes(records: Iterable[ParameterRecord], size: int) -> tuple[str, ...]:
-    return tuple(
-        f"'{r.name}': vocabulary of {r.sharding.full_shape[0]} is not divisible by tensor_parallel_size={size} and is padded to "
-        f"{r.sharding.local_shape[0] * size} rows"
-        for r in records
-        if r.sharding.local_shape[0] * size > r.sharding.full_shape[0]
-    )
+    parallel.check()
+    return parallel
 
 
 def parts_of(module: nn.Module, plan: ParallelPlan) -> ModelParts:
@@ -192,76 +173,33 @@ def parts_of(module: nn.Module, plan: ParallelPlan) -> ModelParts:
     )
 
 
-def layer_ranges(
-    module: nn.Module,
-    *,
-    parts: ModelParts,
-    layout: ParallelLayout,
-    partition: Sequence[int] | Sequence[str] | None = None,
-) -> tuple[tuple[int, int], ...]:
-    """Half-open layer ranges of all stages: as ``partition`` says, else balanced by cost, embedding and head counted.
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """What the uncut model says of its parameters.
 
-    What a microbatch costs is counted in multiply-adds a token of its forward: one for each element of a matrix. The backward takes
-    twice that everywhere, so it changes no comparison. Attention scores are left out: they are the same in every layer.
-
-    An embedding multiplies nothing, but moves memory. Of its V x h elements a microbatch writes a gradient of zeros, scatters the
-    tokens' gradients into it and adds it to the sum: 4 passes of 4 bytes, 16 V h bytes. A head of the same size takes 6 V h floating
-    point operations a token. On a device that does about 100 of these while it moves a byte (an accelerator at the rate that training
-    reaches), and with T tokens a microbatch, the embedding costs 16 * 100 / (6 T) of such a head: about an eighth at T = 2048. T is
-    not known here; the eighth stands for "little, but not nothing".
-
-    Args:
-        module: The whole module.
-        parts: Where its modules stand.
-        layout: The degrees of parallelism.
-        partition: Layers of each stage, or names of the first layer of each stage.
-
-    Raises:
-        ValueError: There are fewer layers than stages, or ``partition`` does not fit.
+    Attributes:
+        names: The first name under which each is registered; also of whatever took its place since.
+        order: Their positions, by name.
+        users: Names of the modules that hold each, tied ones included.
+        aliases: Further names -> the first.
     """
-    layers = layers_of(module, parts.blocks)
-    if partition is not None:
-        return explicit_partition(partition, layers=[layer.name for layer in layers], num_stages=layout.num_stages)
-    check_num_layers(
-        len(layers),
-        pipeline_parallel_size=layout.pipeline_parallel_size,
-        virtual_pipeline_size=layout.virtual_pipeline_size,
-    )
-    before, between, after = (
-        sum(_cost(module.get_submodule(name)) for name in names) for names in (parts.before, parts.between, parts.after)
-    )
-    costs = [_cost(module.get_submodule(layer.name)) or 1.0 for layer in layers]
-    costs = [cost + between * (layer.is_first and layer.container > 0) for cost, layer in zip(costs, layers, strict=True)]
-    return partition_layers(costs, num_stages=layout.num_stages, first_cost=before, last_cost=after)
 
+    names: dict[nn.Parameter, str]
+    order: Mapping[str, int]
+    users: Mapping[str, Sequence[str]]
+    aliases: Mapping[str, str]
 
-_LOOKUP_COST = 1 / 8
-"""Of one multiply-add, for an element of an embedding (``layer_ranges``)."""
-
-
-def _cost(module: nn.Module) -> float:
-    """Multiply-adds a token, or what takes as long."""
-    matrices = [(m, p.numel()) for m in module.modules() for p in m._parameters.values() if p is not None and p.dim() > 1]
-    return sum(elements * (_LOOKUP_COST if isinstance(m, nn.Embedding) else 1.0) for m, elements in matrices)
-
-
-def _agree(module: nn.Module, device: torch.device) -> tuple[str, ...]:
-    values = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
-    differing = agree_on_values(values, device=device)
-    if not differing:
-        return ()
-    shown = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
-    return (f"{len(differing)} tensors ({shown}) were built with different values on different ranks; rank 0's were broadcast",)
-
-
-def _users(module: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
-    """Names of the modules that hold each parameter, tied ones included."""
-    users: dict[str, list[str]] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        for parameter in child._parameters.values():
-            if parameter is not None:
-                users.setdefault(names[id(parameter)], []).append(name)
-    return users
+    @classmethod
+    def of(cls, module: nn.Module) -> _Whole:
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        order = {name: index for index, name in enumerate(names.values())}
+        users: dict[str, list[str]] = {}
+        for name, child in module.named_modules(remove_duplicate=False):
+            for parameter in child._parameters.values():
+                if parameter is not None:
+                    users.setdefault(names[parameter], []).append(name)
+        tied = module.named_parameters(remove_duplicate=False)
+        return cls(names=names, order=order, users=users, aliases={n: names[p] for n, p in tied if n not in order})
 
 
 def _build_local(
@@ -269,74 +207,61 @@ def _build_local(
     plan: ParallelPlan,
     kinds: Mapping[str, Kind],
     materialize: Materializer,
-    names: dict[int, str],
-    users: Mapping[str, list[str]],
+    whole: _Whole,
     mesh: ProcessMesh,
-) -> dict[int, Sharding]:
-    """Give values to and shard what is left in the tree, one module at a time; keeps ``names`` up to date."""
+) -> dict[nn.Parameter, Sharding]:
+    """Give values to and shard what is left in the tree, one module at a time; keeps ``whole.names`` up to date."""
     group, sequence_parallel = mesh.group("tensor"), mesh.layout.sequence_parallel and mesh.group("tensor").size > 1
     shared: dict[int, nn.Parameter] = {}
-    kept: list[object] = []  # parameters whose ids are keys must stay alive, or another would get the same id
-    shardings: dict[int, Sharding] = {}
-    places = _places(module)
+    shardings: dict[nn.Parameter, Sharding] = {}
+    places, names = _places(module), whole.names
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
         # A kind may speak for a module with children, which then need their values first.
         for suffix, part in [("", child)] if kind is None or kind.keeps_children else child.named_modules():
-            _give_values(part, f"{name}.{suffix}" if suffix else name, materialize, names, kept)
+            before = dict(part._parameters)
+            materialize(part, f"{name}.{suffix}" if suffix else name)
+            names.update(
+                {p: names[old] for p, old in zip(part._parameters.values(), before.values(), strict=True) if p is not None}
+            )
         if kind is None:
             continue
         old = dict(child.named_parameters())
-        kept.extend(old.values())
         splits = plan.splits_sequence(name, sequence_parallel)
         new, own = shard_module(
             child, kind, group=group, sequence_parallel=splits, shared=shared, enters=not is_in_region(name, kinds)
         )
-        for parent, key in places[id(child)] if new is not child else ():
+        for parent, key in places[child] if new is not child else ():
             parent._modules[key] = new
         for key, sharding in own.items():
             parameter = new.get_parameter(key)
-            kept.append(parameter)
-            names[id(parameter)], shardings[id(parameter)] = names[id(old[key])], sharding
-            if parameter is not old[key] and len(users[names[id(parameter)]]) == 1:
+            names[parameter], shardings[parameter] = names[old[key]], sharding
+            if parameter is not old[key] and len(whole.users[names[parameter]]) == 1:
                 old[key].data = old[key].data.new_empty(0)  # the slice is a copy: the full value is not held any longer
     replace_aliases(module, shared)
     for name, parameter in module.named_parameters():
-        if id(parameter) not in shardings:
-            shardings[id(parameter)] = Sharding.replicated(parameter.shape, partial=plan.partial(name, sequence_parallel))
+        if parameter not in shardings:
+            shardings[parameter] = Sharding.replicated(parameter.shape, partial=plan.partial(name, sequence_parallel))
     if sequence_parallel:
         split_sequence(module, plan, group=group)
     return shardings
 
 
-def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+def _places(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     """Where each module is registered; a module may have several names."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for key, child in parent._modules.items():
             if child is not None:
-                places.setdefault(id(child), []).append((parent, key))
+                places.setdefault(child, []).append((parent, key))
     return places
-
-
-def _give_values(module: nn.Module, name: str, materialize: Materializer, names: dict[int, str], kept: list[object]) -> None:
-    before = dict(module._parameters)
-    kept.extend(before.values())
-    materialize(module, name)
-    kept.extend(module._parameters.values())
-    for key, parameter in module._parameters.items():
-        old = before[key]
-        if parameter is not None and old is not None:
-            names[id(parameter)] = names[id(old)]
 
 
 def _records(
     module: nn.Module,
-    shardings: Mapping[int, Sharding],
-    names: Mapping[int, str],
-    order: Mapping[str, int],
-    users: Mapping[str, list[str]],
-    module_stages: Mapping[str, frozenset[int] | None],
+    shardings: Mapping[nn.Parameter, Sharding],
+    whole: _Whole,
+    cut: PipelineCut | None,
     mesh: ProcessMesh,
     copy_groups: Mapping[int, Group],
 ) -> dict[nn.Parameter, ParameterRecord]:
@@ -344,14 +269,14 @@ def _records(
     pipeline, layout = mesh.group("pipeline"), mesh.layout
     same, other = ([axis.name for axis in layout.axes if (axis.reads == "same") == alike] for alike in (True, False))
     stages_of: dict[str, set[int]] = {}
-    for name, holders in users.items():
-        found = [module_stages[holder] or range(layout.num_stages) for holder in holders]
+    for name, holders in whole.users.items():
+        found = [cut.module_stages[holder] or range(layout.num_stages) for holder in holders] if cut is not None else [(0,)]
         stages_of[name] = {stage for stages in found for stage in stages}
     ranks_of = {name: tuple(sorted({layout.rank_of_stage(stage) for stage in stages})) for name, stages in stages_of.items()}
     groups = {ranks: _holders(mesh, ranks) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1}
     records = {}
     for parameter in module.parameters():
-        name, sharding = names[id(parameter)], shardings[id(parameter)]
+        name, sharding = whole.names[parameter], shardings[parameter]
         data_axes = tuple(axis for axis in other if axis not in sharding.sharded)
         sharding = replace(sharding, sharded=(*sharding.sharded, "pipeline"), partial=(*sharding.partial, *data_axes))
         ranks = ranks_of[name]
@@ -361,7 +286,7 @@ def _records(
         sums += [((), groups[ranks])] if ranks in groups else []
         records[parameter] = ParameterRecord(
             name=name,
-            order=order[name],
+            order=whole.order[name],
             sharding=sharding,
             stages=tuple(sorted(stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline.rank)),
             data_axes=data_axes,

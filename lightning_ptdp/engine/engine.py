@@ -15,7 +15,7 @@ from lightning_ptdp.data_parallel import Gradients
 from lightning_ptdp.engine.agreement import check_same_batch, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.evaluations import check_evaluates_again, counted_evaluations, may_evaluate_again
-from lightning_ptdp.engine.gradient_checks import GradientChecks, check_held, check_recorded
+from lightning_ptdp.engine.gradient_checks import GradientChecks, check_held
 from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens, sum_over_replicas
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, weigh_over_replicas, weigh_recorded
@@ -110,7 +110,8 @@ class Engine:
             ValueError: The module has trainable parameters that were not there when it was cut, or the optimizer one that it has not;
                 names them. Or the optimizer needs more than a rank has.
         """
-        check_recorded(self._module, self._parallel.records)
+        # What is frozen and made late is the same on all replicas, but a part that nobody has placed where the model is cut.
+        self._parallel.check(frozen=self._mesh.layout.model_parallel_size > 1)
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
         if apart:
             check_held(optimizer, self._parallel.records)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.agreement import gather
@@ -22,7 +22,7 @@ from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
 from lightning_ptdp.records import Records
 
-__all__ = ["GradientChecks", "NonFiniteError", "check_held", "check_recorded"]
+__all__ = ["GradientChecks", "NonFiniteError", "check_held"]
 
 _SHOWN = 5
 
@@ -133,20 +133,6 @@ class GradientChecks:
                 "only weight decay changes them. Freeze them with requires_grad=False if that is meant",
                 stacklevel=2,
             )
-
-
-def check_recorded(module: nn.Module, records: Records) -> None:
-    """Check that every trainable parameter is one that was laid out over the ranks.
-
-    Raises:
-        ValueError: Some are not; names them.
-    """
-    unknown = [name for name, p in module.named_parameters() if p.requires_grad and p not in records]
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced after the model was laid out over the "
-            "ranks, so nothing would sum or save it. Make parameters in __init__ or configure_model, before the optimizer"
-        )
 
 
 def check_held(optimizer: Optimizer, records: Records) -> None:

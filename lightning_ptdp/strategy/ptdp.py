@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -127,7 +127,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Convert, cut, give values, shard; then optimizers and gradient buckets."""
+        """The model (``parallelize``), its values, the optimizer, and last the gradients."""
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
         assert self.mesh is not None
         self._stop_request = StopRequest(trainer, alone=self.layout.world_size == 1)
@@ -138,10 +138,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         replicas = self.layout.data_parallel_size
         count_replicas(trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas)
         if not self._is_cut_here:
-            # First, because it may put other modules and parameters into the model, which have to be cut and recorded.
-            self.model = convert(self, self.mesh)
-            if fitting and self.is_global_zero:
-                warn_of_batch_norm(self.model, self.config)
             self._parallelize()
         self.load_awaited_values()
         self.model_to_device()
@@ -172,9 +168,14 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         assert self.mesh is not None
         if self.layout.model_parallel_size > 1 and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
-        plan = plan_of(module, self.config)
         self.parallel = parallelize(
-            module, plan=plan, mesh=self.mesh, partition=self.config.partition, seed=self._seed, device=self.root_device
+            module,
+            convert=self._convert,
+            plan=partial(plan_of, config=self.config),
+            mesh=self.mesh,
+            partition=self.config.partition,
+            seed=self._seed,
+            device=self.root_device,
         )
         if self.layout.model_parallel_size > 1:
             module.__dict__[CUT_MARK] = self.layout.describe()
@@ -185,12 +186,18 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             module,
             policy=self.config.recompute,
             layers=self.config.recompute_layers,
-            blocks=self.parallel.parts.blocks if self.parallel.parts is not None else plan.blocks,
+            blocks=self.parallel.parts.blocks if self.parallel.parts is not None else self.parallel.plan.blocks,
             ranges=self.parallel.ranges,
-            selective=plan.selective,
+            selective=self.parallel.plan.selective,
             shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,
             surroundings=self._surroundings,
         )
+
+    def _convert(self) -> None:
+        assert self.mesh is not None
+        self.model = convert(self, self.mesh)
+        if self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING and self.is_global_zero:
+            warn_of_batch_norm(self.model, self.config)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizer: one, except under manual optimization."""

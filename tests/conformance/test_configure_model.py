@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer
+from tests.pool import Pool
 
 
 class LitStatistics(LitNet):
@@ -51,3 +52,33 @@ def test_what_nothing_gives_a_value_is_the_error_that_is_shown() -> None:
 def test_it_is_known_before_launch_where_the_model_is_cut() -> None:
     with pytest.raises(ValueError, match=r"^LitBuffer.*meta device.*reset_parameters.*meta_init=False"):
         make_trainer(Place(world_size=2, layout=P2)).fit(LitBuffer(), loader())
+
+
+class LitLate(LitNet):
+    """Builds something behind ``configure_model``."""
+
+    def __init__(self, *, trains: bool) -> None:
+        super().__init__()
+        self.trains = trains
+
+    def configure_optimizers(self) -> Any:
+        self.teacher = nn.Linear(2, 2).requires_grad_(self.trains)
+        return super().configure_optimizers()
+
+
+def _fit_late(rank: int, place: Place, trains: bool) -> str:
+    try:
+        make_trainer(place, max_epochs=1).fit(LitLate(trains=trains), loader())
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(("place", "trains"), [(Place(), True), (Place(world_size=2, layout=P2), False)], ids=["one", "p2"])
+def test_a_parameter_that_was_not_laid_out_is_named(place: Place, trains: bool, pool: Pool) -> None:
+    for told in pool.run(_fit_late, world_size=place.world_size, args=(place, trains)):
+        assert told.startswith("teacher.weight, teacher.bias: made or replaced after the model was laid out")
+
+
+def test_what_is_frozen_and_the_same_everywhere_may_come_late() -> None:
+    assert _fit_late(0, Place(), trains=False) == "trained"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.parallelize import layer_ranges
 from lightning_ptdp.pipeline import check_num_layers, explicit_partition, partition_layers
+from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.stage import ModelParts
 
 costs = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.5, 7.0]), min_size=1, max_size=9)

@@ -7,7 +7,7 @@ import torch
 
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models import GPT, gpt_plan, num_parameters
-from lightning_ptdp.parallelize import layer_ranges
+from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner import (
     Choice,

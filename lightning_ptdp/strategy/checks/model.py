@@ -19,7 +19,8 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.initializers import Initializers, why_without_values
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models.plans import find_plan
-from lightning_ptdp.parallelize import layer_ranges, parts_of
+from lightning_ptdp.parallelize import parts_of
+from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.strategy.surroundings import check_surroundings

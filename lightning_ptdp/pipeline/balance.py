@@ -1,0 +1,67 @@
+"""Stages of equal cost, from what the layers of a model cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.pipeline.containers import layers_of
+from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
+from lightning_ptdp.pipeline.stage import ModelParts
+
+__all__ = ["layer_ranges"]
+
+
+def layer_ranges(
+    module: nn.Module,
+    *,
+    parts: ModelParts,
+    layout: ParallelLayout,
+    partition: Sequence[int] | Sequence[str] | None = None,
+) -> tuple[tuple[int, int], ...]:
+    """Half-open layer ranges of all stages: as ``partition`` says, else balanced by cost, embedding and head counted.
+
+    What a microbatch costs is counted in multiply-adds a token of its forward: one for each element of a matrix. The backward takes
+    twice that everywhere, so it changes no comparison. Attention scores are left out: they are the same in every layer.
+
+    An embedding multiplies nothing, but moves memory. Of its V x h elements a microbatch writes a gradient of zeros, scatters the
+    tokens' gradients into it and adds it to the sum: 4 passes of 4 bytes, 16 V h bytes. A head of the same size takes 6 V h floating
+    point operations a token. On a device that does about 100 of these while it moves a byte (an accelerator at the rate that training
+    reaches), and with T tokens a microbatch, the embedding costs 16 * 100 / (6 T) of such a head: about an eighth at T = 2048. T is
+    not known here; the eighth stands for "little, but not nothing".
+
+    Args:
+        module: The whole module.
+        parts: Where its modules stand.
+        layout: The degrees of parallelism.
+        partition: Layers of each stage, or names of the first layer of each stage.
+
+    Raises:
+        ValueError: There are fewer layers than stages, or ``partition`` does not fit.
+    """
+    layers = layers_of(module, parts.blocks)
+    if partition is not None:
+        return explicit_partition(partition, layers=[layer.name for layer in layers], num_stages=layout.num_stages)
+    check_num_layers(
+        len(layers),
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+        virtual_pipeline_size=layout.virtual_pipeline_size,
+    )
+    before, between, after = (
+        sum(_cost(module.get_submodule(name)) for name in names) for names in (parts.before, parts.between, parts.after)
+    )
+    costs = [_cost(module.get_submodule(layer.name)) or 1.0 for layer in layers]
+    costs = [cost + between * (layer.is_first and layer.container > 0) for cost, layer in zip(costs, layers, strict=True)]
+    return partition_layers(costs, num_stages=layout.num_stages, first_cost=before, last_cost=after)
+
+
+_LOOKUP_COST = 1 / 8
+"""Of one multiply-add, for an element of an embedding (``layer_ranges``)."""
+
+
+def _cost(module: nn.Module) -> float:
+    """Multiply-adds a token, or what takes as long."""
+    matrices = [(m, p.numel()) for m in module.modules() for p in m._parameters.values() if p is not None and p.dim() > 1]
+    return sum(elements * (_LOOKUP_COST if isinstance(m, nn.Embedding) else 1.0) for m, elements in matrices)
