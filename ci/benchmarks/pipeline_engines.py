@@ -133,7 +133,7 @@ class Ours:
         self.parameters = list(stack.parameters())
         self._job = Job(stack, batch.chunk(sizes.m))
         self._runtime = PipelineRuntime(
-            cut=cut, transport=transport, rank=rank, ranks=tuple(range(sizes.p)), surroundings=surroundings
+            cut=cut, transport=transport, group=self.mesh.group("pipeline"), surroundings=surroundings
         )
 
     def step(self) -> None:

@@ -115,7 +115,7 @@ class ContextParallel(Surrounding):
     sequence_parallel_size: int = 1
     attending: Container[int] = (0,)
     _module: nn.Module | None = field(default=None, repr=False)
-    _takers: tuple[nn.Module, list[Taker]] | None = field(default=None, repr=False)
+    _takers: dict[nn.Module, list[Taker]] = field(default_factory=dict, repr=False)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Know whose forwards these are."""
@@ -158,7 +158,9 @@ class ContextParallel(Surrounding):
         length, size, rank = sequence_length(batch, self.sequence_dims), self.group.size, self.group.rank
         check_sequence(length, size, sequence_parallel_size=self.sequence_parallel_size)
         local = shard_batch(batch, length=length, rank=rank, size=size, sequence_dims=self.sequence_dims)
-        takers = self._find_takers(module)
+        if module not in self._takers:
+            self._takers = {module: find_takers(module)}
+        takers = self._takers[module]
         given = isinstance(batch, Mapping) and batch.get("position_ids") is not None
         if self.needs_positions and not given and not any(taker.takes_positions for taker in takers):
             raise ContextParallelError(
@@ -191,11 +193,6 @@ class ContextParallel(Surrounding):
                 "the sequence it cannot. Put the mask into the batch as 'attention_mask' (batch, 1, sequence, sequence), or use "
                 "context_parallel_size=1"
             )
-
-    def _find_takers(self, module: nn.Module) -> list[Taker]:
-        if self._takers is None or self._takers[0] is not module:
-            self._takers = (module, find_takers(module))
-        return self._takers[1]
 
     def _check(self, running: ContextForward, expects_attention: bool) -> None:
         if expects_attention and not running.attention_calls:

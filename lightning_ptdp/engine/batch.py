@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -22,21 +24,16 @@ def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
 
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """One batch a microbatch; tensors are views. Scalars and tensors of first dimension 1 are passed whole."""
-    total, start, parts = sum(sizes), 0, []
-    for size in sizes:
-        parts.append(_window(batch, slice(start, start + size), total))
-        start += size
-    return parts
+    total, ends = sum(sizes), [0, *accumulate(sizes)]
 
-
-def _window(batch: Any, window: slice, total: int) -> Any:
-    def cut(tensor: Tensor) -> Tensor:
+    def cut(window: slice, tensor: Tensor) -> Tensor:
         return tensor[window] if tensor.dim() and tensor.size(0) == total else tensor
 
-    def cut_list(items: Any) -> Any:
+    def cut_list(window: slice, items: Any) -> Any:
         return items[window] if len(items) == total else items
 
-    return map_tensors(batch, cut, cut_list)
+    windows = [slice(*ends) for ends in pairwise(ends)]
+    return [map_tensors(batch, partial(cut, w), partial(cut_list, w)) for w in windows] if len(sizes) > 1 else [batch]
 
 
 def signature(batch: Any) -> Hashable:

@@ -82,12 +82,10 @@ class Engine:
                 waiting=self.observers.waiting,
                 explain=watchdog.explain,
             )
-        cut = parallel.cut if parallel.cut is not None else WholeModel()
         self._runtime = PipelineRuntime(
-            cut=cut,
+            cut=parallel.cut or WholeModel(),
             transport=transport,
-            rank=pipeline.rank,
-            ranks=pipeline.ranks,
+            group=pipeline,
             surroundings=surroundings,
             observer=self.observers,
         )
@@ -220,22 +218,21 @@ class Engine:
         # With other ranks around, random numbers may not depend on what this process happened to draw before.
         draws = training and self._mesh.layout.world_size > 1
         numbers = seeded(derive_seed(*self._step_seed(hook), 0, 0), self._device) if draws else contextlib.nullcontext()
-        weighs = self._weighs(hook)
+        weighs, tokens = self._weighs(hook), None
         with self._surroundings.around(forward), numbers, context(), recorder if weighs else contextlib.nullcontext():
             output = getattr(self._module, hook)(forward.batch, *args[1:])
-        tokens = None
         if not training:
             output = gather_full(output)
             tokens = num_tokens(output)
         elif weighs or self._config.check_finite is not None:
             loss, tokens = loss_and_weight(output)
             self._losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
-            self._factor = 1 / group.size
+        factor: float | Tensor = 1 / group.size
         if weighs and tokens is not None:
             tokens = torch.as_tensor(tokens, dtype=torch.float32, device=self._device)
-            total = weigh_recorded(recorder.calls, tokens, group=group)
-            if training:
-                self._factor = tokens / total.clamp(min=1).to(tokens.dtype)
+            factor = tokens / weigh_recorded(recorder.calls, tokens, group=group).clamp(min=1).to(tokens.dtype)
+        if training:
+            self._factor = factor
         recorder.replay()
         return output
 
@@ -264,22 +261,17 @@ class Engine:
         return self._replicas_in_step and hook != "predict_step"
 
     def _job(self, hook: str, context: Context, args: Sequence[Any], **training: Any) -> LightningJob:
-        batch = args[0]
-        sizes: tuple[int, ...]
         try:
-            samples = batch_size(batch)
+            samples = batch_size(args[0])
+            sizes = microbatch_sizes(samples, self._config.microbatches(samples))
         except ValueError:
             if hook == "training_step":
                 raise
-            samples = 1  # an evaluation batch that cannot be cut is run whole
-            microbatches, sizes = [batch], (1,)
-        else:
-            sizes = microbatch_sizes(samples, self._config.microbatches(samples))
-            microbatches = split_batch(batch, sizes)
+            sizes = (1,)  # an evaluation batch that cannot be cut is run whole
         return LightningJob(
             module=self._module,
             hook=hook,
-            microbatches=microbatches,
+            microbatches=split_batch(args[0], sizes),
             sizes=sizes,
             arguments=args[1:],
             context=context,
@@ -296,12 +288,11 @@ class Engine:
         return self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
 
     def _step_seed(self, hook: str) -> tuple[object, ...]:
-        layout, rank = self._mesh.layout, self._mesh.rank
-        at, replica = layout.coordinates(rank), layout.replica(rank)
+        layout, at = self._mesh.layout, self._mesh.layout.coordinates(self._mesh.rank)
         tensor = at["tensor"] if layout.sequence_parallel and self._parallel.split_blocks is None else 0
         # Each slice of the sequence has activations of its own, and needs random numbers of its own.
         own_slice = [at["context"]] if self._mesh.group("context").size > 1 else []
-        return (self._seed, hook, self._step(hook), replica, tensor, *own_slice)
+        return (self._seed, hook, self._step(hook), layout.replica(self._mesh.rank), tensor, *own_slice)
 
     def _compare_batch(self, batch: Any) -> None:
         """Once a fit: all ranks of a replica must read the same samples."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_ptdp.mesh import Group
 from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
 from lightning_ptdp.pipeline.crossing import Crossing, TensorForm, backward
 from lightning_ptdp.pipeline.p2p import Receipt, Transport
@@ -50,8 +51,7 @@ class PipelineRuntime:
     Args:
         cut: The local stages.
         transport: Messages to the neighbours; None without a pipeline.
-        rank: Pipeline rank (not the global one).
-        ranks: Global ranks of the pipeline.
+        group: The pipeline group.
         surroundings: What surrounds a forward.
         observer: Is told of every action.
     """
@@ -61,12 +61,11 @@ class PipelineRuntime:
         *,
         cut: PipelineCut | WholeModel,
         transport: Transport | None,
-        rank: int,
-        ranks: tuple[int, ...],
+        group: Group,
         surroundings: Surroundings | None = None,
         observer: StepObserver | None = None,
     ) -> None:
-        self._cut, self._transport, self._rank, self._ranks = cut, transport, rank, ranks
+        self._cut, self._transport, self._rank, self._ranks = cut, transport, group.rank, group.ranks
         self._surroundings = surroundings if surroundings is not None else Surroundings()
         self._observer = observer if observer is not None else Observers()
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {

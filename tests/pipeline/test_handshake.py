@@ -45,7 +45,7 @@ def first_step(rank: int, folder: str, schedule: str, p: int, v: int, connected:
         parts = find_parts(model, blocks="")
         cut = PipelineCut(model, parts=parts, ranges=ranges, stages=tuple(program.stages_of(rank)))
         link = Transport(mesh=mesh, device=torch.device("cpu"))
-        runtime = PipelineRuntime(cut=cut, transport=link, rank=rank, ranks=tuple(range(p)))
+        runtime = PipelineRuntime(cut=cut, transport=link, group=mesh.group("pipeline"))
         runtime.run(program, SumJob(model, [torch.ones(1, 2)] * 2 * p, training=True))
     return [made for made in hands.made if made not in before]
 

@@ -275,7 +275,7 @@ def train(rank: int, name: str, schedule: str) -> Any:
     ranges = tuple((stage, stage + 1) for stage in range(4))
     cut = PipelineCut(model, parts=find_parts(model), ranges=ranges, stages=tuple(program.stages_of(rank)))
     link = Transport(mesh=mesh, device=CPU)
-    runtime = PipelineRuntime(cut=cut, transport=link, rank=rank, ranks=(0, 1))
+    runtime = PipelineRuntime(cut=cut, transport=link, group=mesh.group("pipeline"))
     losses = []
     for training in (False, True, True, False):
         job = SumJob(model, BATCHES, training=training)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.mesh import Group, ProcessMesh
 from lightning_ptdp.pipeline import Schedule
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
@@ -248,7 +248,7 @@ class Rank:
             if isinstance(block, Block):
                 block.core.census = self.census
         self.runtime = PipelineRuntime(
-            cut=self.cut, transport=self.transport, rank=self.rank, ranks=tuple(range(p)), surroundings=surroundings
+            cut=self.cut, transport=self.transport, group=Group(ranks=tuple(range(p)), rank=self.rank), surroundings=surroundings
         )
 
     def parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
