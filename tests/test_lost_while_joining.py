@@ -110,14 +110,20 @@ def ranks() -> Iterator[Callable[..., list[Rank]]]:
     started: list[Rank] = []
 
     def start(
-        limit_s: float, *, world_size: int = 3, come: Sequence[int] = (0, 1, 2), what: Callable[..., None] = _join
+        limit_s: float,
+        *,
+        world_size: int = 3,
+        come: Sequence[int] = (0, 1, 2),
+        what: Callable[..., None] = _join,
+        limit_of_0_s: float | None = None,
     ) -> list[Rank]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in come:
             here, there = context.Pipe()
-            process = context.Process(target=what, args=(rank, there, port, limit_s, world_size), daemon=True)
+            limit = limit_of_0_s if limit_of_0_s and rank == 0 else limit_s
+            process = context.Process(target=what, args=(rank, there, port, limit, world_size), daemon=True)
             process.start()
             there.close()
             started.append(Rank(process, here))
@@ -183,6 +189,14 @@ def test_a_rank_that_is_killed_before_it_has_told_anything(ranks: Any) -> None:
         rank.connection.send("go on")
     for rank in together[:2]:
         assert "o answer from rank 2" in rank.says()
+
+
+def test_who_waits_for_longer_than_rank_0_is_told_who_did_not_come(ranks: Any) -> None:
+    """Whether its limit is another, or it started later: with rank 0 goes the store."""
+    first, second = ranks(LONG_S, come=(0, 1), limit_of_0_s=LIMIT_S)
+    assert first.says().startswith("rank 0 could not join the other ranks: rank 2 did not come, ")
+    first.process.kill()
+    assert second.says().startswith("rank 1 could not join the other ranks: rank 2 did not come, while waiting for all ranks: ")
 
 
 def test_who_is_missing_is_said(ranks: Any) -> None:

@@ -33,7 +33,7 @@ __all__ = ["join"]
 
 _CALL, _ANSWER = "lightning_ptdp/call", "lightning_ptdp/answer"
 _CAME, _ALL, _LOST = "lightning_ptdp/came", "lightning_ptdp/all", "lightning_ptdp/lost"
-_FAILED, _KNOWS = "lightning_ptdp/failed", "lightning_ptdp/knows"
+_ROLL, _HERE, _KNOWS = "lightning_ptdp/roll", "lightning_ptdp/here", "lightning_ptdp/knows"
 _ANSWERS_S = 2.0
 _POLL_S = 0.02
 _LOOK_S = 0.1
@@ -182,8 +182,11 @@ class _Beside:
             notes = self._notes = dist.PrefixStore(life, shared.clone())
             while not self._closed.wait(_LISTEN_S):
                 self._heard = time.monotonic()
+                if notes.check([_ROLL]):
+                    notes.set(f"{_HERE}/{self._crowd.rank}", "")
                 if notes.check([_LOST]):
                     self.lost = self.lost or notes.get(_LOST).decode()
+                    notes.set(f"{_KNOWS}/{self._crowd.rank}", "")
                     return
                 for rank in self._crowd.watched:
                     if rank not in processes and notes.check([f"{_CAME}/{rank}"]):
@@ -257,17 +260,17 @@ def _lost(shared: Any, life: str, crowd: Crowd) -> str:
 def _missed(own: dist.Store, rank: int, world_size: int) -> str:
     silent = [other for other in range(world_size) if other != rank]
     own.set_timeout(timedelta(seconds=_ANSWERS_S))
-    own.set(f"{_FAILED}/{rank}", "")
-    # Whoever lives notices as well, and about now.
-    silent = _without(own, silent, _FAILED, enough=1)
+    own.set(f"{_HERE}/{rank}", "")
+    own.set(_ROLL, "")
+    silent = _without(own, silent, _HERE, enough=1)
     absent = [other for other in silent if not own.check([f"{_CAME}/{other}"])]
+    lost = f"{_ranks(absent)} did not come" if absent else f"{_ranks(silent) if silent else 'one'} came and was lost"
+    # Who has not noticed yet, since it began later, is told: the store may end with rank 0.
+    own.set(_LOST, lost)
     own.set(f"{_KNOWS}/{rank}", "")
     if rank == 0:
-        # The store may end with this process.
-        _without(own, [other for other in range(1, world_size) if other not in silent], _KNOWS)
-    if absent:
-        return f"{_ranks(absent)} did not come"
-    return f"{_ranks(silent)} came and was lost" if silent else "one came and was lost"
+        _without(own, [other for other in range(1, world_size) if other not in (absent or silent)], _KNOWS)
+    return lost
 
 
 def _without(own: dist.Store, ranks: list[int], key: str, enough: int = 0) -> list[int]:
