@@ -92,6 +92,11 @@ class Forward:
 class Surrounding:
     """One entry of the list. It overrides what it has to do with."""
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether ``recomputation`` may have something to do; what is compiled is not where one has."""
+        return type(self).recomputation is not Surrounding.recomputation
+
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Look at this rank's part of the LightningModule before the first forward, and follow its calls.
 
@@ -121,7 +126,7 @@ class Surroundings:
 
     def __init__(self, entries: Iterable[Surrounding] = ()) -> None:
         self.entries = tuple(entries)
-        self._recomputed = tuple(e for e in self.entries if type(e).recomputation is not Surrounding.recomputation)
+        self._recomputed = tuple(entry for entry in self.entries if entry.recomputes)
         self._running: Forward | None = None
 
     def __deepcopy__(self, memo: Any) -> Surroundings:

@@ -7,13 +7,14 @@ sequence) they must not. So a step draws from one stream on all members, and fro
     sequence parallelism        in the blocks except in what is whole there, if the sequence is split there only; else everywhere, and
                                 no stream is shared
 
-A member's own stream begins with a number drawn from the shared one, so it is replayed with it when activations are recomputed.
+A member's own stream begins with a number drawn from the shared one, so it is replayed with it when activations are recomputed; a block
+that is recomputed inside of a region needs the shared one too, where a part of it is whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from torch import nn
 
 from lightning_ptdp._torch import untraced
 from lightning_ptdp.random import derive_seed
-from lightning_ptdp.surroundings import Context, Forward, Surrounding
+from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.tensor_parallel.region import is_whole
 
 __all__ = ["Randomness", "SplitRandomness", "give_randomness"]
@@ -45,10 +46,11 @@ class SplitRandomness(Surrounding):
         rank: Place in the tensor group.
         device: Whose generator is switched besides the CPU's.
         blocks: Name of the container of blocks in which, and only there, the sequence is split; None: no sequence parallelism.
+        returns: Whether parts of the blocks are whole.
     """
 
-    def __init__(self, *, rank: int, device: torch.device, blocks: str | None = None) -> None:
-        self._rank, self._device, self._blocks = rank, device, blocks
+    def __init__(self, *, rank: int, device: torch.device, blocks: str | None = None, returns: bool = False) -> None:
+        self._rank, self._device, self._blocks, self._returns = rank, device, blocks, returns
         self._shared: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
@@ -57,8 +59,24 @@ class SplitRandomness(Surrounding):
 
     def around(self, forward: Forward) -> Context:
         """A step begins on the shared stream."""
-        self._shared = None
-        return contextlib.nullcontext()
+        return self._from(None)
+
+    @property
+    def recomputes(self) -> bool:
+        """Only where a recomputation comes back to the shared stream."""
+        return self._returns
+
+    def recomputation(self, forward: Forward) -> Contexts | None:
+        """The recomputation goes on from the same place of both streams."""
+        return contextlib.nullcontext(), self._from(self._shared)
+
+    @contextlib.contextmanager
+    def _from(self, shared: tuple[torch.Tensor, torch.Tensor | None] | None) -> Iterator[None]:
+        outer, self._shared = self._shared, shared
+        try:
+            yield
+        finally:
+            self._shared = outer
 
     @untraced
     def enter(self) -> None:

@@ -52,6 +52,27 @@ class LitMlp(LitBase):
         return F.mse_loss(self.blocks(batch), batch.flip(-1))
 
 
+class Mixed(Mlp):
+    """Dropout on what is whole inside of what is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.mix(x))
+
+
+class LitMixed(LitMlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Mixed(), Mixed())
+
+    def configure_parallel(self) -> ParallelPlan:
+        tensor = {"blocks.*.up": "column", "blocks.*.down": "row", "blocks.*.mix": "whole"}
+        return ParallelPlan(tensor=tensor, blocks="blocks", sequence="blocks")
+
+
 class LitBert(LitBase):
     def __init__(self) -> None:
         super().__init__()
@@ -73,10 +94,12 @@ class Masks(L.Callback):
                 child.register_forward_hook(lambda _, args, out, n=name: self.seen.setdefault(n, []).append(out == 0))
 
 
-def _fit(rank: int, bert: bool, layout: dict[str, Any], world_size: int) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+def _fit(
+    rank: int, kind: type[LitBase], layout: dict[str, Any], world_size: int
+) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
     L.seed_everything(3, verbose=False)
     masks = Masks()
-    module = LitBert() if bert else LitMlp()
+    module = kind()
     trainer = L.Trainer(
         strategy=PTDPStrategy(**layout),
         accelerator="cpu",
@@ -88,7 +111,7 @@ def _fit(rank: int, bert: bool, layout: dict[str, Any], world_size: int) -> tupl
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = Samples("bert") if bert else torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = Samples("bert") if kind is LitBert else torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
     trainer.fit(module, DataLoader(data, batch_size=4))
     return masks.seen, trainer.strategy.gather_state_dict()
 
@@ -102,7 +125,7 @@ def test_inside_a_region_and_outside(options: dict[str, Any], pool: Pool) -> Non
     world_size = 4 if options else 2
     ranks = [
         seen
-        for seen, _ in pool.run(_fit, world_size=world_size, args=(False, {"tensor_parallel_size": 2, **options}, world_size))
+        for seen, _ in pool.run(_fit, world_size=world_size, args=(LitMlp, {"tensor_parallel_size": 2, **options}, world_size))
     ]
     for first, second in zip(ranks[::2], ranks[1::2], strict=True):
         assert first.keys() == second.keys()
@@ -113,14 +136,23 @@ def test_inside_a_region_and_outside(options: dict[str, Any], pool: Pool) -> Non
 
 def test_recomputation_replays_it(pool: Pool) -> None:
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
-    _, kept = pool.run(_fit, world_size=4, args=(False, layout, 4))[0]
-    _, found = pool.run(_fit, world_size=4, args=(False, {**layout, "recompute": "full"}, 4))[0]
+    _, kept = pool.run(_fit, world_size=4, args=(LitMlp, layout, 4))[0]
+    _, found = pool.run(_fit, world_size=4, args=(LitMlp, {**layout, "recompute": "full"}, 4))[0]
+    assert all(torch.equal(found[name], value) for name, value in kept.items())
+
+
+def test_recomputation_replays_what_is_whole_inside_of_what_is_split(pool: Pool) -> None:
+    layout = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    (first, kept), (second, _) = pool.run(_fit, world_size=2, args=(LitMixed, layout, 2))
+    for name in first:
+        assert _equal(first[name], second[name]) == ("mix" in name), name
+    _, found = pool.run(_fit, world_size=2, args=(LitMixed, {**layout, "recompute": "full"}, 2))[0]
     assert all(torch.equal(found[name], value) for name, value in kept.items())
 
 
 def test_outside_of_the_blocks_under_sequence_parallelism(pool: Pool) -> None:
     """BERT's embeddings are whole on all ranks; its blocks see slices."""
     layout = {"tensor_parallel_size": 2, "sequence_parallel": True}
-    (first, _), (second, _) = pool.run(_fit, world_size=2, args=(True, layout, 2))
+    (first, _), (second, _) = pool.run(_fit, world_size=2, args=(LitBert, layout, 2))
     for name in first:
         assert _equal(first[name], second[name]) == ("embeddings" in name), name
