@@ -36,18 +36,22 @@ class Processes:
         self._folder = Path()
 
     @pytest.fixture
-    def tmp_path(self) -> Path:
+    def tmp_path(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """One folder for all ranks."""
+        if self._leaves_alone(request.node):
+            return tmp_path_factory.mktemp("left_alone")
         folder = self._folder / "tmp_path"
         folder.mkdir(exist_ok=True)
         return folder
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Fork, wait, tell."""
-        if self._leaves_alone(item):
-            return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        if self._leaves_alone(item):
+            runtestprotocol(item, nextitem=None)  # torn down to the end: what is forked next inherits what is left
+            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            return True
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             self._folder, port = Path(folder), _free_port()
             children = {self._start(rank, port, item): rank for rank in range(self._count)}
