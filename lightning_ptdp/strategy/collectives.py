@@ -10,21 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp._lightning import LightningNames, StrategyBase
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.strategy.interruption import Interruption
+from lightning_ptdp.strategy.run import RunningStrategy
 
 __all__ = ["WorldCollectives"]
 
 
-class WorldCollectives(StrategyBase):
+class WorldCollectives(RunningStrategy):
     """Mixin of the strategy: collectives over the world, in which the ranks of one replica hold equal values."""
 
-    _names: LightningNames
-    mesh: ProcessMesh | None
-    _watchdog: Watchdog | None
-    _interruption: Interruption | None
     _running_step: str | None = None
 
     @contextlib.contextmanager
@@ -51,7 +44,7 @@ class WorldCollectives(StrategyBase):
                 "self.log(..., sync_dist=True), or communicate in a hook that all ranks enter with what the step returned, such as "
                 "on_train_batch_end, on_validation_batch_end or on_validation_epoch_end"
             )
-        return self._interruption is not None and self._interruption.is_of_this_rank_alone
+        return self._run is not None and self._run.interruption.is_of_this_rank_alone
 
     def waiting_in(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what waits for other ranks outside the steps: a lost one gives an error that names ``what`` and what each rank did.
@@ -59,7 +52,7 @@ class WorldCollectives(StrategyBase):
         Raises:
             PeerError: Inside, instead of an error of torch's communication.
         """
-        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.during(what)
+        return contextlib.nullcontext() if self._run is None else self._run.watchdog.during(what)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas. Ranks of one replica hold equal values, so that the world's mean is the replicas' mean; a sum
@@ -87,7 +80,6 @@ class WorldCollectives(StrategyBase):
         """
         if not dist.is_initialized() or self._alone("all_gather"):
             return tensor
-        assert self.mesh is not None
         if group in (None, dist.group.WORLD):
             replicas = self.mesh.group("replicas")
             if replicas.size == 1:

@@ -28,7 +28,7 @@ def convert(strategy: Any, mesh: ProcessMesh) -> Any:
     of it anyway.
     """
     if replacing(strategy.precision_plugin, strategy._names) is not None and strategy.ranks_hold_all:
-        give_value = Materializer(strategy.model, seed=strategy._seed, device=torch.device("cpu"))
+        give_value = Materializer(strategy.model, seed=strategy.run.seed, device=torch.device("cpu"))
         for name, module in strategy.model.named_modules():
             give_value(module, name)
     model = strategy.precision_plugin.convert_module(strategy.model)

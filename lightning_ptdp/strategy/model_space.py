@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.checkpoint import Placed
 from lightning_ptdp.checkpoint.agreement import gather
-from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Stepped
-from lightning_ptdp.engine import Engine
-from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces
 
@@ -27,9 +24,6 @@ MASTER = "master"  # the name of a float32 copy among the optimizer's states
 class ModelSpace(WorldCollectives):
     """Mixin of the strategy: tensors under their names in the uncut model, with the part of it that they are."""
 
-    config: PTDPConfig
-    parallel: ParallelModel | None
-    _engine: Engine | None
     _adopted: Sequence[Stepped] | None = None  # what the optimizer of the last fit holds instead of the model's parameters
 
     @property
@@ -40,11 +34,10 @@ class ModelSpace(WorldCollectives):
     @property
     def _is_cut_here(self) -> bool:
         """Whether the module is already this rank's part of itself, from an earlier fit, validate, test or predict."""
-        return self.parallel is not None and self.parallel.module is self.lightning_module
+        return self._parallel is not None and self._parallel.module is self.lightning_module
 
     def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:
         """Names of the optimizer's tensors, and by name how they sit in the full parameters."""
-        assert self.parallel is not None
         names, shardings = dict(self.parallel.names), dict[str, Placed](self.parallel.shardings)
         for stepped in self._adopted or ():
             if stepped.parameter not in self.parallel.records:
@@ -64,7 +57,6 @@ class ModelSpace(WorldCollectives):
                 full = whole.setdefault(name, torch.empty(sharding.full_shape, dtype=tensor.dtype))
                 for here, there in iterate_pieces(sharding):
                     full[there] = tensor[here]
-        assert self.parallel is not None
         return {**whole, **{alias: whole[name] for alias, name in self.parallel.aliases.items() if name in whole}}
 
     @contextlib.contextmanager
@@ -73,7 +65,7 @@ class ModelSpace(WorldCollectives):
         back to the process that started the ranks)."""
         if self._engine is not None:
             self._engine.gradients.parameters_needed()
-        if self.parallel is None or self.layout.model_parallel_size == 1:
+        if self._parallel is None or self.layout.model_parallel_size == 1:
             yield
             return
         whole = self.gather_state_dict()
@@ -85,7 +77,7 @@ class ModelSpace(WorldCollectives):
 
     def _model_tensors(self) -> dict[str, tuple[Tensor, Sharding]]:
         """Local parameters and persistent buffers under their global names, tied ones under the first; before the module is cut: all."""
-        records = self.parallel.records if self.parallel is not None and self._is_cut_here else {}
+        records = self.parallel.records if self._is_cut_here else {}
         found: dict[str, tuple[Tensor, Sharding]] = {}
         named: dict[int, str] = {}
         if self._engine is not None:

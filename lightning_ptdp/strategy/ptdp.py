@@ -13,17 +13,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from torch import Tensor
-
-from lightning_ptdp._lightning import LightningNames, count_replicas, lightning_names
+from lightning_ptdp._lightning import count_replicas, lightning_names
 from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.materialize import awaits_values
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.parallelize import ParallelModel, parallelize
-from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.parallelize import parallelize
 from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
@@ -38,7 +34,6 @@ from lightning_ptdp.strategy.checks import (
     warn_of_batch_norm,
 )
 from lightning_ptdp.strategy.conversion import convert, replacing
-from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.options import StrategyOptions, constructor
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
@@ -46,10 +41,8 @@ from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
 from lightning_ptdp.strategy.samplers import seed_random_sampler
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
-from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.summarize import summarize
 from lightning_ptdp.strategy.surroundings import make_surroundings
-from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.strategy.world import World
 from lightning_ptdp.summary import StrategySummary
 from lightning_ptdp.surroundings import Surroundings
@@ -60,7 +53,6 @@ __all__ = ["PTDPStrategy", "strategy_class"]
 class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World, StrategyOptions):
     """Lightning's hooks; takes the fields of ``PTDPConfig`` and the arguments of Lightning's own strategies."""
 
-    _names: LightningNames
     model: Any
     strategy_name = "ptdp"
 
@@ -68,17 +60,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self.num_nodes = 1
         self._parent = os.getppid()
         self._interfaces: list[str] = []
-        self.mesh: ProcessMesh | None = None
-        self.parallel: ParallelModel | None = None
-        self.gradient_norm: Tensor | None = None
-        self._engine: Engine | None = None
         self._surroundings = Surroundings()
-        self._watchdog: Watchdog | None = None
-        self._board: Any = None
-        self._stop_request: StopRequest | None = None
-        self._validation_clock: ValidationClock | None = None
-        self._interruption: Interruption | None = None
-        self._seed = 0
         self._keeper = Keeper()
 
     # ---- before launch ------------------------------------------------------------------------------------------------
@@ -129,10 +111,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
     def setup(self, trainer: Any) -> None:
         """The model (``parallelize``), its values, the optimizer, and last the gradients."""
         fitting = trainer.state.fn == self._names.TrainerFn.FITTING
-        assert self.mesh is not None
-        self._stop_request = StopRequest(trainer, alone=self.layout.world_size == 1)
-        if self.layout.world_size > 1:
-            self._validation_clock = ValidationClock(trainer)
         self.accelerator.setup(trainer)
         check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
         replicas = self.layout.data_parallel_size
@@ -143,8 +121,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
-        assert self.parallel is not None
-        assert self._watchdog is not None
         if self._engine is not None:
             self._engine.close()
         self._engine = Engine(
@@ -153,8 +129,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             mesh=self.mesh,
             parallel=self.parallel,
             surroundings=self._surroundings,
-            watchdog=self._watchdog,
-            seed=self._seed,
+            watchdog=self.run.watchdog,
+            seed=self.run.seed,
             device=self.root_device,
         )
         if fitting:
@@ -165,22 +141,21 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
 
     def _parallelize(self) -> None:
         module = self.lightning_module
-        assert self.mesh is not None
         if self.layout.model_parallel_size > 1 and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
-        self.parallel = parallelize(
+        self._parallel = parallelize(
             module,
             convert=self._convert,
             plan=partial(plan_of, config=self.config),
             mesh=self.mesh,
             partition=self.config.partition,
-            seed=self._seed,
+            seed=self.run.seed,
             device=self.root_device,
         )
         if self.layout.model_parallel_size > 1:
             module.__dict__[CUT_MARK] = self.layout.describe()
         self._surroundings = make_surroundings(
-            config=self.config, mesh=self.mesh, parallel=self.parallel, seed=self._seed, device=self.root_device
+            config=self.config, mesh=self.mesh, parallel=self.parallel, seed=self.run.seed, device=self.root_device
         )
         apply_recomputation(
             module,
@@ -194,7 +169,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         )
 
     def _convert(self) -> None:
-        assert self.mesh is not None
         self.model = convert(self, self.mesh)
         if self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING and self.is_global_zero:
             warn_of_batch_norm(self.model, self.config)
@@ -222,7 +196,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
 
     def _prepare_optimization(self, trainer: Any) -> None:
         """Gradients, what the optimizer steps on, and the loss scale."""
-        assert self._engine is not None
         self._is_training = True
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
         for optimizer in self.optimizers if trainer.checkpoint_callbacks else ():
@@ -233,8 +206,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
             check_elementwise(optimizer, device=self.root_device)
         overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
-        self._engine.prepare_gradients(optimizer, overlaps=overlaps)
-        stepped = self._engine.gradients.stepped
+        self.engine.prepare_gradients(optimizer, overlaps=overlaps)
+        stepped = self.engine.gradients.stepped
         self._adopted = stepped.entries if stepped is not None else None
 
     def model_to_device(self) -> None:
@@ -245,12 +218,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         """Give random samplers a generator, so that all ranks of a replica read the same order."""
         if self._engine is not None and not self.lightning_module.trainer.training:
             self._engine.compare_lengths(dataloader)
-        return seed_random_sampler(dataloader, self._seed) if self.layout.model_parallel_size > 1 else dataloader
+        return seed_random_sampler(dataloader, self.run.seed) if self.layout.model_parallel_size > 1 else dataloader
 
     def summary(self) -> StrategySummary:
         """What was laid out where; collective, after ``setup``."""
-        assert self.mesh is not None
-        assert self.parallel is not None
         return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
 
     # ---- the end ------------------------------------------------------------------------------------------------------
@@ -261,16 +232,16 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             self._release()
         finally:
             self.leave_environment()
-            if self._watchdog is not None:
-                self._watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
+            if self._run is not None:
+                self._run.watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
 
     def _release(self) -> None:
         self.finish_saving()
         if self._engine is not None:
             with self.waiting_in("the last parameters to arrive"):
                 self._engine.close()
-        if self._interruption is not None:
-            self._interruption.leave()
+        if self._run is not None:
+            self._run.interruption.leave()
         if self.lightning_module is not None and awaits_values(self.lightning_module):
             return  # setup failed before there were values: moving what is not there would hide why
         super().teardown()
@@ -278,18 +249,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
     def __getstate__(self) -> dict[str, Any]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = (
-            "mesh",
-            "parallel",
-            "_engine",
-            "_watchdog",
-            "_board",
-            "_stop_request",
-            "_validation_clock",
-            "_interruption",
-            "_saver",
-            "_adopted",
-        )
+        of_a_run = ("_run", "_parallel", "_engine", "_saver", "_adopted")
         return {**state, **dict.fromkeys(of_a_run), "_surroundings": Surroundings()}
 
 

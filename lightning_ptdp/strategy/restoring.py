@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp.checkpoint import (
     CheckpointError,
-    Keeper,
     Stored,
     StoredOptimizers,
     StoredWeights,
@@ -45,8 +43,6 @@ class ModelSpaceRestoring(ModelSpace):
     this rank's part of the model is there.
     """
 
-    _names: LightningNames
-    _keeper: Keeper
     _awaiting_values: tuple[Mapping[str, Any], bool] | None = None
 
     @property
@@ -160,7 +156,6 @@ class ModelSpaceRestoring(ModelSpace):
                     )
                 tensor.copy_(slice_full(state[name], sharding))
             self._set_extra_states({name: tensor for name, (tensor, _) in local.items()})
-        assert self.parallel is not None
         known = set().union(*gather(set(local))) | self.parallel.aliases.keys()
         if strict and (unexpected := sorted(state.keys() - known)):
             raise CheckpointError(f"the checkpoint has {unexpected[:3]}, which the model has not")
@@ -194,7 +189,6 @@ class ModelSpaceRestoring(ModelSpace):
     def _opener(self, path: Any, rename: Mapping[str, str] | None) -> Callable[[Any], Stored]:
         if not reads_as_huggingface(path):
             return open_folder
-        assert self.parallel is not None
         names = HuggingFaceNames(aliases={}) if rename else names_in(self.lightning_module, self.parallel.aliases)
         return partial(HuggingFaceWeights.open, names=names)
 

@@ -17,7 +17,6 @@ from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.checkpoint import (
     BackgroundSaver,
     CheckpointError,
-    Keeper,
     Placed,
     files,
     keeps_history,
@@ -52,7 +51,6 @@ class ModelSpaceSaving(ModelSpace):
         ranks_failed: Whether the ranks that this process forked or spawned last ended with an exception.
     """
 
-    _keeper: Keeper
     _saver: BackgroundSaver | None = None
     _is_training: bool = False  # else nobody would wait for a save in the background
     ranks_failed = False
@@ -63,7 +61,7 @@ class ModelSpaceSaving(ModelSpace):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Hyperparameters of the groups with the names of all ranks' parameters; the tensors are saved as shards."""
-        if self.parallel is None:
+        if self._parallel is None:
             return super().optimizer_state(optimizer)
         if self._alone("saving"):
             return {}
@@ -84,7 +82,7 @@ class ModelSpaceSaving(ModelSpace):
         if why := self._why_impossible():
             warnings.warn(f"the checkpoint {filepath} is not saved: {why}", stacklevel=2)
             return
-        if self.parallel is None:
+        if self._parallel is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
@@ -101,7 +99,6 @@ class ModelSpaceSaving(ModelSpace):
         return ""
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, doing: str) -> None:
-        assert self.parallel is not None
         state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         with same_outcome(doing):
             model, unchanged = self._weights_to_save(checkpoint.get("state_dict", {}))
@@ -139,7 +136,6 @@ class ModelSpaceSaving(ModelSpace):
         Raises:
             CheckpointError: They changed it, but this rank holds only a part.
         """
-        assert self.parallel is not None
         changes = _changes(self.lightning_module.state_dict(), state)
         if not self.ranks_hold_all:
             if changes:
@@ -167,11 +163,11 @@ class ModelSpaceSaving(ModelSpace):
         """Let a save in the background end, if it can: a lost rank would never let it, and the second Ctrl-C gives it up. An error of
         torch's communication from outside the strategy's own waits gets a note of what each rank did last."""
         super().on_exception(exception)
-        if self._watchdog is not None:
-            self._watchdog.annotate(exception)
+        if self._run is not None:
+            self._run.watchdog.annotate(exception)
         told_to_end = isinstance(exception, (KeyboardInterrupt, SystemExit)) and not isinstance(exception, StoppedNow)
-        if told_to_end and self._interruption is not None:
-            self._interruption.meet()
+        if told_to_end and self._run is not None:
+            self._run.interruption.meet()
         saver, self._saver, self._is_training = self._saver, None, False
         if saver is None:
             return

@@ -11,17 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp._lightning import LightningNames
-from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.engine import Engine
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.progress import Observers
-from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.precision import loss_scale
-from lightning_ptdp.strategy.stopping import StopRequest
-from lightning_ptdp.strategy.validation_clock import ValidationClock
 
 __all__ = ["ScheduledSteps"]
 
@@ -29,27 +21,16 @@ __all__ = ["ScheduledSteps"]
 class ScheduledSteps(WorldCollectives):
     """Mixin of the strategy: training and evaluation steps, gradients and their norm."""
 
-    _names: LightningNames
-    config: PTDPConfig
-    mesh: ProcessMesh | None
-    parallel: ParallelModel | None
-    gradient_norm: Tensor | None
-    _engine: Engine | None
-    _watchdog: Watchdog | None
-    _stop_request: StopRequest | None
-    _validation_clock: ValidationClock | None
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, and under a schedule backward too, of one batch."""
-        assert self._engine is not None
         self._heed_signals("step", dist.group.WORLD if self.layout.world_size > 1 else None)
         with self._during("step"):
-            if self._validation_clock is not None:
-                self._validation_clock.agree(self.reduce_boolean_decision)
+            if self.layout.world_size > 1:
+                self.run.validation_clock.agree(self.reduce_boolean_decision)
             context = partial(self.one_step, "training_step", self.precision_plugin.train_step_context)
             scale = loss_scale(self.precision_plugin)
             values = (*args, *kwargs.values())
-            return self._engine.training_step(context, values, clears=self._clears_gradients(), loss_scale=scale)
+            return self.engine.training_step(context, values, clears=self._clears_gradients(), loss_scale=scale)
 
     def _clears_gradients(self) -> bool:
         """Whether Lightning clears the gradients between this batch's forward and backward: before the first batch of an accumulation,
@@ -60,35 +41,32 @@ class ScheduledSteps(WorldCollectives):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
-        assert self._engine is not None
         plugin, module = self.precision_plugin, self.lightning_module
         if self.config.runs_backward:
             closure_loss = plugin.pre_backward(closure_loss, module)
-            self._engine.gradients.install()
+            self.engine.gradients.install()
         else:
-            closure_loss = plugin.pre_backward(self._engine.scaled(closure_loss), module)
-            with self._during("step"), self._engine.gradients.reduce():
+            closure_loss = plugin.pre_backward(self.engine.scaled(closure_loss), module)
+            with self._during("step"), self.engine.gradients.reduce():
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         # Behind the sums over the replicas: on_after_backward sees the gradients that the optimizer will.
         output = plugin.post_backward(closure_loss, module)
         with self._during("checking the gradients of step"):
-            self._engine.check_gradients(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
+            self.engine.check_gradients(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
         return output
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step."""
-        assert self._engine is not None
         # A sharded optimizer gathers the parameters behind its step.
         with self._during("optimizer step"):
-            output = super().optimizer_step(optimizer, self._engine.evaluations(optimizer, closure), model, **kwargs)
-            self._engine.gradients.used()
+            output = super().optimizer_step(optimizer, self.engine.evaluations(optimizer, closure), model, **kwargs)
+            self.engine.gradients.used()
         return output
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """While accumulating: keep gradients local."""
-        assert self._engine is not None
-        with self._engine.gradients.accumulating():
+        with self.engine.gradients.accumulating():
             yield
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,29 +82,23 @@ class ScheduledSteps(WorldCollectives):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
 
     def _evaluate(self, hook: str, context: Any, args: tuple[Any, ...]) -> Any:
-        assert self._engine is not None
-        assert self.mesh is not None
         # Replicas may have different numbers of batches: only the ranks of one agree. The others of a fit would wait for them.
         fits = self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING
         interrupts = self.layout.num_replicas == 1 or not fits
         self._heed_signals(hook, self.mesh.group("model").handle, interrupts=interrupts)
         with self._during(hook):
-            return self._engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
+            return self.engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
 
     def _heed_signals(self, what: str, group: Any, *, interrupts: bool = True) -> None:
         """End here if a rank of ``group`` was told to."""
-        assert self._watchdog is not None
-        if self._stop_request is None:
-            return
         with self._during(what):
-            ends = self._stop_request.heed(group, self.root_device, interrupts=interrupts)
+            ends = self.run.stop_request.heed(group, self.root_device, interrupts=interrupts)
         if ends:
             raise KeyboardInterrupt  # out here: nothing has failed, and all ranks can still save
 
     def _during(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Says what this rank is busy with to the ranks that wait for it."""
-        assert self._watchdog is not None
-        return self._watchdog.during(f"{what} {self.lightning_module.trainer.global_step}")
+        return self.run.watchdog.during(f"{what} {self.lightning_module.trainer.global_step}")
 
     @property
     def observers(self) -> Observers | None:
@@ -146,13 +118,11 @@ class ScheduledSteps(WorldCollectives):
 
     def compute_gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient, each parameter counted once; collective over the world."""
-        assert self._engine is not None
         with self._during("gradient norm of step"):
-            return self._engine.gradients.norm()
+            return self.engine.gradients.norm()
 
     def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
-        assert self._engine is not None
         with self._during("gradient norm of step"):
-            self.gradient_norm = self._engine.gradients.norm(optimizer)
+            self.gradient_norm = self.engine.gradients.norm(optimizer)
         parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm)

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp._lightning import LightningNames
 from lightning_ptdp._memory import return_large_blocks
-from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.meeting import LOOPBACK, listen_anywhere, listen_on_loopback, meeting_store, torchrun_keeps_store
 from lightning_ptdp.mesh import ProcessMesh
@@ -23,6 +21,9 @@ from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.crowd import Crowd
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.joining import join
+from lightning_ptdp.strategy.run import Run
+from lightning_ptdp.strategy.stopping import StopRequest
+from lightning_ptdp.strategy.validation_clock import ValidationClock
 
 __all__ = ["World"]
 
@@ -30,17 +31,9 @@ __all__ = ["World"]
 class World(WorldCollectives):
     """Mixin of the strategy: ranks, sizes, process groups."""
 
-    _names: LightningNames
-    config: PTDPConfig
-    mesh: ProcessMesh | None
-    num_nodes: int
     _launcher: Any
     _parent: int
     _interfaces: list[str]
-    _watchdog: Watchdog | None
-    _board: Any
-    _interruption: Interruption | None
-    _seed: int
 
     @property
     def root_device(self) -> torch.device:
@@ -100,8 +93,7 @@ class World(WorldCollectives):
         layout = self.layout
         if layout.world_size > 1 and self.num_nodes == 1:
             self._interfaces = [*self._interfaces, *listen_on_loopback()]
-        if layout.world_size > 1 and not dist.is_initialized():
-            self._join(layout)
+        self._run = self._begin(layout, self._run)
         if layout.world_size > 1 and self.root_device.type == "cpu":
             return_large_blocks()
         if self.global_rank != 0:
@@ -110,15 +102,39 @@ class World(WorldCollectives):
         if layout.world_size > 1 and layout.num_replicas == 1:
             # Ranks of a single replica hold equal values: Lightning's advice to reduce them does not apply.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
-        if self.mesh is None:
-            self.mesh = ProcessMesh.create(
-                layout=layout, rank=self.global_rank, timeout=self.config.timeout, device=self.root_device
-            )
-        if self._watchdog is None or self._watchdog.closed:
-            self._watchdog = Watchdog.create(mesh=self.mesh, limit_s=self.config.timeout_s, store=self._board)
-        self._seed, run = self.broadcast((self._reset_seed(), uuid.uuid4().hex))
-        on_device = self.root_device.type == "cuda"
-        self._interruption = Interruption(self.lightning_module.trainer, self._watchdog, run=run, on_device=on_device)
+
+    def _begin(self, layout: ParallelLayout, before: Run | None) -> Run:
+        """Take over from the run before what can be used again, and agree with the others."""
+        if layout.world_size > 1 and not dist.is_initialized():
+            mesh, board = self._join(layout)
+        elif before is not None:
+            mesh, board = before.mesh, before.board
+        else:
+            mesh, board = self._make_mesh(layout), None
+        if before is None or before.watchdog.closed:
+            watchdog = Watchdog.create(mesh=mesh, limit_s=self.config.timeout_s, store=board)
+        else:
+            watchdog = before.watchdog
+        self._run = None
+        try:
+            with watchdog.during("broadcast from rank 0"):
+                seed, name = self.broadcast((self._reset_seed(), uuid.uuid4().hex))
+        except BaseException:
+            watchdog.close()  # no teardown would find it
+            raise
+        trainer, on_device = self.lightning_module.trainer, self.root_device.type == "cuda"
+        return Run(
+            mesh=mesh,
+            board=board,
+            watchdog=watchdog,
+            interruption=Interruption(trainer, watchdog, run=name, on_device=on_device),
+            stop_request=StopRequest(trainer, alone=layout.world_size == 1),
+            validation_clock=ValidationClock(trainer),
+            seed=seed,
+        )
+
+    def _make_mesh(self, layout: ParallelLayout) -> ProcessMesh:
+        return ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout, device=self.root_device)
 
     def _reset_seed(self) -> int:
         """Random numbers begin anew at the user's seed, as in Lightning's strategies; in one process they go on where they are."""
@@ -126,7 +142,7 @@ class World(WorldCollectives):
             self._names.reset_seed()
             return self.config.seed if self.config.seed is not None else torch.initial_seed()
 
-    def _join(self, layout: ParallelLayout) -> None:
+    def _join(self, layout: ParallelLayout) -> tuple[ProcessMesh, Any]:
         backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
         environment, limit = self.cluster_environment, self.config.timeout
         assert environment is not None
@@ -149,11 +165,11 @@ class World(WorldCollectives):
                 torch.cuda.set_device(self.root_device)  # each thread has its own
             # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
             self._names.init_process_group(environment, backend, crowd.rank, layout.world_size, timeout=limit, store=store)
-            mesh = ProcessMesh.create(layout=layout, rank=crowd.rank, timeout=limit, device=self.root_device)
+            mesh = self._make_mesh(layout)
             # Once its keeper is gone, torch tries for twice the limit to connect, and nobody looks at the clock.
             return mesh, store.clone()
 
-        self.mesh, self._board = join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
+        return join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
 
     def leave_environment(self) -> None:
         """What groups are made after this listens where the user, or torch, chooses."""

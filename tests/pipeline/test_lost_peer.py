@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,7 +224,7 @@ class _Arriving:
 def test_the_end_of_a_run_that_lost_a_rank_does_not_hide_it() -> None:
     strategy = PTDPStrategy()
     strategy._engine = _Arriving()
-    strategy._watchdog = Watchdog(rank=0, world_size=2, ranks=[0, 1], limit_s=LIMIT_S)
+    strategy._run = SimpleNamespace(watchdog=Watchdog(rank=0, world_size=2, ranks=[0, 1], limit_s=LIMIT_S))
     with pytest.raises(
         PeerError, match=r"rank 0 lost another rank \(the last parameters to arrive\): .*\nWhat each rank did last:"
     ):
