@@ -209,7 +209,9 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({"reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "'bfloat16'"]),
         ({"inter_node_reduce_dtype": "bfloat16"}, ["inter_node_reduce_dtype", "data_parallel_replicas=1"]),
         ({"check_finite": "warn"}, ["check_finite='warn'", "'skip'"]),
-        ({"recompute": "ful"}, ["recompute='ful'", "'full'"]),
+        ({"recompute": "ful"}, ["recompute='ful'", "'selective'; did you mean 'full'?"]),
+        ({"recompute": "full", "recompute_layers": -1}, ["recompute_layers=-1", "an integer of at least 0"]),
+        ({"recompute": "full", "recompute_layers": [1, "2"]}, ["recompute_layers=(1, '2')", "an integer of at least 0"]),
         ({"recompute_layers": 2}, ["recompute_layers=2", "recompute='none'"]),
         ({"distribute_saved_activations": True}, ["distribute_saved_activations", "recompute='full' (it is 'none')", "size > 1"]),
         (
