@@ -39,7 +39,6 @@ LAUNCHERS = ("one", "ranks", "fork", "popen", "torchrun", "spawn")
 WAYS = ("return", "exit", "exception", "SIGTERM", "Ctrl-C", "Ctrl-C to one")
 HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "after fit")
 _SLOW_S = 0.4
-_LIMIT_S = 150.0
 _BEGUN = "begun.txt"
 
 
@@ -183,15 +182,15 @@ def begin(case: Case, folder: Path, environment: dict[str, str]) -> int:
     sys.exit()
 
 
-def run(case: Case, folder: Path) -> str:
-    """What was wrong; "" if nothing was."""
+def run(case: Case, folder: Path, limit_s: float) -> str:
+    """What was wrong; "" if nothing was. After ``limit_s`` seconds it hangs."""
     environments: list[dict[str, str]] = [{}]
     if case.launcher == "ranks":
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
         common |= {"TORCHELASTIC_RUN_ID": "endings", "LOCAL_WORLD_SIZE": "2"}
         environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     processes = [begin(case, folder, environment) for environment in environments]
-    deadline, left = time.monotonic() + _LIMIT_S, set(processes)
+    deadline, left = time.monotonic() + limit_s, set(processes)
     while left and time.monotonic() < deadline:
         left -= {process for process in left if os.waitpid(process, os.WNOHANG)[0]}
         time.sleep(0.02)
@@ -224,6 +223,9 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launchers", nargs="+", default=["one", "ranks", "fork"] * 8 + ["popen", "torchrun", "spawn"])
+    parser.add_argument(
+        "--limit-s", type=float, default=150.0, help="of a run; on a busy machine an import alone may take a minute"
+    )
     parser.add_argument("--only", nargs=2, metavar=("CASE", "FOLDER"), help="one case, in this process")
     options = parser.parse_args()
     if options.only:
@@ -233,7 +235,7 @@ def main() -> int:
     for number, case in enumerate(itertools.islice(cases(options.launchers, options.seed), options.runs)):
         folder = Path(tempfile.mkdtemp(prefix="endings-"))
         try:
-            what = run(case, folder)
+            what = run(case, folder, options.limit_s)
             if what:
                 wrong += 1
                 print(f"{number}: {case}: {what}")
