@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from lightning_ptdp._torch import keep_padded
 from lightning_ptdp.materialize import Materializer, agree_on_values
 from lightning_ptdp.mesh import Group, ProcessMesh
 from lightning_ptdp.notes import layout_notes
@@ -120,6 +121,7 @@ def parallelize(
     planned.check(module, tensor.size, layout.sequence_parallel, converted=True)
     if layout.model_parallel_size > 1:
         set_numbers(module, planned.numbers, tensor_parallel_size=tensor.size)
+        keep_padded(module)
     built = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
     differing = agree_on_values(built, device=device)
     whole = _Whole.of(module)

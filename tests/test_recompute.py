@@ -19,9 +19,10 @@ from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.recompute import apply_recomputation, check_recomputation, check_recompute_options, remove_recomputation
-from lightning_ptdp.tensor_parallel import ParallelPlan, apply_plan
+from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.memory import kept_bytes
 from tests.pool import Pool
+from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import counted_collectives, tensor_group
 
 CONFIG = GPTConfig.gpt2(

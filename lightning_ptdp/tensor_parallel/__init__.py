@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: one layer's matrices sharded over the ranks of the tensor group (arXiv 1909.08053, 2205.05198).
 
-A ``ParallelPlan`` says which modules are split and how; ``apply_plan`` (a whole model) or ``shard_module`` (one module) put parallel
-ones in their place; a ``Sharding`` tells of every parameter which part of the whole it is. The model's own code does not change.
+A ``ParallelPlan`` says which modules are split and how; ``shard_module`` puts a parallel one in the place of one; a ``Sharding`` tells of
+every parameter which part of the whole it is. The model's own code does not change.
 """
 
 from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
@@ -35,7 +35,7 @@ from lightning_ptdp.tensor_parallel.sharding import (
     iterate_pieces,
     slice_full,
 )
-from lightning_ptdp.tensor_parallel.swap import apply_plan, is_in_region, replace_aliases, shard_module, split_sequence
+from lightning_ptdp.tensor_parallel.swap import is_in_region, replace_aliases, shard_module, split_sequence
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = [
@@ -63,7 +63,6 @@ __all__ = [
     "VocabularyParallelLogits",
     "VocabularyRange",
     "Whole",
-    "apply_plan",
     "assemble_full",
     "check_captured",
     "fits",

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_ptdp._torch import keep_padded
 from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.kinds import Kind, Place
-from lightning_ptdp.tensor_parallel.numbers import set_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.region import split_sequence_in_blocks
 from lightning_ptdp.tensor_parallel.sharding import Sharding
 
-__all__ = ["apply_plan", "is_in_region", "replace_aliases", "shard_module", "split_sequence"]
+__all__ = ["is_in_region", "replace_aliases", "shard_module", "split_sequence"]
 
 Shared = dict[int, nn.Parameter]
 
@@ -74,52 +72,3 @@ def replace_aliases(model: nn.Module, shared: Shared) -> None:
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in shared:
                 module._parameters[key] = shared[id(parameter)]
-
-
-def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_parallel: bool) -> dict[str, Sharding]:
-    """Replace the modules that the plan names by parallel ones, in place.
-
-    Returns:
-        The sharding of every parameter, by the name that ``model.named_parameters()`` gives to it. Under sequence parallelism every
-        whole parameter is partial: its gradient covers this rank's slice of the sequence.
-
-    Raises:
-        ValueError: Of ``plan.check``.
-    """
-    plan.check(model, tensor_parallel_size=group.size, sequence_parallel=sequence_parallel)
-    originals = list(model.parameters())  # alive while their ids are keys of `shared`
-    shared: Shared = {}
-    replaced: dict[int, nn.Module] = {}
-    by_parameter: dict[int, Sharding] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = plan.resolve(model)
-    for name, kind in kinds.items():
-        module = modules[name]
-        if id(module) not in replaced:
-            new, shardings = shard_module(
-                module,
-                kind,
-                group=group,
-                sequence_parallel=plan.splits_sequence(name, sequence_parallel),
-                shared=shared,
-                enters=not is_in_region(name, kinds),
-            )
-            replaced[id(module)] = new
-            by_parameter |= {id(new.get_parameter(key)): sharding for key, sharding in shardings.items()}
-        _put(model, name, replaced[id(module)])
-    replace_aliases(model, shared)
-    set_numbers(model, plan.numbers, tensor_parallel_size=group.size)
-    keep_padded(model)
-    if sequence_parallel and group.size > 1:
-        split_sequence(model, plan, group=group)
-    del originals
-    return {
-        name: by_parameter.get(id(parameter))
-        or Sharding.replicated(parameter.shape, partial=plan.partial(name, group.size > 1 and sequence_parallel))
-        for name, parameter in model.named_parameters()
-    }
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, key = name.rpartition(".")
-    model.get_submodule(parent).register_module(key, module)

@@ -15,10 +15,10 @@ from lightning_ptdp.context_parallel import AttentionKind, ContextParallel
 from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
-from lightning_ptdp.tensor_parallel import apply_plan
 from tests.context_parallel.toy import assert_close, context_group, own
 from tests.models.configs import GPT2, LLAMA
 from tests.pool import Pool
+from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import assert_gradients
 
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA}

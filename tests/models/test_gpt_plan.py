@@ -10,9 +10,10 @@ from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.tensor_parallel import apply_plan, slice_full
+from lightning_ptdp.tensor_parallel import slice_full
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.pool import Pool
+from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import whole_gradient
 
 

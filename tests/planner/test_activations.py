@@ -10,10 +10,10 @@ import torch
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.planner import layer_activations, logits_bytes
 from lightning_ptdp.recompute import apply_recomputation
-from lightning_ptdp.tensor_parallel import apply_plan
 from tests.memory import kept_bytes
 from tests.planner.jobs import choice, small_job
 from tests.pool import Pool
+from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import tensor_group
 
 SIZES = {"vocabulary_size": 64, "sequence_length": 48, "num_layers": 1, "hidden_size": 64, "num_heads": 4}

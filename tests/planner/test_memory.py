@@ -21,10 +21,10 @@ from lightning_ptdp.planner import (
     static_bytes,
 )
 from lightning_ptdp.planner.memory import rank_memory
-from lightning_ptdp.tensor_parallel import apply_plan
 from tests.models.configs import VARIANTS
 from tests.planner.jobs import TABLE_1, Row, choice, choice_of, job_of, small_job
 from tests.pool import Pool
+from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import tensor_group
 
 

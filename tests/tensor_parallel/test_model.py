@@ -14,10 +14,10 @@ from lightning_ptdp.tensor_parallel import (
     ParallelPlan,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
-    apply_plan,
     slice_full,
 )
 from tests.pool import Pool
+from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import Toy, assert_gradients, assert_same, counted_collectives, own_slice, tensor_group, toy_plan
 
 
