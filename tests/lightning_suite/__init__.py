@@ -10,7 +10,7 @@ checkpoints with ``torch.load`` and write them back with ``torch.save``; here bo
 fails the run: its line is to be taken out. A test that ends with a refusal of the strategy before the first batch counts as an expected
 failure too, with the refusal's words as the reason; the summary counts the reasons.
 
-With ``--ptdp-processes 2`` every test runs in two processes at once; with ``--ptdp-off`` too, under Lightning's ``ddp``: what fails
+With ``--ptdp-processes 2`` every other test runs in two processes at once; with ``--ptdp-off`` too, under Lightning's ``ddp``: what fails
 there as well assumes one process.
 """
 
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     substitution = _Substitution(json.loads(config.getoption("--ptdp-options")), count=count, off=off)
     config.pluginmanager.register(substitution, "ptdp-substitution")
     if count > 1:
-        config.pluginmanager.register(Processes(count, substitution.leaves_alone), "ptdp-processes")
+        config.pluginmanager.register(Processes(count), "ptdp-processes")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -85,12 +85,14 @@ class _Substitution:
         self._words: dict[str, list[str]] = {} if off else exceptions["words"]
         self._races: dict[str, list[str]] = exceptions["races"]
 
-    def leaves_alone(self, item: pytest.Item) -> bool:
-        """Whether a test runs as it is."""
+    def _leaves_alone(self, item: pytest.Item) -> bool:
         return _found(item, self._left_alone) is not None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Known failures are run, and have to fail, but for those where one process may be faster than another."""
+        """Known failures are run, and have to fail, but for those where one process may be faster than another. In several processes what
+        is left alone is left out."""
+        if self._count > 1:
+            items[:] = [item for item in items if not self._leaves_alone(item)]
         for item in items:
             for section in self._fails:
                 if (reason := _found(item, section)) is not None:
@@ -99,7 +101,7 @@ class _Substitution:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         """Around fixtures too, which make trainers."""
-        if self.leaves_alone(item):
+        if self._leaves_alone(item):
             return (yield)
         with pytest.MonkeyPatch.context() as patch:
             self._substitute(patch)

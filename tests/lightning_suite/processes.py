@@ -9,7 +9,6 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,14 @@ class Processes:
 
     Args:
         count: World size.
-        leaves_alone: Tests that run in this process as they are.
     """
 
-    def __init__(self, count: int, leaves_alone: Callable[[pytest.Item], bool]) -> None:
-        self._count, self._leaves_alone = count, leaves_alone
-        self._folder = Path()
+    def __init__(self, count: int) -> None:
+        self._count, self._folder = count, Path()
 
     @pytest.fixture
-    def tmp_path(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def tmp_path(self) -> Path:
         """One folder for all ranks."""
-        if self._leaves_alone(request.node):
-            return tmp_path_factory.mktemp("left_alone")
         folder = self._folder / "tmp_path"
         folder.mkdir(exist_ok=True)
         return folder
@@ -48,10 +43,6 @@ class Processes:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Fork, wait, tell."""
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        if self._leaves_alone(item):
-            runtestprotocol(item, nextitem=None)  # torn down to the end: what is forked next inherits what is left
-            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-            return True
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             self._folder, port = Path(folder), _free_port()
             children = {self._start(rank, port, item): rank for rank in range(self._count)}
