@@ -6,8 +6,8 @@ Importing this package registers ``Trainer(strategy="ptdp")``; an installed pack
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.autoload import install as _install
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.version import __version__
+from lightning_ptdp.world.layout import ParallelLayout
 
 if TYPE_CHECKING:
     from lightning_ptdp.strategy import PTDPStrategy

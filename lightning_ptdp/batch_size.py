@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_ptdp.layout import nearest_divisors
 from lightning_ptdp.option_types import Size, check_arguments, check_types
+from lightning_ptdp.world.layout import nearest_divisors
 
 __all__ = ["BatchPlan", "RampUp"]
 

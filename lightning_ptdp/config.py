@@ -10,12 +10,12 @@ from typing import Literal
 
 from lightning_ptdp.checkpoint.latest import OnDamage
 from lightning_ptdp.context_parallel import AttentionKind
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.option_types import Count, Size, check_types
-from lightning_ptdp.pipeline import CustomSchedule, Schedule, build_schedule
-from lightning_ptdp.pipeline.schedules import check_schedule, schedule_microbatches, schedule_placement
 from lightning_ptdp.recompute import RecomputePolicy, check_recompute_options
+from lightning_ptdp.schedule import CustomSchedule, Schedule, build_schedule
+from lightning_ptdp.schedule.generators import check_schedule, schedule_microbatches, schedule_placement
 from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["FiniteAction", "GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod"]
 

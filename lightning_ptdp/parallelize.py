@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp._torch import keep_padded
-from lightning_ptdp.materialize import Materializer, agree_on_values
-from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.initial_values.materialize import Materializer, agree_on_values
 from lightning_ptdp.notes import layout_notes
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
@@ -33,6 +32,7 @@ from lightning_ptdp.tensor_parallel import (
     shard_module,
     split_sequence,
 )
+from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 __all__ = ["ParallelModel", "parallelize", "parts_of"]
 

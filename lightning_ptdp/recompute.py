@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp._torch import untraced
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.stage import Placeholder
 from lightning_ptdp.surroundings import Surroundings
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather
 from lightning_ptdp.tensor_parallel.plan import matches, nearest_names
+from lightning_ptdp.world.mesh import Group
 
 __all__ = [
     "RecomputePolicy",

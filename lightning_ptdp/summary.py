@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["StageSummary", "StrategySummary", "render"]
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Context", "Contexts", "Deferred", "Forward", "Part", "Surrounding", "Surroundings"]
 

@@ -28,16 +28,16 @@ from lightning_ptdp.data import BertDataModule, IndexedDataModule, MixtureDataMo
 from lightning_ptdp.data.batch_options import BatchOptions
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import Corpus
-from lightning_ptdp.layout import ParallelLayout, divisors
 from lightning_ptdp.models import BertConfig, GPTConfig
 from lightning_ptdp.models.optimization import AdamWConfig
 from lightning_ptdp.option_types import shown
-from lightning_ptdp.pipeline import CustomSchedule
-from lightning_ptdp.pipeline.schedules import SCHEDULES, gpipe
-from lightning_ptdp.pipeline.simulate import Costs
 from lightning_ptdp.planner import DEVICES, Device, Job, Link, Space
+from lightning_ptdp.schedule import CustomSchedule
+from lightning_ptdp.schedule.generators import SCHEDULES, gpipe
+from lightning_ptdp.schedule.simulate import Costs
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Region
+from lightning_ptdp.world.layout import ParallelLayout, divisors
 
 LIMIT_S = 0.1
 PLAN = ParallelPlan(blocks="net", tensor={"net.*": "column"})

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 import lightning_ptdp
-from lightning_ptdp.layout import AXES, Axis, ParallelLayout
 from lightning_ptdp.option_types import Size
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.world.layout import AXES, Axis, ParallelLayout
 from tests import parity
 from tests.parity import assert_same
 from tests.pool import Pool
@@ -86,8 +86,8 @@ def test_an_axis_of_ones_own(kind: type[ParallelLayout], world_size: int, option
         assert_same(found, expected)
 
 
-ROOMS = ("tensor_parallel", "context_parallel", "pipeline", "placement.py", "batch_size.py")
-CONFIGURATION = ("layout.py", "config.py", "parallelize.py", "strategy", "cli", "planner", "models", "data")
+ROOMS = ("tensor_parallel", "context_parallel", "schedule", "pipeline", "batch_size.py")
+CONFIGURATION = ("world", "config.py", "parallelize.py", "strategy", "cli", "planner", "models", "data")
 
 
 def test_nobody_else_asks_for_the_degree_of_an_axis() -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_ptdp.models import GPTConfig, LitGPT
-from lightning_ptdp.pipeline import Action, CustomSchedule
+from lightning_ptdp.schedule import Action, CustomSchedule
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.toys import LitNet, loader

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from lightning_ptdp.meeting import listen_on_loopback, meeting_store
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.crowd import Crowd
 from lightning_ptdp.strategy.joining import join
+from lightning_ptdp.world.meeting import listen_on_loopback, meeting_store
 
 LIMIT = timedelta(seconds=2)
 

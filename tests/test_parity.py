@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.pipeline import CustomSchedule, build_schedule, dump_schedule
+from lightning_ptdp.schedule import CustomSchedule, build_schedule, dump_schedule
 from tests.parity import Frozen, Run, assert_same, fit
 from tests.pipeline.grid import weights_at_the_end
 from tests.pool import Pool

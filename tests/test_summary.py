@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.summary import StageSummary, StrategySummary, render
+from lightning_ptdp.world.layout import ParallelLayout
 
 INTERLEAVED = StrategySummary(
     layout=ParallelLayout(

@@ -26,8 +26,8 @@ from harness import Comparison, compare, report
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import ContextParallel, all_to_all_attention, ring_attention, shard_sequence
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.models import GPT, GPTConfig
+from lightning_ptdp.world.mesh import Group
 
 SAMPLES, HEADS, CHANNELS = 1, 8, 64
 SHORT = 256  # tokens a rank, in the second part

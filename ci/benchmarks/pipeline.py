@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.models.gpt import Block
-from lightning_ptdp.pipeline import Costs
+from lightning_ptdp.schedule import Costs
 
 FORWARD, INPUT, WEIGHT = 0.020, 0.020, 0.020  # seconds a rank and microbatch
 SMALL, LARGE = (4, 16), (1024, 1024)  # float32 hidden states: 256 bytes, 4 MiB

@@ -14,15 +14,15 @@ from sleeping import SleepingBlock
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.pipeline import Action, ActionKind, Costs, Schedule, build_schedule, simulate
-from lightning_ptdp.pipeline.lowering import lower
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
+from lightning_ptdp.schedule import Action, ActionKind, Costs, Schedule, build_schedule, simulate
+from lightning_ptdp.schedule.lowering import lower
 from lightning_ptdp.surroundings import Forward, Surroundings
 from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["PEERS", "Bare", "Ours", "Sizes", "Torchs", "ideal", "torchs_schedule"]
 

@@ -36,11 +36,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import Group, ProcessMesh
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.models.gpt import Block
 from lightning_ptdp.tensor_parallel import Column, Row, shard_module
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 T, SAMPLES, HEAD = 2, 2, 64
 

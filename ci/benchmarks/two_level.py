@@ -24,7 +24,7 @@ from harness import compare, report
 from torch import Tensor
 
 from lightning_ptdp.data_parallel import Reduction
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 HOSTS, LOCAL = 2, 2
 NAMES = [f"ptdp-bench-{host}" for host in range(HOSTS)]

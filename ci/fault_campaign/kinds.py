@@ -56,7 +56,7 @@ _FORWARD = "lightning_ptdp.models.gpt:Block.forward"
 KINDS = {
     "absent": Kind(calls=("lightning_ptdp.strategy.world:meeting_store",), armed="start", alone=True),
     "joining": Kind(
-        calls=("torch.distributed:init_process_group", "lightning_ptdp.mesh:ProcessMesh.create"), most=2, armed="start"
+        calls=("torch.distributed:init_process_group", "lightning_ptdp.world.mesh:ProcessMesh.create"), most=2, armed="start"
     ),
     "setup": Kind(calls=("lightning_ptdp.strategy.ptdp:parallelize",), armed="start"),
     "data": Kind(calls=("fault_campaign.training:Tokens.__getitems__",), most=2),

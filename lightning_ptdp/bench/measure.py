@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
-from lightning_ptdp.pipeline.spans import Timeline
 from lightning_ptdp.planner import known_peak_flops
+from lightning_ptdp.schedule.spans import Timeline
 
 __all__ = ["StepTimes"]
 

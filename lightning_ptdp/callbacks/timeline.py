@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.callbacks.folder import run_folder
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
-from lightning_ptdp.pipeline.spans import Timeline
-from lightning_ptdp.pipeline.timeline import chrome_trace, draw_timelines
+from lightning_ptdp.schedule.spans import Timeline
+from lightning_ptdp.schedule.timeline import chrome_trace, draw_timelines
 
 __all__ = ["PipelineTimeline"]
 

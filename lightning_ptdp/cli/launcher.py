@@ -21,7 +21,7 @@ from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.launch_scripts import LaunchJob, slurm_script, torchrun_script
 from lightning_ptdp.cli.recipe_files import find_config
-from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["parser", "run", "wants_launcher"]
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.pipeline.actions import Schedule
-from lightning_ptdp.pipeline.schedules import SCHEDULES, build_schedule, check_schedule
-from lightning_ptdp.pipeline.simulate import Costs, simulate
-from lightning_ptdp.pipeline.spans import Timeline
-from lightning_ptdp.pipeline.timeline import chrome_trace, draw_timelines
+from lightning_ptdp.schedule.actions import Schedule
+from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule, check_schedule
+from lightning_ptdp.schedule.simulate import Costs, simulate
+from lightning_ptdp.schedule.spans import Timeline
+from lightning_ptdp.schedule.timeline import chrome_trace, draw_timelines
 
 __all__ = ["main", "run"]
 

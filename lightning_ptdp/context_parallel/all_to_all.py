@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.sharding import chunk_order
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["all_to_all_attention", "check_heads"]
 

@@ -23,8 +23,8 @@ from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.intercept import AttentionKind, Interceptor
 from lightning_ptdp.context_parallel.sharding import check_sequence, positions
 from lightning_ptdp.context_parallel.supply import Supplier, Taker, find_takers
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.surroundings import Contexts, Forward, Surrounding
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ContextForward", "ContextParallel"]
 

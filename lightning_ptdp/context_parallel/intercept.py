@@ -20,7 +20,7 @@ from lightning_ptdp.context_parallel.multihead import multi_head_attention
 from lightning_ptdp.context_parallel.ring import ring_attention
 from lightning_ptdp.context_parallel.tokens import pick_token
 from lightning_ptdp.matrix_product import autocast_dtype
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["AttentionKind", "Interceptor"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_ptdp._torch import all_gather_single
 from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.sharding import unshard_sequence
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["WholeMask", "read_mask"]
 

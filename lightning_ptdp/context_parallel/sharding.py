@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp._torch import all_gather_single
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["check_sequence", "chunk_order", "gather_sequence", "positions", "shard_sequence", "unshard_sequence"]
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.models import names_in_forward
 from lightning_ptdp.context_parallel.sharding import gather_sequence, shard_sequence
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Supplier", "Taker", "find_takers"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.context_parallel.errors import ContextParallelError
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["pick_token"]
 

@@ -19,8 +19,8 @@ from lightning_ptdp._torch import set_gradient_dtype
 from lightning_ptdp.data_parallel.reduction import Pending, Reduction
 from lightning_ptdp.data_parallel.shards import Shard
 from lightning_ptdp.data_parallel.sums import add_up
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.records import Sum
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["HALF", "Bucket", "BucketEntry", "GradientBuckets"]
 

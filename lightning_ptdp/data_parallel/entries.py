@@ -12,8 +12,8 @@ from lightning_ptdp.data_parallel.buckets import HALF, BucketEntry, GradientBuck
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.data_parallel.stepped import SteppedParameters
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.records import Records
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["lay_out", "make_stepped", "needs_masters"]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Work", "own_part", "start_all_gather", "start_reduce_scatter"]
 

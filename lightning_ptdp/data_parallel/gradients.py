@@ -16,8 +16,8 @@ from lightning_ptdp.data_parallel.entries import lay_out, make_stepped, needs_ma
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.norm import global_norm
 from lightning_ptdp.data_parallel.stepped import Stepped, SteppedParameters
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.records import Records
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Gradients"]
 

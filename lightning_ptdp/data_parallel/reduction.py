@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.data_parallel.exchange import Work, own_part, start_all_gather, start_reduce_scatter
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Pending", "Reduction"]
 

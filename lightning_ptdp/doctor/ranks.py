@@ -16,7 +16,7 @@ from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
 from lightning_ptdp.doctor.check import Check, failed, ok
 from lightning_ptdp.doctor.collectives import COLLECTIVES, Place
 from lightning_ptdp.doctor.processes import Outcome, Tell, run_ranks
-from lightning_ptdp.meeting import LOOPBACK, listen_on_loopback, meeting_store
+from lightning_ptdp.world.meeting import LOOPBACK, listen_on_loopback, meeting_store
 
 __all__ = ["RankCheck", "check_ranks"]
 

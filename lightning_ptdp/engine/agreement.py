@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.nested import iterate_tensors
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["BatchMismatchError", "check_same_batch", "has_same_length"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_ptdp._torch import all_gather_single
 from lightning_ptdp.context_parallel import ContextParallelError, gather_sequence
 from lightning_ptdp.engine.report import LogCall, StepReport, reduce_values, reduction_name
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.nested import map_tensors
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["merge_reports", "whole_outputs"]
 

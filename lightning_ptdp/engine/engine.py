@@ -21,7 +21,6 @@ from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, weigh_over_replicas, weigh_recorded
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.nested import batch_size
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.p2p import Transport
@@ -32,6 +31,7 @@ from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.random import derive_seed, seeded
 from lightning_ptdp.surroundings import Forward, Surroundings
 from lightning_ptdp.tensor_parallel import gather_full
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Engine"]
 

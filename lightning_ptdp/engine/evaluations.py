@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["check_evaluates_again", "counted_evaluations", "may_evaluate_again"]
 

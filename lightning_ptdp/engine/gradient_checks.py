@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.config import FiniteAction
 from lightning_ptdp.data_parallel import Gradients
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
 from lightning_ptdp.records import Records
+from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["GradientChecks", "NonFiniteError", "check_held"]
 

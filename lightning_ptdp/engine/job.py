@@ -16,11 +16,11 @@ from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, average_calls
 from lightning_ptdp.engine.step_state import Owner, StepState
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.nested import map_tensors
 from lightning_ptdp.random import derive_seed, seeded
 from lightning_ptdp.surroundings import Forward, Part
 from lightning_ptdp.tensor_parallel import gather_full
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["LightningJob", "counted_loss", "loss_and_weight", "num_tokens", "sum_over_replicas"]
 

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 __all__ = ["BatchMetrics", "scope_metrics"]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.engine.step_state import Change
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = [
     "LogCall",

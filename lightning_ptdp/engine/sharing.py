@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_ptdp.engine.parcel import TensorPlace, empty_message, pack, tensors_of, to_bytes, unpack
 from lightning_ptdp.engine.report import LogCall, StepReport
 from lightning_ptdp.engine.step_state import Change
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ReportMemory", "share_report"]
 

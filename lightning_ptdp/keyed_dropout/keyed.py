@@ -25,11 +25,11 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.context_parallel import positions, sequence_length
 from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.nested import batch_size, iterate_tensors
 from lightning_ptdp.random import derive_seed
 from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.tensor_parallel import give_randomness
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["KeyedDropout", "KeyedDropoutError"]
 

@@ -94,7 +94,7 @@ class BertConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
         if self.hidden_size % self.num_heads:
             # Imported here: a configuration alone needs no layout.
-            from lightning_ptdp.layout import nearest_divisors
+            from lightning_ptdp.world.layout import nearest_divisors
 
             near = ", ".join(str(divisor) for divisor in nearest_divisors(self.hidden_size, self.num_heads))
             raise ValueError(

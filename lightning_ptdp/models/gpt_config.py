@@ -119,6 +119,6 @@ class GPTConfig:
 
 def _near(number: int, wanted: int) -> str:
     # Imported here: a configuration alone needs no layout.
-    from lightning_ptdp.layout import nearest_divisors
+    from lightning_ptdp.world.layout import nearest_divisors
 
     return ", ".join(str(divisor) for divisor in nearest_divisors(number, wanted))

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.metrics import MeanLoss, TokenAccuracy
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.bert_config import BertConfig
@@ -19,6 +18,7 @@ from lightning_ptdp.models.bert_plan import bert_plan, check_bert_tensor_paralle
 from lightning_ptdp.models.bert_size import bert_flops_per_sample, num_bert_parameters
 from lightning_ptdp.models.optimization import AdamWConfig, build_adamw, build_schedule, resolve_decay_steps, samples_as_steps
 from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["LitBert"]
 

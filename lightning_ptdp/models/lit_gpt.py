@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.metrics import Perplexity
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.gpt_config import GPTConfig
@@ -19,6 +18,7 @@ from lightning_ptdp.models.gpt_plan import check_tensor_parallel, gpt_plan
 from lightning_ptdp.models.gpt_size import flops_per_sample, num_parameters
 from lightning_ptdp.models.optimization import AdamWConfig, build_adamw, build_schedule, resolve_decay_steps, samples_as_steps
 from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["IGNORED_LABEL", "LitGPT"]
 

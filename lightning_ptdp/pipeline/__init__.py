@@ -1,50 +1,16 @@
-"""Pipeline parallelism. A schedule is data: built, proven, timed and drawn here without torch, a process or a model.
+"""Executes a schedule: how a model is cut into stages, what crosses between them, and who notices when a rank is stuck."""
 
-    schedule = build_schedule("interleaved_1f1b", pipeline_parallel_size=4, virtual_pipeline_size=2, num_microbatches=8)
-    print(schedule.text())
-    print(simulate(schedule).bubble_fraction)        # 3/16
+from __future__ import annotations
 
-``schedules/`` says in which order each rank computes, ``lowering.py`` adds communication, ``verify.py`` proves the result.
-``stage.py``, ``p2p.py`` and ``runtime.py``, which need torch, execute it; ``timeline.py`` draws it.
-"""
+from typing import Any
 
-from lightning_ptdp.pipeline.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
-from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
-from lightning_ptdp.pipeline.schedule_error import ScheduleError
-from lightning_ptdp.pipeline.schedule_file import dump_schedule, load_schedule
-from lightning_ptdp.pipeline.schedules import (
-    SCHEDULES,
-    CustomSchedule,
-    build_schedule,
-    check_schedule,
-    schedule_microbatches,
-    schedule_placement,
-)
-from lightning_ptdp.pipeline.simulate import Costs, MemoryCurve, Span, Timeline, simulate
-from lightning_ptdp.pipeline.verify import verify_schedule
+from lightning_ptdp import schedule
 
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "ActionKind",
-    "Channel",
-    "Costs",
-    "CustomSchedule",
-    "MemoryCurve",
-    "Schedule",
-    "ScheduleError",
-    "Span",
-    "Timeline",
-    "build_schedule",
-    "check_num_layers",
-    "check_schedule",
-    "dump_schedule",
-    "explicit_partition",
-    "load_schedule",
-    "partition_layers",
-    "peak_in_flight",
-    "schedule_microbatches",
-    "schedule_placement",
-    "simulate",
-    "verify_schedule",
-]
+__all__: list[str] = []
+
+
+def __getattr__(name: str) -> Any:
+    """What is a schedule's stood here before; programs of users import it from here."""
+    if name in schedule.__all__:
+        return getattr(schedule, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

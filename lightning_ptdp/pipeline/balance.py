@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.pipeline.containers import layers_of
-from lightning_ptdp.pipeline.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.schedule.partition import check_num_layers, explicit_partition, partition_layers
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["layer_ranges"]
 

@@ -208,7 +208,7 @@ def _listen(store: Any, ranks: tuple[int, ...], heard: dict[int, Heard]) -> None
 
 def _meet(store: Any, topic: str, rank: int, world_size: int, limit_s: float, answer: list[bool]) -> None:
     with contextlib.suppress(Exception):
-        topic = f"lightning_ptdp/meeting/{topic}"
+        topic = f"lightning_ptdp/world/meeting/{topic}"
         everyone, deadline = [f"{topic}/{other}" for other in range(world_size)], time.monotonic() + limit_s
         store.set(f"{topic}/{rank}", "")
         while not (came := store.check(everyone)) and time.monotonic() < deadline:

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._torch import all_gather_single
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.pipeline.actions import ActionKind, Channel, Direction, Schedule
 from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm
+from lightning_ptdp.schedule.actions import ActionKind, Channel, Direction, Schedule
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["PeerError", "Receipt", "Transport", "receives_ahead"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from lightning_ptdp.pipeline.actions import Action, Schedule
+from lightning_ptdp.schedule.actions import Action, Schedule
 
 __all__ = ["Observers", "StepObserver"]
 

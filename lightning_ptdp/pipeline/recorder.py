@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.mesh import Group
-from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
-from lightning_ptdp.pipeline.simulate import Costs, simulate
-from lightning_ptdp.pipeline.spans import Number, Span, Timeline
+from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
+from lightning_ptdp.schedule.simulate import Costs, simulate
+from lightning_ptdp.schedule.spans import Number, Span, Timeline
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Recorder", "ideal_timeline"]
 

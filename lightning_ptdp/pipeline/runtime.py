@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_ptdp.mesh import Group
-from lightning_ptdp.pipeline.actions import Action, ActionKind, Schedule
 from lightning_ptdp.pipeline.crossing import Crossing, TensorForm, backward
 from lightning_ptdp.pipeline.p2p import Receipt, Transport
 from lightning_ptdp.pipeline.progress import Observers, StepObserver
 from lightning_ptdp.pipeline.stage import PipelineCut, WholeModel
+from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 from lightning_ptdp.surroundings import Deferred, Forward, Surroundings
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["PipelineRuntime", "StepJob"]
 

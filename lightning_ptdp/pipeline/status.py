@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from lightning_ptdp.pipeline.actions import Action
+from lightning_ptdp.schedule.actions import Action
 
 __all__ = ["LiveStatus", "RankStatus", "duration"]
 

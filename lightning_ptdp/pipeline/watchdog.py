@@ -21,13 +21,13 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ptdp._torch import abort_process_groups, default_store, is_communication_error
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline.account import LOST, Account
-from lightning_ptdp.pipeline.actions import Action, Schedule
 from lightning_ptdp.pipeline.bulletin import Bulletin
 from lightning_ptdp.pipeline.guard import Guard, Judge, Pulse, Sight
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import LiveStatus, duration
+from lightning_ptdp.schedule.actions import Action, Schedule
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Watchdog"]
 

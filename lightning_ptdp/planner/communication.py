@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.planner.devices import Device, Link
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["GroupLink", "context_link", "pipeline_link", "replica_link", "tensor_link"]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.option_types import Count, Size, check_types
-from lightning_ptdp.pipeline.schedules import schedule_placement
 from lightning_ptdp.planner.devices import Device
+from lightning_ptdp.schedule.generators import schedule_placement
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["PRECISIONS", "Choice", "Job", "Precision", "find_precision"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layer_matrices, layers_by_stage, stage_parameters
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["RankMemory", "fullest_rank", "rank_memory", "static_bytes"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models.gpt_config import GPTConfig
-from lightning_ptdp.pipeline.partition import partition_layers
+from lightning_ptdp.schedule.partition import partition_layers
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["heads_a_rank", "layer_matrices", "layer_parameters", "layers_by_stage", "stage_parameters"]
 

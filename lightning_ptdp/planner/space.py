@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ptdp.layout import ParallelLayout, divisors
 from lightning_ptdp.option_types import Size, check_types
-from lightning_ptdp.pipeline.schedules import schedule_placement
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, least_microbatches
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.parameters import layers_by_stage
+from lightning_ptdp.schedule.generators import schedule_placement
+from lightning_ptdp.world.layout import ParallelLayout, divisors
 
 __all__ = ["Degrees", "Misfit", "Pipeline", "Space", "degrees", "pipelines"]
 

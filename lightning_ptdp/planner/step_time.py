@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_ptdp.models.gpt_size import flops_per_sample
-from lightning_ptdp.pipeline.schedules import build_schedule
-from lightning_ptdp.pipeline.simulate import Costs, simulate
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
 from lightning_ptdp.planner.communication import pipeline_link, replica_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
 from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
+from lightning_ptdp.schedule.generators import build_schedule
+from lightning_ptdp.schedule.simulate import Costs, simulate
 
 __all__ = ["StepTime", "simulated_step_time", "step_time"]
 

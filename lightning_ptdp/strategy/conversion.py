@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_ptdp._lightning import LightningNames, layer_sync
-from lightning_ptdp.materialize import Materializer
-from lightning_ptdp.mesh import ProcessMesh
+from lightning_ptdp.initial_values.materialize import Materializer
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["convert", "replacing"]
 

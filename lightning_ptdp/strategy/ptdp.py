@@ -18,7 +18,7 @@ from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
-from lightning_ptdp.materialize import awaits_values
+from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.parallelize import parallelize
 from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.strategy.checks import (

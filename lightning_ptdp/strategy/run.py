@@ -11,13 +11,13 @@ from lightning_ptdp._lightning import LightningNames, StrategyBase
 from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine import Engine
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.surroundings import Surroundings
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Run", "RunningStrategy"]
 

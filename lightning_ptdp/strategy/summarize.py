@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.pipeline import Costs, Schedule, simulate
-from lightning_ptdp.pipeline.schedules import schedule_name
+from lightning_ptdp.schedule import Costs, Schedule, simulate
+from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.summary import StageSummary, StrategySummary
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["summarize"]
 

@@ -10,13 +10,13 @@ from torch import nn
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel, check_heads, why_not
 from lightning_ptdp.keyed_dropout import KeyedDropout
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.pipeline.schedules import may_split_backward
+from lightning_ptdp.schedule.generators import may_split_backward
 from lightning_ptdp.surroundings import Surrounding, Surroundings
 from lightning_ptdp.tensor_parallel import SplitRandomness
 from lightning_ptdp.tensor_parallel.region import is_whole
 from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["check_surroundings", "make_surroundings"]
 

@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp._memory import return_large_blocks
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.meeting import LOOPBACK, listen_anywhere, listen_on_loopback, meeting_store, torchrun_keeps_store
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.crowd import Crowd
@@ -24,6 +21,9 @@ from lightning_ptdp.strategy.joining import join
 from lightning_ptdp.strategy.run import Run
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.meeting import LOOPBACK, listen_anywhere, listen_on_loopback, meeting_store, torchrun_keeps_store
+from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["World"]
 

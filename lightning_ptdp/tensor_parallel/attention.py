@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.linear import RowParallelLinear, column_linear
 from lightning_ptdp.tensor_parallel.randomness import Randomness
 from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ParallelMultiheadAttention", "why_not"]
 

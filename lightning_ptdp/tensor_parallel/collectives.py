@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 __all__ = [
     "Pending",

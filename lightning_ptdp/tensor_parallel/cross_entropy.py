@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import start_all_reduce
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Reduction", "vocabulary_parallel_cross_entropy", "vocabulary_parallel_logsumexp"]
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from lightning_ptdp.tensor_parallel.randomness import Randomness
 from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_linear", "row_linear"]
 

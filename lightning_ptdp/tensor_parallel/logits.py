@@ -18,7 +18,6 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import gather_last, start_all_gather
 from lightning_ptdp.tensor_parallel.cross_entropy import (
     Reduction,
@@ -27,6 +26,7 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
 )
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 from lightning_ptdp.tensor_parallel.views import keeps_vocabulary, leading_sizes
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["VocabularyParallelLogits", "gather_full"]
 

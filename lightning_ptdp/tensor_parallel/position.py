@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import split_sequence
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["SequenceShardedEmbedding"]
 

@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_ptdp.matrix_product import autocast_dtype
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_sequence, join_sequence, split_sequence
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["enter_region", "is_whole", "join_around", "split_sequence_in_blocks"]
 

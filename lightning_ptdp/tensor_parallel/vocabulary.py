@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel.collectives import reduce, scatter_sequence
 from lightning_ptdp.tensor_parallel.linear import column_linear
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["VocabularyParallelEmbedding", "VocabularyParallelHead"]
 

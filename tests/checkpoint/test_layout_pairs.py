@@ -24,7 +24,7 @@ from lightning_ptdp.checkpoint import Box, CheckpointMetadata, Placed, load_tens
 from lightning_ptdp.checkpoint.boxes import boxes_of
 from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.data_parallel.shards import FlatSharding, Shard
-from lightning_ptdp.pipeline.partition import partition_layers
+from lightning_ptdp.schedule.partition import partition_layers
 from tests.checkpoint.layouts import PADDING, shard
 
 LAYERS = 5

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.pipeline import build_schedule, dump_schedule
+from lightning_ptdp.schedule import build_schedule, dump_schedule
 
 Run = Callable[..., tuple[int, str, str]]
 

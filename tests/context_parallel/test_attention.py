@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import ContextParallelError, all_to_all_attention, ring_attention
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 from tests.context_parallel.toy import ATTENTION, assert_close, context_group, gradients, own, qkv, whole_attention
 from tests.pool import Pool
 

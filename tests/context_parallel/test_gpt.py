@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import AttentionKind, ContextParallel
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
 from tests.context_parallel.toy import assert_close, context_group, own
 from tests.models.configs import GPT2, LLAMA
 from tests.pool import Pool

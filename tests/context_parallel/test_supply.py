@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.context_parallel import ContextParallel, ContextParallelError
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 
 PLACES = [[2, 3, 4, 5]]
 BATCH = {"input_ids": torch.arange(16).view(2, 8)}

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import all_to_all_attention, ring_attention, shard_sequence
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 

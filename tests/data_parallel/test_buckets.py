@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, Reduction, global_norm
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.pool import Pool
 
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, Reduction, SteppedParameters, check_elementwise
 from lightning_ptdp.data_parallel.shards import Shard
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import Group, ProcessMesh
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.pool import Pool
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
-from lightning_ptdp.mesh import Group
+from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.tensor_parallel import slice_full
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan

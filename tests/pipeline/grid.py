@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.pipeline import Action, ActionKind, CustomSchedule, Schedule, build_schedule
+from lightning_ptdp.schedule import Action, ActionKind, CustomSchedule, Schedule, build_schedule
 
 VOCABULARY, WIDTH = 11, 6
 TIED = {"head.weight": "embedding.weight"}

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ptdp import mesh as mesh_module
 from lightning_ptdp.data_parallel import exchange
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.pipeline import build_schedule
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import PipelineCut
+from lightning_ptdp.schedule import build_schedule
+from lightning_ptdp.world import mesh as mesh_module
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pipeline.handshake import handshaking
 from tests.pipeline.jobs import SumJob

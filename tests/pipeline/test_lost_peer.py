@@ -21,12 +21,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.checkpoint.sums import SummingFile
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.pipeline import Action
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.schedule import Action
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.pipeline import Action, Schedule, build_schedule
 from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm, rebuild
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.p2p import PeerError, Transport, receives_ahead
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import PipelineCut
+from lightning_ptdp.schedule import Action, Schedule, build_schedule
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pipeline.crossing_models import Memory, Nest, Pair, build
 from tests.pipeline.crossing_models import ids as batch_of
 from tests.pipeline.jobs import SumJob

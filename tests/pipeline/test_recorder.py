@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import Group, ProcessMesh
-from lightning_ptdp.pipeline import Action, Costs, Schedule, Timeline, build_schedule, simulate
 from lightning_ptdp.pipeline import recorder as recorder_module
 from lightning_ptdp.pipeline.progress import Observers
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
+from lightning_ptdp.schedule import Action, Costs, Schedule, Timeline, build_schedule, simulate
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.pool import Pool
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.pipeline import Action, ActionKind, Schedule, dump_schedule, peak_in_flight
+from lightning_ptdp.schedule import Action, ActionKind, Schedule, dump_schedule, peak_in_flight
 from tests.pipeline.grid import TIED, Case, Expected, cases, make_batch, unsplit
 from tests.pipeline.watched import Outcome, Rank
 from tests.pool import Pool

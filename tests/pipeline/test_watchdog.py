@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
-from lightning_ptdp.pipeline import Action
 from lightning_ptdp.pipeline.account import LOST, Account
 from lightning_ptdp.pipeline.bulletin import Heard
 from lightning_ptdp.pipeline.guard import Judge
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.schedule import Action
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pool import Pool
 
 HANGS_S = 40.0

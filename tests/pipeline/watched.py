@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore
 
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import Group, ProcessMesh
-from lightning_ptdp.pipeline import Schedule
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, WholeModel
 from lightning_ptdp.recompute import apply_recomputation
+from lightning_ptdp.schedule import Schedule
 from lightning_ptdp.surroundings import Forward, Surroundings
 from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.pipeline.grid import TIED, Block, Gradients, Microbatch, make_net, uneven_ranges
 
 PARTS = ModelParts(blocks=("blocks",), before=("embedding",), after=("norm", "head"))

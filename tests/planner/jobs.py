@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Choice, Job, find_device, find_precision
+from lightning_ptdp.world.layout import ParallelLayout
 
 
 class Row(NamedTuple):

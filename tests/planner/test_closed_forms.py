@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptdp.pipeline import Costs, Schedule, build_schedule, simulate
 from lightning_ptdp.planner import CLOSED_FORMS, least_microbatches
+from lightning_ptdp.schedule import Costs, Schedule, build_schedule, simulate
 
 CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved_1f1b": (2, 3), "zb_h1": (1,), "zb_v": (2,)}
 TIMES = [(120, 240, 120), (120, 360, 120), (120, 252, 108)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models import GPT, gpt_plan, num_parameters
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
@@ -21,6 +20,7 @@ from lightning_ptdp.planner import (
     static_bytes,
 )
 from lightning_ptdp.planner.memory import rank_memory
+from lightning_ptdp.world.layout import ParallelLayout
 from tests.models.configs import VARIANTS
 from tests.planner.jobs import TABLE_1, Row, choice, choice_of, job_of, small_job
 from tests.pool import Pool

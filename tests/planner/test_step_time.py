@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from lightning_ptdp.layout import ParallelLayout
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import DEVICES, find_device, layer_time, simulated_step_time, step_time
 from lightning_ptdp.planner.communication import pipeline_link, replica_link, tensor_link
+from lightning_ptdp.world.layout import ParallelLayout
 from tests.metrics.paper import ptdp_step_flops
 from tests.planner.jobs import TABLE_1, Row, choice, choice_of, job_of, small_job
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel import (
     ParallelPlan,
     Sharding,
@@ -14,6 +13,7 @@ from lightning_ptdp.tensor_parallel import (
     shard_module,
     split_sequence,
 )
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["apply_plan"]
 

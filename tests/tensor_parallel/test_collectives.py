@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel import collectives
+from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_same, counted_collectives, own_slice, tensor_group
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import ProcessMesh
 from lightning_ptdp.tensor_parallel import Column, assemble_full, slice_full
 from lightning_ptdp.tensor_parallel.sharding import shard_columns
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pool import Pool
 
 PARTS, HEADS = (16, 4, 4), (8, 2, 2)  # head size 2

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel import VocabularyRange, vocabulary_parallel_cross_entropy
+from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Sharding
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_last
 from lightning_ptdp.tensor_parallel.kinds import Place, check_divides
 from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
 from lightning_ptdp.tensor_parallel.sharding import shard_columns
+from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import assert_gradients, assert_same, tensor_group

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel import Column, ColumnParallelLinear, Row, RowParallelLinear, shard_module
+from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_gradients, assert_same, counted_collectives, own_slice, tensor_group
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel import VocabularyParallelLogits, VocabularyRange, gather_full
 from lightning_ptdp.tensor_parallel.views import keeps_vocabulary, leading_sizes
+from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel import (
     ParallelPlan,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
     slice_full,
 )
+from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import Toy, assert_gradients, assert_same, counted_collectives, own_slice, tensor_group, toy_plan

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.mesh import Group
 from lightning_ptdp.tensor_parallel import (
     Position,
     SequenceShardedEmbedding,
@@ -19,6 +18,7 @@ from lightning_ptdp.tensor_parallel import (
     gather_full,
     shard_module,
 )
+from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_gradients, assert_same, counted_collectives, own_slice, tensor_group
 

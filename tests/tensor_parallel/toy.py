@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.layout import ParallelLayout
-from lightning_ptdp.mesh import Group, ProcessMesh
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Sharding, slice_full
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11, torch.bfloat16: 2e-2}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import check_sequence
-from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["check_loader", "check_sequence_length"]
 

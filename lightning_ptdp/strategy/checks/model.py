@@ -16,8 +16,7 @@ from lightning_ptdp._lightning import NAMESPACES
 from lightning_ptdp._torch import forward_hooks
 from lightning_ptdp._transformers import is_capture
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.initializers import Initializers, why_without_values
-from lightning_ptdp.layout import ParallelLayout
+from lightning_ptdp.initial_values.initializers import Initializers, why_without_values
 from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parallelize import parts_of
 from lightning_ptdp.pipeline.balance import layer_ranges
@@ -25,6 +24,7 @@ from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.strategy.surroundings import check_surroundings
 from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, check_captured
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["CUT_MARK", "check_model", "on_meta", "plan_of", "warn_of_batch_norm"]
 

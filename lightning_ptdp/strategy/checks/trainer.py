@@ -13,8 +13,8 @@ from lightning_ptdp._lightning import LightningNames, is_compiled, layer_sync
 from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
-from lightning_ptdp.layout import ParallelLayout, nearest_divisors
 from lightning_ptdp.strategy.checks.saved import check_extra_state, check_hyperparameters
+from lightning_ptdp.world.layout import ParallelLayout, nearest_divisors
 
 __all__ = ["check_trainer"]
 

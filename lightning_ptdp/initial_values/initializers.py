@@ -1,0 +1,134 @@
+"""Whoever has a say in a module's initial values: the module itself, its model's ``_init_weights``, and the modules around it.
+
+A model that is initialized as a whole, as Hugging Face does, calls its initializer on every module from the leaves up, and a module
+may set weights of its children (GPT-2's attention scales its output projection). To do the same for one leaf alone, the leaf with
+real tensors is put into a copy of the model that has none: what an initializer does to the others does nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.initial_values.shadow import shallow_copy, without_tensors
+
+__all__ = ["Initializers", "why_without_values"]
+
+
+class Initializers:
+    """Initializes modules of a model one at a time.
+
+    Args:
+        model: The whole, uncut model; not changed, and not kept.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shadow = without_tensors(model)
+
+    def __call__(self, name: str, *, others: Collection[str] = ()) -> nn.Module | None:
+        """A copy of the module ``name`` whose own tensors have their initial values, at full size, on the CPU.
+
+        Random numbers come from torch's generator. None if nothing is known that would initialize the module. ``others`` are its tied
+        parameters that another module initializes (a decoder's weight that is the embedding's, beside a bias of its own).
+
+        Raises:
+            ValueError: The initializers left a tensor as it was.
+        """
+        chain = self._chain(name)
+        module = chain[-1]
+        owner, resets = self._owner(chain), _resets(chain)
+        if owner is None and not resets:
+            return None
+        tensors = dict(module._parameters), dict(module._buffers)
+        with torch.no_grad():
+            for own in (module._parameters, module._buffers):
+                own.update({key: _unset(tensor) for key, tensor in own.items() if tensor is not None})
+            try:
+                for reset in resets:
+                    reset()
+                if owner is not None:
+                    initialize = owner._init_weights
+                    for above in reversed(chain[chain.index(owner) :]):
+                        initialize(above)
+                _check_set(module, name, others)
+                made = shallow_copy(module)
+                made.__dict__["_parameters"], made.__dict__["_buffers"] = dict(module._parameters), dict(module._buffers)
+            finally:
+                module.__dict__["_parameters"], module.__dict__["_buffers"] = tensors
+        return made
+
+    def knows(self, name: str) -> bool:
+        """Whether there is anything that would initialize the module."""
+        chain = self._chain(name)
+        return self._owner(chain) is not None or bool(_resets(chain))
+
+    def _chain(self, name: str) -> list[Any]:
+        """The modules from the root down to ``name``."""
+        chain: list[Any] = [self._shadow]
+        for step in name.split(".") if name else ():
+            chain.append(chain[-1]._modules[step])
+        return chain
+
+    def _owner(self, chain: list[Any]) -> Any:
+        """The nearest module at or above the last whose ``_init_weights`` takes a module."""
+        return next((module for module in reversed(chain) if _takes_a_module(getattr(module, "_init_weights", None))), None)
+
+
+def why_without_values(name: str, module: nn.Module) -> str:
+    """What is said of a module that nothing initializes."""
+    who = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+    return (
+        f"{who} was built on the meta device but has no reset_parameters() method that gives it "
+        "values; add one, build the model in __init__, or set PTDPStrategy(meta_init=False)"
+    )
+
+
+def _resets(chain: list[Any]) -> list[Callable[[], Any]]:
+    found = (_own_reset(chain[-1]), *(_reset_of_children(module) for module in reversed(chain[:-1])))
+    return [reset for reset in found if reset is not None]
+
+
+def _own_reset(module: nn.Module) -> Callable[[], Any] | None:
+    return next((f for key in ("reset_parameters", "_reset_parameters") if callable(f := getattr(module, key, None))), None)
+
+
+def _reset_of_children(module: nn.Module) -> Callable[[], Any] | None:
+    """torch's modules that set values of their children, such as ``nn.MultiheadAttention``, do it in ``_reset_parameters``."""
+    reset = getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def _takes_a_module(function: Any) -> bool:
+    if not callable(function):
+        return False
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 1
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """A real tensor full of a value that no initializer gives."""
+    real = torch.full_like(tensor, _mark(tensor.dtype), device="cpu")
+    return nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+
+
+def _mark(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _check_set(module: nn.Module, name: str, others: Collection[str]) -> None:
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if key in others or tensor is None or tensor.dtype is torch.bool or tensor.numel() == 0:
+            continue
+        mark = _mark(tensor.dtype)
+        if bool((tensor.isnan() if mark != mark else tensor == mark).any()):
+            raise ValueError(
+                f"'{name}.{key}' ({type(module).__name__}) was built on the meta device, and neither reset_parameters() nor the "
+                "model's _init_weights(module) gives it a value; set it there, build the model in __init__, or set "
+                "PTDPStrategy(meta_init=False)"
+            )

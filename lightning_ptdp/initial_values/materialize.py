@@ -1,0 +1,124 @@
+"""The same initial weights in every layout.
+
+A module built on the meta device is given values one leaf module at a time: its initializers run at full size under a generator
+seeded by (seed, the module's global name), so that the values depend neither on the layout nor on which rank asks, and no rank ever
+holds the whole model. A module built eagerly keeps its values, after a check that all ranks built the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.initial_values.initializers import Initializers, why_without_values
+from lightning_ptdp.random import derive_seed, seeded
+
+__all__ = ["Materializer", "agree_on_values", "awaits_values", "is_meta"]
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether any of the module's own parameters or buffers is on the meta device."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+def awaits_values(model: nn.Module) -> bool:
+    """Whether any of its modules is on the meta device."""
+    return any(is_meta(module) for module in model.modules())
+
+
+class Materializer:
+    """Gives meta modules their values one at a time, keeping tied parameters tied.
+
+    Args:
+        model: The whole, uncut module; the owner of a tied parameter is the first module that registers it.
+        seed: Seed of the run.
+        device: Where values go.
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._owners: dict[int, tuple[str, str]] = {}
+        self._others: dict[str, set[str]] = {}  # keys of a module's parameters that another one owns
+        self._made: dict[int, nn.Parameter] = {}
+        self._kept: list[nn.Parameter] = [p for p in model.parameters() if p.is_meta]  # alive while their ids are keys
+        for name, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and self._owners.setdefault(id(parameter), (name, key)) != (name, key):
+                    self._others.setdefault(name, set()).add(key)
+        self._initialize = Initializers(model) if awaits_values(model) else None
+
+    def __call__(self, module: nn.Module, name: str) -> None:
+        """Replace the module's own meta tensors by their initial values, in place.
+
+        Raises:
+            ValueError: Nothing is known that would initialize the module, or what is known leaves a tensor out.
+        """
+        if not is_meta(module):
+            return
+        drawn: dict[str, nn.Module] = {}
+
+        def values(owner_name: str) -> nn.Module:
+            if owner_name not in drawn:
+                drawn[owner_name] = self._values(owner_name, module)
+            return drawn[owner_name]
+
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in self._made:
+                owner_name, owner_key = self._owners[id(parameter)]
+                value = values(owner_name)._parameters[owner_key]
+                assert value is not None
+                new = nn.Parameter(value.detach().to(self._device), requires_grad=parameter.requires_grad)
+                self._made[id(parameter)] = new
+            module._parameters[key] = self._made[id(parameter)]
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                drawn_buffer = values(name)._buffers[key]
+                assert drawn_buffer is not None
+                module._buffers[key] = drawn_buffer.to(self._device)
+
+    def _values(self, name: str, asked: nn.Module) -> nn.Module:
+        """A module with initial values, drawn on the CPU so that they do not depend on the device."""
+        assert self._initialize is not None
+        with seeded(derive_seed(self._seed, "init", name), torch.device("cpu")):
+            made = self._initialize(name, others=self._others.get(name, ()))
+        if made is None:
+            raise ValueError(why_without_values(name, asked))
+        return made
+
+
+def agree_on_values(tensors: Iterable[tuple[str, Tensor]], *, device: torch.device, group: Any = None) -> list[str]:
+    """Make eagerly built tensors equal on all ranks of ``group`` (default: the world); rank 0's values win.
+
+    Returns:
+        Names of the tensors that differed.
+    """
+    named = list(tensors)
+    if not named or not dist.is_initialized():
+        return []
+    sums = torch.stack([_checksum(tensor) for _, tensor in named]).to(device)
+    low, high = sums.clone(), sums.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    differing = [i for i, same in enumerate((low == high).all(dim=1).tolist()) if not same]
+    for index in differing:
+        value = named[index][1].detach().to(device)
+        dist.broadcast(value, src=0, group=group)
+        named[index][1].detach().copy_(value)
+    return [named[i][0] for i in differing]
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Three sums over the bits, of all elements and of two selections, which different values are very unlikely to share."""
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
+    return torch.stack([bits[::step].sum(dtype=torch.int64) for step in (1, 2, 3)])

@@ -1,0 +1,50 @@
+"""Pipeline schedules. A schedule is data: built, proven, timed and drawn here without torch, a process or a model.
+
+    schedule = build_schedule("interleaved_1f1b", pipeline_parallel_size=4, virtual_pipeline_size=2, num_microbatches=8)
+    print(schedule.text())
+    print(simulate(schedule).bubble_fraction)        # 3/16
+
+``generators/`` says in which order each rank computes, ``lowering.py`` adds communication, ``verify.py`` proves the result,
+``timeline.py`` draws it. The room ``pipeline``, which needs torch, executes it.
+"""
+
+from lightning_ptdp.schedule.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
+from lightning_ptdp.schedule.generators import (
+    SCHEDULES,
+    CustomSchedule,
+    build_schedule,
+    check_schedule,
+    schedule_microbatches,
+    schedule_placement,
+)
+from lightning_ptdp.schedule.partition import check_num_layers, explicit_partition, partition_layers
+from lightning_ptdp.schedule.schedule_error import ScheduleError
+from lightning_ptdp.schedule.schedule_file import dump_schedule, load_schedule
+from lightning_ptdp.schedule.simulate import Costs, MemoryCurve, Span, Timeline, simulate
+from lightning_ptdp.schedule.verify import verify_schedule
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "ActionKind",
+    "Channel",
+    "Costs",
+    "CustomSchedule",
+    "MemoryCurve",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "build_schedule",
+    "check_num_layers",
+    "check_schedule",
+    "dump_schedule",
+    "explicit_partition",
+    "load_schedule",
+    "partition_layers",
+    "peak_in_flight",
+    "schedule_microbatches",
+    "schedule_placement",
+    "simulate",
+    "verify_schedule",
+]

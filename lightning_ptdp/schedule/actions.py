@@ -1,0 +1,174 @@
+"""What a rank does in one training step, as data.
+
+A schedule is one list of actions a rank. The generator writes it, the verifier proves it, the simulator times it, the runtime
+executes it, and nothing else knows the order. Actions print and parse as ``F3.1`` (kind, stage, microbatch)::
+
+    rank 0  F0.0 RB0.0 SF0.0 F0.1 RB0.1 SF0.1 B0.0 B0.1 R0
+    rank 1  RF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 B1.1 SB1.1 R1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from lightning_ptdp.world.placement import Placement, rank_of_stage, stages_of_rank
+
+__all__ = ["Action", "ActionKind", "Channel", "Direction", "Schedule", "peak_in_flight"]
+
+Direction = Literal["forward", "backward"]
+
+
+class ActionKind(StrEnum):
+    """The eight things that a rank can do; the value is the prefix in the printed form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward, or the gradient of the input alone in a schedule that has ``WEIGHT`` actions."""
+    WEIGHT = "W"
+    """The gradient of the weights, in schedules that split the backward (arXiv 2401.10241)."""
+    SEND_FORWARD = "SF"
+    """Send this stage's output to the rank of the next stage."""
+    RECEIVE_FORWARD = "RF"
+    """Post, without waiting, the receive of this stage's input from the rank of the previous stage."""
+    SEND_BACKWARD = "SB"
+    """Send the gradient of this stage's input to the rank of the previous stage."""
+    RECEIVE_BACKWARD = "RB"
+    """Post, without waiting, the receive of the gradient of this stage's output from the rank of the next stage."""
+    REDUCE = "R"
+    """Launch the reduction of this stage's gradients over the data-parallel group; it has no microbatch."""
+
+
+_PRINTED = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does: a kind, the stage (global, 0 to p*v-1), and the microbatch (``None`` for a reduce)."""
+
+    kind: ActionKind
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}" if self.microbatch is None else f"{self.kind}{self.stage}.{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action printed as ``text``: ``Action.parse("SF3.1")``.
+
+        Raises:
+            ValueError: ``text`` is not the printed form of an action.
+        """
+        match = _PRINTED.fullmatch(text)
+        kinds = {kind.value: kind for kind in ActionKind}
+        if match is None or match[1] not in kinds or (match[1] == ActionKind.REDUCE) != (match[3] is None):
+            raise ValueError(
+                f"{text!r} is not an action: write one of {', '.join(kinds)} followed by stage.microbatch, such as F3.1, "
+                "or R followed by the stage alone, such as R3"
+            )
+        return cls(kinds[match[1]], int(match[2]), None if match[3] is None else int(match[3]))
+
+
+class Channel(NamedTuple):
+    """A one-way line between two ranks on which messages keep their order.
+
+    At p = 2 with interleaving both ranks send to each other in both directions: four channels.
+    """
+
+    source: int
+    destination: int
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step of a pipeline: a program (a tuple of actions, communication included) for each of the p ranks.
+
+    Attributes:
+        name: For logs.
+        pipeline_parallel_size: p.
+        virtual_pipeline_size: v, stages a rank.
+        num_microbatches: m.
+        programs: What each rank does, in order.
+        placement: Which rank holds which stage (placement.py).
+    """
+
+    name: str
+    pipeline_parallel_size: int
+    virtual_pipeline_size: int
+    num_microbatches: int
+    programs: tuple[tuple[Action, ...], ...]
+    placement: Placement = "loop"
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, p * v."""
+        return self.pipeline_parallel_size * self.virtual_pipeline_size
+
+    @cached_property
+    def training(self) -> bool:
+        """Whether anything other than forward passes happens."""
+        forward = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
+        return any(action.kind not in forward for program in self.programs for action in program)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return any(action.kind is ActionKind.WEIGHT for program in self.programs for action in program)
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds ``stage``."""
+        return rank_of_stage(stage, pipeline_parallel_size=self.pipeline_parallel_size, placement=self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, in ascending order: one a chunk."""
+        return stages_of_rank(
+            rank,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            virtual_pipeline_size=self.virtual_pipeline_size,
+            placement=self.placement,
+        )
+
+    def channel(self, action: Action) -> Channel:
+        """The channel that a send or receive action uses."""
+        here, left, right = (self.rank_of(action.stage + step) for step in (0, -1, 1))
+        match action.kind:
+            case ActionKind.SEND_FORWARD:
+                return Channel(here, right, "forward")
+            case ActionKind.RECEIVE_FORWARD:
+                return Channel(left, here, "forward")
+            case ActionKind.SEND_BACKWARD:
+                return Channel(here, left, "backward")
+            case ActionKind.RECEIVE_BACKWARD:
+                return Channel(right, here, "backward")
+        raise AssertionError(f"{action} is not communication")
+
+    def text(self) -> str:
+        """The programs, one line a rank."""
+        return "\n".join(f"rank {rank}  " + " ".join(map(str, program)) for rank, program in enumerate(self.programs))
+
+    def describe(self) -> str:
+        """Short form for logs: ``interleaved_1f1b p4 v2 m8``."""
+        return f"{self.name} p{self.pipeline_parallel_size} v{self.virtual_pipeline_size} m{self.num_microbatches}"
+
+
+def peak_in_flight(program: Iterable[Action]) -> int:
+    """The most microbatch activations (of one stage each) that a rank holds at once.
+
+    One is held from its forward until its backward, or until its weight gradient where the program splits the backward.
+    """
+    kinds = [action.kind for action in program]
+    forward, release = ActionKind.FORWARD, ActionKind.WEIGHT if ActionKind.WEIGHT in kinds else ActionKind.BACKWARD
+    held = peak = 0
+    for kind in kinds:
+        if kind is forward:
+            held += 1
+            peak = max(peak, held)
+        elif kind is release:
+            held -= 1
+    return peak

@@ -1,0 +1,43 @@
+"""The schedules: pure functions from (p, v, m) to the order in which each rank computes.
+
+A compute order has forward, backward and, where the backward is split, weight actions; ``build_schedule`` adds communication
+(lowering.py) and proves the result (verify.py). To add a schedule: write its function in one of these files and name it in
+``build.py``'s table; a user gives a ``CustomSchedule``.
+"""
+
+from lightning_ptdp.schedule.generators.build import (
+    SCHEDULES,
+    build_schedule,
+    check_schedule,
+    may_split_backward,
+    schedule_microbatches,
+    schedule_name,
+    schedule_placement,
+)
+from lightning_ptdp.schedule.generators.custom import CustomSchedule
+from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v
+from lightning_ptdp.schedule.generators.fill_drain import forward_only, gpipe
+from lightning_ptdp.schedule.generators.one_forward_one_backward import interleaved_one_f_one_b, one_f_one_b
+from lightning_ptdp.schedule.generators.orders import Orders, in_turns, weights_in_gaps
+from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
+
+__all__ = [
+    "SCHEDULES",
+    "CustomSchedule",
+    "Orders",
+    "build_schedule",
+    "check_schedule",
+    "dualpipe_v",
+    "forward_only",
+    "gpipe",
+    "in_turns",
+    "interleaved_one_f_one_b",
+    "may_split_backward",
+    "one_f_one_b",
+    "schedule_microbatches",
+    "schedule_name",
+    "schedule_placement",
+    "weights_in_gaps",
+    "zb_h1",
+    "zb_v",
+]

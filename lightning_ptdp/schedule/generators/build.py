@@ -1,0 +1,301 @@
+"""From the name of a schedule and the sizes to a proven ``Schedule``; every mistake is named here, with its mend."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_ptdp.schedule.actions import Action, Schedule
+from lightning_ptdp.schedule.generators.custom import CustomSchedule
+from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v
+from lightning_ptdp.schedule.generators.fill_drain import forward_only, gpipe
+from lightning_ptdp.schedule.generators.one_forward_one_backward import interleaved_one_f_one_b, one_f_one_b
+from lightning_ptdp.schedule.generators.orders import Orders
+from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
+from lightning_ptdp.schedule.lowering import lower
+from lightning_ptdp.schedule.schedule_file import load_schedule
+from lightning_ptdp.schedule.verify import verify_schedule
+from lightning_ptdp.world.placement import Placement
+
+__all__ = [
+    "SCHEDULES",
+    "build_schedule",
+    "check_schedule",
+    "may_split_backward",
+    "schedule_microbatches",
+    "schedule_name",
+    "schedule_placement",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """What is known of a schedule before its sizes."""
+
+    order: Callable[..., Orders]
+    chunks: Literal["any", "one", "two", "several"] = "any"
+    """The stages a rank that it can use."""
+    otherwise: str = ""
+    """What to use where the stages do not fit."""
+    placement: Placement = "loop"
+    has_groups: bool = False
+    splits_backward: bool = False
+
+
+_FAMILIES = {
+    "gpipe": _Family(order=gpipe),
+    "1f1b": _Family(order=one_f_one_b, chunks="one", otherwise="interleaved_1f1b"),
+    "interleaved_1f1b": _Family(order=interleaved_one_f_one_b, chunks="several", otherwise="1f1b", has_groups=True),
+    "zb_h1": _Family(order=zb_h1, chunks="one", otherwise="zb_v", splits_backward=True),
+    "zb_v": _Family(order=zb_v, chunks="two", otherwise="zb_h1", placement="v", splits_backward=True),
+    "dualpipe_v": _Family(order=dualpipe_v, chunks="two", otherwise="1f1b", placement="v", splits_backward=True),
+}
+
+SCHEDULES: tuple[str, ...] = (*_FAMILIES, "auto")
+"""The names that ``build_schedule`` takes; also taken are ``CustomSchedule`` and the path of a CSV file."""
+
+
+def build_schedule(
+    name: str | CustomSchedule,
+    *,
+    pipeline_parallel_size: int,
+    virtual_pipeline_size: int = 1,
+    num_microbatches: int,
+    training: bool = True,
+    group_size: int | None = None,
+) -> Schedule:
+    """The verified schedule of one step; the same object for the same arguments.
+
+    Without a pipeline (p = 1) every schedule of the package is forward and backward in turn, so that one microbatch is held at
+    a time.
+
+    Args:
+        name: One of ``SCHEDULES``, where ``"auto"`` is 1F1B for v = 1 and interleaved 1F1B for v > 1; a ``CustomSchedule``; or the
+            path of a file ending in ``.csv`` (schedule_file.py), which is read once a process.
+        pipeline_parallel_size: p.
+        virtual_pipeline_size: v, stages a rank.
+        num_microbatches: m, any positive number.
+        training: ``False`` gives forwards alone, in the placement of the schedule; the result is then named ``"forward_only"``.
+        group_size: For interleaved 1F1B: up to how many microbatches visit a chunk before the next chunk's turn; p or more, by
+            default p. The strategy's ``microbatch_group_size``.
+
+    Raises:
+        ValueError: ``check_schedule`` has something to say, or an order of the user's own is incomplete, out of order or
+            deadlocks (then a ``ScheduleError``, with the place marked).
+    """
+    p, v, m = pipeline_parallel_size, virtual_pipeline_size, num_microbatches
+    # Evaluation fits any number of microbatches, also where the training schedule does not.
+    check_schedule(
+        name,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        num_microbatches=m if training else None,
+        group_size=group_size,
+    )
+    _check_sizes(num_microbatches=m)
+    with _without_collections():
+        if not training:
+            return _forward_only(p, v, m, schedule_placement(name))
+        return _build(_resolved(name, v), p, v, m, group_size)
+
+
+def check_schedule(
+    name: str | CustomSchedule,
+    *,
+    pipeline_parallel_size: int,
+    virtual_pipeline_size: int = 1,
+    num_microbatches: int | None = None,
+    group_size: int | None = None,
+) -> None:
+    """Whether the sizes fit the schedule, without building it; arguments as for ``build_schedule``.
+
+    Args:
+        num_microbatches: m, or None if it is not known yet.
+
+    Raises:
+        ValueError: An unknown name, a size that is not a positive integer, or one that the schedule cannot use; the message names
+            the field, the value and the mend.
+    """
+    p, v = pipeline_parallel_size, virtual_pipeline_size
+    _check_sizes(pipeline_parallel_size=p, virtual_pipeline_size=v)
+    if num_microbatches is not None:
+        _check_sizes(num_microbatches=num_microbatches)
+    placement = schedule_placement(name)
+    if p == 1 and v > 1:
+        raise ValueError(
+            f"virtual_pipeline_size={v} needs a pipeline to interleave: set pipeline_parallel_size to 2 or more, or "
+            "virtual_pipeline_size=1"
+        )
+    if group_size is not None:
+        _check_group_size(_resolved(name, v), group_size, p)
+    if _is_file(name):
+        _check_file(str(name), p, v, num_microbatches)
+    elif isinstance(name, CustomSchedule):
+        if placement == "v" and v != 2 and p > 1:
+            raise ValueError(
+                f"schedule {name.name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2"
+            )
+    elif p > 1:
+        _check_chunks(str(_resolved(name, v)), v)
+
+
+def schedule_placement(name: str | CustomSchedule) -> Placement:
+    """Which rank holds which stage under a schedule.
+
+    Raises:
+        ValueError: An unknown name, or a file that is not a schedule.
+    """
+    if isinstance(name, CustomSchedule):
+        return name.placement
+    if _is_file(name):
+        return _loaded(name).placement
+    if name not in SCHEDULES:
+        nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ValueError(
+            f"schedule={name!r:.100} is unknown: {hint}The schedules are {', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
+            "the path of a .csv file"
+        )
+    return "loop" if name == "auto" else _FAMILIES[name].placement
+
+
+def may_split_backward(name: str | CustomSchedule) -> bool:
+    """Whether the schedule may compute weight gradients by themselves; of one that is not ours nothing is known."""
+    if isinstance(name, CustomSchedule) or _is_file(name):
+        return True
+    return name != "auto" and _FAMILIES[name].splits_backward
+
+
+def schedule_microbatches(name: str | CustomSchedule) -> int | None:
+    """The only m that a schedule can train with, or None if it takes any: a file is written for one m.
+
+    Raises:
+        ValueError: A file that is not a schedule.
+    """
+    return _loaded(str(name)).num_microbatches if _is_file(name) else None
+
+
+def schedule_name(name: str | CustomSchedule, virtual_pipeline_size: int) -> str:
+    """How the schedule that ``build_schedule`` makes is named, before its sizes are known."""
+    if isinstance(name, CustomSchedule):
+        return name.name
+    return _loaded(name).name if _is_file(name) else str(_resolved(name, virtual_pipeline_size))
+
+
+def _resolved(name: str | CustomSchedule, v: int) -> str | CustomSchedule:
+    return ("1f1b" if v == 1 else "interleaved_1f1b") if name == "auto" else name
+
+
+def _is_file(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".csv")
+
+
+def _check_sizes(**sizes: object) -> None:
+    for field, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{field}={value!r} must be a positive integer")
+
+
+def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> None:
+    _check_sizes(microbatch_group_size=group_size)
+    if not isinstance(name, str) or name not in _FAMILIES or not _FAMILIES[name].has_groups:
+        raise ValueError(
+            f"microbatch_group_size={group_size} is for schedule='interleaved_1f1b', and schedule={name!r} has no groups: leave it out, "
+            "or use schedule='interleaved_1f1b' with virtual_pipeline_size 2 or more"
+        )
+    if group_size < p:
+        raise ValueError(
+            f"microbatch_group_size={group_size} is less than pipeline_parallel_size={p}, so that ranks would wait for each other "
+            f"between chunks: set microbatch_group_size={p} or more, or leave it out"
+        )
+
+
+def _check_chunks(name: str, v: int) -> None:
+    family = _FAMILIES[name]
+    instead = f"use schedule={family.otherwise!r}"
+    if family.chunks == "one" and v > 1:
+        auto = " (or 'auto')" if name == "1f1b" else " with virtual_pipeline_size=2" if v != 2 else ""
+        raise ValueError(
+            f"schedule={name!r} holds one stage a rank, but virtual_pipeline_size={v}: {instead}{auto}, or virtual_pipeline_size=1"
+        )
+    if family.chunks == "several" and v == 1:
+        raise ValueError(
+            f"schedule={name!r} needs two or more stages a rank, but virtual_pipeline_size=1: set virtual_pipeline_size to 2 or "
+            f"more, or {instead} (or 'auto')"
+        )
+    if family.chunks == "two" and v != 2:
+        raise ValueError(
+            f"schedule={name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2, or "
+            + (instead if v == 1 else "use schedule='interleaved_1f1b'")
+        )
+
+
+def _check_file(path: str, p: int, v: int, m: int | None) -> None:
+    schedule = _loaded(path)
+    sizes = {
+        "pipeline_parallel_size": (p, schedule.pipeline_parallel_size),
+        "virtual_pipeline_size": (v, schedule.virtual_pipeline_size),
+        "num_microbatches": (m, schedule.num_microbatches),
+    }
+    for field, (given, wanted) in sizes.items():
+        if given is None or given == wanted:
+            continue
+        shorter = "; a batch with fewer samples (the last one? drop_last=True leaves it out) cannot be cut in as many"
+        raise ValueError(
+            f"schedule={path!r} is written for {field}={wanted}, not {given}: set {field}={wanted}, or give a schedule for {given}"
+            + (shorter if field == "num_microbatches" and given < wanted else "")
+        )
+
+
+# A run uses few sizes (training, evaluation, a shorter last batch); a large schedule takes some 100 MB.
+@functools.lru_cache(maxsize=8)
+def _build(name: str | CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
+    if isinstance(name, CustomSchedule):
+        orders = tuple(tuple(order) for order in name.order(p, v, m))
+        strange = next((action for order in orders for action in order if not isinstance(action, Action)), None)
+        if strange is not None:
+            raise ValueError(f"schedule {name.name!r}: its order gives {strange!r}, which is not an Action: see Action.parse")
+        return _proven(Schedule(name.name, p, v, m, orders, name.placement), training=True)
+    if _is_file(name):
+        return _loaded(name)
+    family = _FAMILIES[name]
+    if p == 1:
+        orders = one_f_one_b(p, v, m)
+    else:
+        orders = family.order(p, v, m, group_size) if family.has_groups else family.order(p, v, m)
+    return _proven(Schedule(name, p, v, m, orders, family.placement), training=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _forward_only(p: int, v: int, m: int, placement: Placement) -> Schedule:
+    # Without a pipeline there is one stage, and no V to go round.
+    orders = forward_only(p, v, m, placement if v > 1 else "loop")
+    return _proven(Schedule("forward_only", p, v, m, orders, placement), training=False)
+
+
+def _proven(order: Schedule, *, training: bool) -> Schedule:
+    schedule = lower(order)
+    verify_schedule(schedule, training=training)
+    return schedule
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A large schedule is millions of objects that all stay: each collection of garbage would look at all of them again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(path: str) -> Schedule:
+    return load_schedule(path)

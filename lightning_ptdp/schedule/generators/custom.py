@@ -1,0 +1,46 @@
+"""A schedule of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_ptdp.option_types import check_types
+from lightning_ptdp.schedule.actions import Action
+from lightning_ptdp.world.placement import Placement
+
+__all__ = ["CustomSchedule"]
+
+
+@dataclass(frozen=True)
+class CustomSchedule:
+    """An order of computation under a name, to be given wherever the name of a schedule is taken::
+
+        def order(p, v, m):  # all forwards, then all backwards
+            kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+            return [[Action(kind, rank, i) for kind in kinds for i in range(m)] for rank in range(p)]
+
+        strategy = PTDPStrategy(pipeline_parallel_size=4, schedule=CustomSchedule("mine", order))
+
+    Communication and gradient reductions are added, and the result is proven, as for the schedules of the package.
+
+    Attributes:
+        name: For logs and plots.
+        order: From (p, v, m) to the compute order of each rank: forward, backward and, if the backward is split, weight actions,
+            for every microbatch on every stage of the rank. It is called for each m that occurs (a last batch may be
+            shorter). It must be hashable, which functions are, and give the same on every rank; a module-level function, if
+            processes are started with it.
+        placement: Which rank holds which stage.
+
+    Raises:
+        ValueError: The name is empty, the order cannot be called, or the placement is unknown.
+    """
+
+    name: str
+    order: Callable[[int, int, int], Sequence[Sequence[Action]]]
+    placement: Placement = "loop"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.name:
+            raise ValueError(f"name={self.name!r} must be a word, for logs and plots")

@@ -1,0 +1,100 @@
+"""What the schedules are written with: compute orders, and a small language for their phases."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from lightning_ptdp.schedule.actions import Action, ActionKind
+from lightning_ptdp.schedule.unit_run import UnitTimes
+from lightning_ptdp.world.placement import Placement, stages_of_rank
+
+__all__ = ["Orders", "in_turns", "place", "weights_in_gaps"]
+
+Orders = tuple[tuple[Action, ...], ...]
+"""Compute actions of each rank, in order."""
+
+
+def place(p: int, v: int, rank: int, placement: Placement) -> tuple[int, ...]:
+    """The stages of a rank, by chunk."""
+    return stages_of_rank(rank, pipeline_parallel_size=p, virtual_pipeline_size=v, placement=placement)
+
+
+def in_turns(stages: Sequence[int], num_microbatches: int, *phases: tuple[str, int]) -> tuple[Action, ...]:
+    """The compute order of one rank from its phases: ``("F0 B1 W", 3)`` is three times what the words say.
+
+    ``F0`` is the forward and ``B1`` the backward of that chunk on its next microbatch; ``W`` is the weight gradient that has
+    waited longest. What falls on a microbatch that does not exist is left out, so that phases may be written for more
+    microbatches than there are: without the last ones, an order stays possible.
+
+    Args:
+        stages: The rank's stages by chunk.
+        num_microbatches: m.
+        phases: Words and how often they are repeated.
+    """
+    order: list[Action] = []
+    following = {(kind, chunk): 0 for kind in "FB" for chunk in range(len(stages))}
+    put_off: deque[tuple[int, int]] = deque()
+    for words, times in phases:
+        for word in words.split() * times:
+            if word == "W":
+                stage, microbatch = put_off.popleft()
+            else:
+                chunk = int(word[1])
+                stage, microbatch = stages[chunk], following[word[0], chunk]
+                following[word[0], chunk] += 1
+            if word[0] == "B":
+                put_off.append((stage, microbatch))
+            if microbatch < num_microbatches:
+                order.append(Action(ActionKind(word[0]), stage, microbatch))
+    return tuple(order)
+
+
+def weights_in_gaps(orders: Orders, *, num_stages: int, num_microbatches: int, limit: int) -> Orders:
+    """Forwards and backwards in the given order, and weight gradients wherever a rank would otherwise stand still.
+
+    Every action takes one unit of time. A rank that has nothing else to do, or that holds ``limit`` activations and comes to a
+    forward, runs the weight gradient that has waited longest.
+
+    Args:
+        orders: Without weight actions; they run to their end if a rank never holds more than ``limit``.
+        num_stages: p * v.
+        num_microbatches: m.
+        limit: Activations (one microbatch through one stage each) that a rank may hold, counted until the weight gradient.
+    """
+    times = UnitTimes(num_stages, num_microbatches)
+    ranks = [_Rank(deque(order), limit) for order in orders]
+    now = 0
+    while any(rank.todo or rank.put_off for rank in ranks):
+        moved = [rank.step(times, now) for rank in ranks]
+        assert any(moved), f"orders do not fit a limit of {limit} activations"
+        now += 1
+    return tuple(tuple(rank.done) for rank in ranks)
+
+
+class _Rank:
+    """One rank of ``weights_in_gaps``."""
+
+    def __init__(self, todo: deque[Action], limit: int) -> None:
+        self.todo, self._room = todo, limit
+        self.put_off: deque[Action] = deque()
+        self.done: list[Action] = []
+
+    def step(self, times: UnitTimes, now: int) -> bool:
+        """Run one action from ``now`` to ``now + 1``; False if there is none that can run."""
+        ready = times.ready(self.todo[0]) if self.todo else None
+        if ready is not None and ready <= now and (self._room or self.todo[0].kind is not ActionKind.FORWARD):
+            action = self.todo.popleft()
+        elif self.put_off:
+            action = self.put_off.popleft()
+        else:
+            return False
+        if action.kind is ActionKind.FORWARD:
+            self._room -= 1
+        elif action.kind is ActionKind.BACKWARD:
+            self.put_off.append(Action(ActionKind.WEIGHT, action.stage, action.microbatch))
+        else:
+            self._room += 1
+        times.record(action, now + 1)
+        self.done.append(action)
+        return True

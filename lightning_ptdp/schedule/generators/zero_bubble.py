@@ -1,0 +1,77 @@
+"""Zero bubble: the gradient of the weights is nobody's input, so it can wait for a gap (arXiv 2401.10241)."""
+
+from __future__ import annotations
+
+from lightning_ptdp.schedule.generators.orders import Orders, in_turns, place, weights_in_gaps
+
+__all__ = ["zb_h1", "zb_v"]
+
+
+def zb_h1(p: int, v: int, m: int) -> Orders:
+    """1F1B in the memory of 1F1B with a third of its bubble (section 3, figure 3 top).
+
+    Rank r keeps r weight gradients waiting. So every rank holds min(m, p) activations, counted until W, and the gradients of the
+    inputs go up the pipeline without waiting for W. Bubble a rank (p-1)(T_F + T_B - T_W) for m >= p and T_W <= T_F, T_B; that of
+    1F1B, whose backward is B and W in one, is (p-1)(T_F + T_B + T_W). v is 1::
+
+        rank 0  F0.0 F0.1 F0.2 F0.3                B0.0 W0.0 F0.4 B0.1 W0.1 F0.5 B0.2 W0.2 B0.3 W0.3 B0.4 W0.4 B0.5 W0.5
+        rank 1       F1.0 F1.1 F1.2           B1.0 F1.3 B1.1 W1.0 F1.4 B1.2 W1.1 F1.5 B1.3 W1.2 B1.4 W1.3 B1.5 W1.4 W1.5
+        rank 2            F2.0 F2.1      B2.0 F2.2 B2.1 F2.3 B2.2 W2.0 F2.4 B2.3 W2.1 F2.5 B2.4 W2.2 B2.5 W2.3 W2.4 W2.5
+        rank 3                 F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 F3.3 B3.3 W3.0 F3.4 B3.4 W3.1 F3.5 B3.5 W3.2 W3.3 W3.4 W3.5
+    """
+    assert v == 1
+    n = max(m, p)
+    return tuple(
+        in_turns(
+            [rank],
+            m,
+            ("F0", p - rank - 1),
+            ("F0 B0", rank),
+            ("F0 B0 W", n - p + 1),
+            ("B0 W", p - rank - 1),
+            ("W", rank),
+        )
+        for rank in range(p)
+    )
+
+
+def zb_v(p: int, v: int, m: int) -> Orders:
+    """Two chunks in a V, and nothing idle between a rank's first and last action (section 6, figure 8).
+
+    The last stage is on the first rank, so that backwards start there at once. Weight gradients fill the gaps. With
+    T_F = T_B = T_W and m >= 2p-1, a rank never waits between its first and its last action. The step takes 6 m + p-1 units for
+    all m >= p, and nothing takes less: the last rank cannot start before p-1. A rank holds at most 2p activations of a chunk
+    each, counted until W: as much as 1F1B. v is 2::
+
+        rank 0  F0.0 F0.1 F0.2 F0.3 F0.4 F0.5 F0.6 F7.0 B7.0 W7.0 F7.1 B7.1 W7.1 F7.2 B7.2 W7.2 F7.3
+        rank 1       F1.0 F1.1 F1.2 F1.3 F1.4 F6.0 F1.5 F6.1 B6.0 W6.0 F6.2 B6.1 W6.1 F6.3 B6.2 W6.2
+        rank 2            F2.0 F2.1 F2.2 F5.0 F2.3 F5.1 F2.4 F5.2 B5.0 W5.0 F5.3 B5.1 W5.1 F2.5 B2.0
+        rank 3                 F3.0 F4.0 F3.1 F4.1 F3.2 F4.2 F3.3 F4.3 B4.0 W4.0 F3.4 B3.0 W3.0 F4.4
+
+        rank 0  B7.3 W7.3 F0.7 B0.0 W0.0 F7.4 B7.4 W7.4 B0.1 W0.1 F7.5 B7.5 W7.5 B0.2 W0.2 F7.6 B7.6
+        rank 1  F1.6 B1.0 W1.0 F6.4 B6.3 W6.3 F1.7 B1.1 W1.1 F6.5 B6.4 W6.4 B1.2 W1.2 F6.6 B6.5 W6.5
+        rank 2  W2.0 F5.4 B5.2 W5.2 F2.6 B2.1 W2.1 F5.5 B5.3 W5.3 F2.7 B2.2 W2.2 F5.6 B5.4 W5.4 B2.3
+        rank 3  B4.1 W4.1 F3.5 B3.1 W3.1 F4.5 B4.2 W4.2 F3.6 B3.2 W3.2 F4.6 B4.3 W4.3 F3.7 B3.3 W3.3
+
+        rank 0  W7.6 B0.3 W0.3 F7.7 B7.7 B0.4 W7.7 B0.5 W0.4 B0.6 W0.5 B0.7 W0.6 W0.7
+        rank 1  B1.3 W1.3 F6.7 B6.6 B1.4 B6.7 B1.5 W6.6 B1.6 W1.4 B1.7 W6.7 W1.5 W1.6 W1.7
+        rank 2  W2.3 F5.7 B5.5 B2.4 B5.6 B2.5 B5.7 B2.6 W5.5 B2.7 W2.4 W5.6 W2.5 W5.7 W2.6 W2.7
+        rank 3  F4.7 B4.4 B3.4 B4.5 B3.5 B4.6 B3.6 B4.7 B3.7 W4.4 W3.4 W4.5 W3.5 W4.6 W3.6 W4.7 W3.7
+    """
+    assert v == 2
+    n = max(m, 2 * p - 1)
+    orders = tuple(
+        in_turns(
+            place(p, v, rank, "v"),
+            m,
+            ("F0", 2 * (p - rank) - 1),
+            ("F1 F0", rank),
+            ("F1 B1", p - rank),
+            ("F0 B0 F1 B1", n - 2 * p + rank + 1),
+            ("B0 F1 B1", p - rank - 1),
+            ("B0 B1", rank),
+            ("B0", p - rank),
+        )
+        for rank in range(p)
+    )
+    return weights_in_gaps(orders, num_stages=2 * p, num_microbatches=m, limit=2 * p)

@@ -1,0 +1,149 @@
+"""From the order of computation to a full program: where the sends, the receives and the gradient reductions go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import NamedTuple
+
+from lightning_ptdp.schedule.actions import Action, ActionKind, Channel, Schedule
+from lightning_ptdp.schedule.unit_run import COMPUTE, UnitTimes, run_compute_order
+
+__all__ = ["compute_order", "lower"]
+
+_F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
+_SEND = {_F: ActionKind.SEND_FORWARD, _B: ActionKind.SEND_BACKWARD}
+_RECEIVE = {_F: ActionKind.RECEIVE_FORWARD, _B: ActionKind.RECEIVE_BACKWARD}
+
+
+def lower(order: Schedule) -> Schedule:
+    """Add communication and reductions to the compute orders of all ranks. An order that can run at all gets no deadlock.
+
+    The orders are run on paper first (unit_run.py), with messages that wait for as long as needed. Then
+
+    - a receive is posted one computation ahead of the one that needs it, so that the message travels during that computation;
+      or as soon as its rank has done what it does on paper until the message is sent, if that is earlier. So what happens on
+      paper can happen where a send blocks its rank until the receive is posted, too: each receive is posted before its send;
+    - the receives of a channel are posted in the order of its sends, those of gradients not before the stage's own forward (the
+      gradient has the shape of its result);
+    - a send follows its computation, after the receives that are posted there: posting does not wait, a send may;
+    - ``REDUCE`` follows the last backward (or weight gradient) of its stage, after the send that a neighbour waits for.
+
+    A rank has few receives open at a time: those of the next computations, and of what arrives early. Stages that are
+    neighbours on one rank hand over locally: no actions.
+
+    Args:
+        order: A schedule whose programs are compute orders: forward, backward and weight actions only, in any order that runs.
+
+    Returns:
+        The same with full programs.
+
+    Raises:
+        ScheduleError: An order is illegal or deadlocks. Completeness is for ``verify_schedule``.
+    """
+    times, ends = run_compute_order(order)
+    programs = (_program(order, rank, _receives(order, rank, times, ends[rank])) for rank in range(len(order.programs)))
+    return dataclasses.replace(order, programs=tuple(programs))
+
+
+def compute_order(schedule: Schedule) -> Schedule:
+    """The schedule with its computations alone: what ``lower`` takes."""
+    programs = tuple(tuple(action for action in program if action.kind in COMPUTE) for program in schedule.programs)
+    return dataclasses.replace(schedule, programs=programs)
+
+
+_Receive = tuple[int, int, int]
+"""A message to a rank: the slot of its receive (i is before the rank's i-th computation), when the message is sent in the run on paper, and
+the place of the computation that needs it. Plain tuples: there are as many as messages."""
+
+
+def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> list[_Receive]:
+    """The receives of ``rank``, in order."""
+    sources = {(kind, stage): _source(order, kind, stage) for kind in (_F, _B) for stage in order.stages_of(rank)}
+    messages: dict[Channel, list[tuple[int, int, int, int]]] = {
+        source.channel: [] for source in sources.values() if source is not None
+    }
+    steps = {
+        (kind, stage): (times.block(kind, source.stage), times.block(_F, stage), messages[source.channel])
+        for (kind, stage), source in sources.items()
+        if source is not None
+    }
+    ended, done_by = times.ends, _done_by(ends)
+    for index, action in enumerate(order.programs[rank]):
+        step = steps.get((action.kind, action.stage))
+        if step is None:
+            continue
+        sender, forward, queue = step
+        microbatch = action.microbatch or 0
+        sent = ended[sender + microbatch]
+        # On paper, the rank has ended done_by[sent] computations by then, and receives come before what it sends itself.
+        latest = min(max(index - 1, 0), done_by[sent])
+        queue.append((sent, latest, 0 if action.kind is _F else done_by[ended[forward + microbatch]], index))
+    placed = [receive for receives in messages.values() for receive in _in_order_of_sends(receives)]
+    placed.sort(key=itemgetter(0, 1))
+    return placed
+
+
+def _done_by(ends: list[int]) -> list[int]:
+    """How many computations of a rank have ended, by time, as long as there are any to come."""
+    done = [0] * ends[0] if ends else [0]
+    for count, (end, following) in enumerate(pairwise(ends), start=1):
+        done += [count] * (following - end)
+    return [*done, len(ends)]
+
+
+def _in_order_of_sends(receives: list[tuple[int, int, int, int]]) -> list[_Receive]:
+    """The receives of one channel, each as (sent, latest slot, earliest slot, place), none in a later slot than one that is sent later."""
+    if not receives:
+        return []
+    receives.sort()
+    sent, latest, earliest, places = zip(*receives, strict=True)
+    first = list(accumulate(reversed(latest), min))[::-1]
+    return list(zip(map(max, first, accumulate(earliest, max)), sent, places, strict=True))
+
+
+class _Source(NamedTuple):
+    """Where the message that a computation takes comes from: a stage on another rank, over a channel."""
+
+    stage: int
+    channel: Channel
+
+
+def _source(order: Schedule, kind: ActionKind, stage: int) -> _Source | None:
+    source = stage - 1 if kind is _F else stage + 1
+    if source not in range(order.num_stages) or order.rank_of(source) == order.rank_of(stage):
+        return None
+    return _Source(source, order.channel(Action(_RECEIVE[kind], stage, 0)))
+
+
+def _sends(order: Schedule, kind: ActionKind, stage: int) -> bool:
+    """Whether the result of a computation goes to another rank."""
+    target = stage + 1 if kind is _F else stage - 1
+    return target in range(order.num_stages) and order.rank_of(target) != order.rank_of(stage)
+
+
+def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Action, ...]:
+    computations = order.programs[rank]
+    sends = {(kind, stage): _SEND[kind] for kind in (_F, _B) for stage in order.stages_of(rank) if _sends(order, kind, stage)}
+    last_gradient = {action.stage: index for index, action in enumerate(computations) if action.kind is not _F}
+    program: list[Action] = []
+    waiting = deque(receives)
+
+    def post(slot: int) -> None:
+        while waiting and waiting[0][0] <= slot:
+            needed = computations[waiting.popleft()[2]]
+            program.append(Action(_RECEIVE[needed.kind], needed.stage, needed.microbatch))
+
+    post(0)
+    for index, action in enumerate(computations):
+        program.append(action)
+        if waiting and waiting[0][0] <= index + 1:
+            post(index + 1)
+        send = sends.get((action.kind, action.stage))
+        if send is not None:
+            program.append(Action(send, action.stage, action.microbatch))
+        if last_gradient.get(action.stage) == index:
+            program.append(Action(ActionKind.REDUCE, action.stage))
+    return tuple(program)

@@ -1,0 +1,171 @@
+"""A schedule as a CSV file: one line a rank, one computation a cell, as it is printed::
+
+    # two ranks, two microbatches, the backward split
+    F0.0,F0.1,,B0.0,W0.0,B0.1,W0.1
+    ,F1.0,B1.0,F1.1,B1.1,W1.0,W1.1
+
+``F``, ``B`` and ``W`` are followed by stage.microbatch. Blank cells mean nothing: they may keep the columns in step with time. What
+follows a ``#`` is a comment, and a line without a computation is skipped. Communication and reductions are not
+written; they are added. p is the number of lines; v, m and the placement of the stages are found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
+from lightning_ptdp.schedule.lowering import compute_order, lower
+from lightning_ptdp.schedule.schedule_error import ScheduleError
+from lightning_ptdp.schedule.unit_run import COMPUTE, run_compute_order
+from lightning_ptdp.schedule.verify import verify_schedule
+from lightning_ptdp.world.placement import PLACEMENTS, Placement, stages_of_rank
+
+__all__ = ["dump_schedule", "load_schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What one rank computes, and the line of the file (from 1) that says so."""
+
+    number: int
+    actions: tuple[Action, ...]
+
+
+def load_schedule(path: str | Path) -> Schedule:
+    """Read, lower and prove the schedule of one training step; it is named after the file.
+
+    Args:
+        path: A CSV file as described above, UTF-8.
+
+    Raises:
+        ValueError: The file cannot be read, a cell is not a computation, a rank holds stages that no placement gives it, or something
+            is missing, repeated, or in an order that cannot run; names the file, the line, the action and the mend.
+    """
+    lines = _read(Path(path))
+    _check_once(path, lines)
+    stages = _count_stages(path, lines)
+    microbatches = 1 + max(action.microbatch or 0 for line in lines for action in line.actions)
+    placement = _find_placement(path, lines, stages)
+    _check_complete(path, lines, stages, microbatches)
+    programs = tuple(line.actions for line in lines)
+    order = Schedule(Path(path).stem, len(lines), stages // len(lines), microbatches, programs, placement)
+    try:
+        schedule = lower(order)
+    except ScheduleError as error:
+        at = ", ".join(f"line {lines[rank].number} at {programs[rank][position]}" for rank, position in error.marks.items())
+        drawing = str(error).partition("\n")[2]
+        message = f"{path}, {at}: {error.reason}; move what is waited for to an earlier cell\n{drawing}"
+        raise ScheduleError(message, reason=error.reason, marks=error.marks) from None
+    verify_schedule(schedule, training=True)
+    return schedule
+
+
+def dump_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule's computations to a CSV file, one column a unit of time; ``load_schedule`` reads it.
+
+    Raises:
+        ScheduleError: The schedule does not run to its end.
+    """
+    order = compute_order(schedule)
+    _, ends = run_compute_order(order)
+    rows = [f"# {schedule.describe()}, stages placed in a {schedule.placement}"]
+    for program, times in zip(order.programs, ends, strict=True):
+        cells = [""] * max(times, default=0)
+        for action, end in zip(program, times, strict=True):
+            cells[end - 1] = str(action)
+        rows.append(",".join(cells))
+    Path(path).write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> list[_Line]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # no text, or no name of a file
+        raise ValueError(f"{path} cannot be read as a schedule: {error}") from None
+    lines = []
+    for number, row in enumerate(text.splitlines(), start=1):
+        cells = [cell.strip().strip('"') for cell in row.partition("#")[0].split(",")]
+        actions = tuple(_action(path, number, cell) for cell in cells if cell)
+        if actions:
+            lines.append(_Line(number, actions))
+    if not lines:
+        raise ValueError(f"{path} has no computation: write one line a rank, such as F0.0,B0.0")
+    return lines
+
+
+def _action(path: Path, number: int, cell: str) -> Action:
+    try:
+        action = Action.parse(cell)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: {error}") from None
+    if action.kind not in COMPUTE:
+        raise ValueError(
+            f"{path}, line {number}: {cell} is not a computation: leave it out, communication and reductions are added by themselves"
+        )
+    return action
+
+
+def _check_once(path: str | Path, lines: list[_Line]) -> None:
+    first: dict[Action, int] = {}
+    for line in lines:
+        for action in line.actions:
+            if action in first:
+                raise ValueError(f"{path}, line {line.number}: {action} is also in line {first[action]}: remove one of them")
+            first[action] = line.number
+
+
+def _count_stages(path: str | Path, lines: list[_Line]) -> int:
+    """p * v; every stage up to the highest is named."""
+    line, highest = max(((line, action) for line in lines for action in line.actions), key=lambda pair: pair[1].stage)
+    named = {action.stage for each in lines for action in each.actions}
+    if len(named) <= highest.stage:
+        gap = next(stage for stage in range(highest.stage) if stage not in named)
+        raise ValueError(
+            f"{path}, line {line.number}: {highest} has a stage too far: nothing names stage {gap}; add it, or correct the cell"
+        )
+    return highest.stage + 1
+
+
+def _find_placement(path: str | Path, lines: list[_Line], stages: int) -> Placement:
+    """The placement under which every rank holds the stages that its line names."""
+    p = len(lines)
+    if stages % p:
+        raise ValueError(
+            f"{path} names the stages 0 to {stages - 1} on {p} lines: every line is a rank, and each holds as many stages; "
+            f"add the stages up to {-(-stages // p) * p - 1}, or write one line a rank"
+        )
+    faults = []
+    for placement in PLACEMENTS if stages == 2 * p else PLACEMENTS[:1]:
+        wrong = next(_misplaced(lines, stages // p, placement), None)
+        if wrong is None:
+            return placement
+        line, action, held = wrong
+        faults.append(f"line {line.number} has {action}, but placed in a {placement} this rank holds {held}")
+    raise ValueError(f"{path}: the stages of the ranks fit no placement: {'; '.join(faults)}. Move it to the line of its rank")
+
+
+def _misplaced(lines: list[_Line], v: int, placement: Placement) -> Iterator[tuple[_Line, Action, str]]:
+    for rank, line in enumerate(lines):
+        held = stages_of_rank(rank, pipeline_parallel_size=len(lines), virtual_pipeline_size=v, placement=placement)
+        for action in line.actions:
+            if action.stage not in held:
+                yield line, action, f"stage{'s' * (len(held) > 1)} {' and '.join(map(str, held))}"
+
+
+def _check_complete(path: str | Path, lines: list[_Line], stages: int, microbatches: int) -> None:
+    found = {action for line in lines for action in line.actions}
+    lines_of = {action.stage: line.number for line in lines for action in line.actions}
+    splits = any(action.kind is ActionKind.WEIGHT for action in found)
+    for kind in COMPUTE if splits else COMPUTE[:2]:
+        for stage in range(stages):
+            for microbatch in range(microbatches):
+                action = Action(kind, stage, microbatch)
+                if action in found:
+                    continue
+                where = f", line {lines_of[stage]}" if stage in lines_of else ""
+                raise ValueError(
+                    f"{path}{where}: {action} is missing: add it (there are {stages} stages and {microbatches} microbatches"
+                    + (", and the backward is split)" if splits else ")")
+                )

@@ -1,0 +1,171 @@
+"""The compute orders of all ranks run on paper: every computation takes one unit of time, and messages wait for as long as needed.
+
+That gives all computations one global order, from which lowering.py places communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
+from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error
+
+__all__ = ["COMPUTE", "UnitTimes", "run_compute_order"]
+
+COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+"""What occupies a rank; compute orders have nothing else."""
+
+
+class UnitTimes:
+    """When each computation ended, as far as the run has come.
+
+    A computation is a number here: of kind k, stage s and microbatch i, ``block(k, s) + i``.
+
+    Args:
+        num_stages: p * v.
+        num_microbatches: m.
+    """
+
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        forward, backward, weight = COMPUTE
+        stages = range(num_stages)
+        self._blocks = {
+            (kind, stage): (at * num_stages + stage) * num_microbatches for at, kind in enumerate(COMPUTE) for stage in stages
+        }
+        needs: dict[ActionKind, Callable[[int], tuple[tuple[ActionKind, int], ...]]] = {
+            forward: lambda stage: ((forward, stage - 1),) if stage else (),
+            backward: lambda stage: ((forward, stage), *(((backward, stage + 1),) if stage + 1 < num_stages else ())),
+            weight: lambda stage: ((backward, stage),),
+        }
+        self.num_microbatches = num_microbatches
+        self.ends = [0] * (len(COMPUTE) * num_stages * num_microbatches)
+        """When each ended, 1 or later; 0 if it has not run yet."""
+        self.needs = [
+            tuple(self._blocks[needed] - block for needed in needs[kind](stage)) for (kind, stage), block in self._blocks.items()
+        ]
+        """For each block in turn, what a computation in it needs: how far that is from its own number."""
+
+    def block(self, kind: ActionKind, stage: int) -> int:
+        """The number of a stage's computation of the first microbatch."""
+        return self._blocks[kind, stage]
+
+    def number(self, action: Action) -> int:
+        """The number of a computation."""
+        return self._blocks[action.kind, action.stage] + (action.microbatch or 0)
+
+    def action(self, number: int) -> Action:
+        """The computation of a number."""
+        block, microbatch = divmod(number, self.num_microbatches)
+        at, stage = divmod(block, len(self.needs) // len(COMPUTE))
+        return Action(COMPUTE[at], stage, microbatch)
+
+    def record(self, action: Action, end: int) -> None:
+        """``action`` ended at ``end`` (1 or later)."""
+        self.ends[self.number(action)] = end
+
+    def ready(self, action: Action) -> int | None:
+        """From when on ``action`` can run; None if something that it needs has not run yet."""
+        latest, number = 0, self.number(action)
+        for distance in self.needs[number // self.num_microbatches]:
+            end = self.ends[number + distance]
+            if not end:
+                return None
+            if end > latest:
+                latest = end
+        return latest
+
+
+def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]]:
+    """Run the computations of all ranks.
+
+    Args:
+        order: A schedule whose programs are compute orders: forward, backward and weight actions only.
+
+    Returns:
+        When each computation ends, and the same by rank and position.
+
+    Raises:
+        ScheduleError: An action is illegal, on the wrong rank or repeated, or the ranks deadlock; the reason says where.
+    """
+    times = UnitTimes(order.num_stages, order.num_microbatches)
+    programs, existing = _numbered(order, times)
+    done: tuple[list[int], ...] = tuple([] for _ in programs)
+    waiting: dict[int, int] = {}
+    ready = list(range(len(programs)))
+    while ready:
+        rank = ready.pop()
+        missing = _advance(programs[rank], done[rank], times, waiting, ready)
+        if missing is None:
+            continue
+        if order.rank_of(times.action(missing).stage) == rank:
+            at = len(done[rank])
+            raise schedule_error(order, {rank: at}, f"{order.programs[rank][at]} needs {times.action(missing)} before it")
+        waiting[missing] = rank
+    if waiting:
+        raise _standing_still(order, {rank: len(done[rank]) for rank in sorted(waiting.values())}, times, waiting, existing)
+    return times, done
+
+
+def _advance(program: list[int], ended: list[int], times: UnitTimes, waiting: dict[int, int], ready: list[int]) -> int | None:
+    """Run what a rank can run now, and wake who waits for it; what is missing for the next one, or None at the end."""
+    ends, needs, m = times.ends, times.needs, times.num_microbatches
+    now = ended[-1] if ended else 0
+    for position in range(len(ended), len(program)):
+        number = program[position]
+        for distance in needs[number // m]:
+            end = ends[number + distance]
+            if not end:
+                return number + distance
+            if end > now:
+                now = end
+        now += 1
+        ends[number] = now
+        ended.append(now)
+        if number in waiting:
+            ready.append(waiting.pop(number))
+    return None
+
+
+def _standing_still(
+    order: Schedule, stuck: dict[int, int], times: UnitTimes, waiting: dict[int, int], existing: bytearray
+) -> ScheduleError:
+    awaited = {rank: number for number, rank in waiting.items()}
+    what = ", ".join(
+        f"rank {rank} at {order.programs[rank][at]} waits for {times.action(awaited[rank])}"
+        + ("" if existing[awaited[rank]] else ", which is missing")
+        for rank, at in stuck.items()
+    )
+    return schedule_error(order, stuck, f"the order of computation deadlocks: {what}")
+
+
+def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytearray]:
+    """The numbers of all computations in the ranks' orders, and which numbers there are. Every action is a computation that exists,
+    on its rank, once."""
+    if len(order.programs) != order.pipeline_parallel_size:
+        raise schedule_error(order, {}, f"there are {len(order.programs)} compute orders: one a rank is needed")
+    microbatches = range(order.num_microbatches)
+    existing = bytearray(len(times.ends))
+    programs: list[list[int]] = []
+    for rank, program in enumerate(order.programs):
+        blocks = {(kind, stage): times.block(kind, stage) for kind in COMPUTE for stage in order.stages_of(rank)}
+        numbers: list[int] = []
+        for action in program:
+            block, microbatch = blocks.get((action.kind, action.stage)), action.microbatch
+            if block is None or microbatch is None or microbatch not in microbatches:
+                raise schedule_error(order, {rank: len(numbers)}, _why_illegal(order, action, rank))
+            number = block + microbatch
+            if existing[number]:
+                raise schedule_error(order, {rank: len(numbers)}, f"{action} happens twice")
+            existing[number] = 1
+            numbers.append(number)
+        programs.append(numbers)
+    return programs, existing
+
+
+def _why_illegal(order: Schedule, action: Action, rank: int) -> str:
+    if action.kind not in COMPUTE:
+        return f"{action} is not a computation: communication and reductions are added by lowering"
+    if action.microbatch not in range(order.num_microbatches) or action.stage not in range(order.num_stages):
+        last = order.num_stages - 1, order.num_microbatches - 1
+        return f"{action} does not exist: stages are 0 to {last[0]}, microbatches are 0 to {last[1]}"
+    return f"{action} is on rank {rank}, but stage {action.stage} is on rank {order.rank_of(action.stage)}"

@@ -1,0 +1,230 @@
+"""Which rank does what: the table of axes, the degrees of parallelism, the coordinates of every rank, and the process groups.
+
+Ranks are laid out as an array ``(pipeline, data, context, tensor)`` in row-major order: tensor parallelism is innermost,
+so that it stays inside a node, and pipeline parallelism outermost, so that its small messages cross nodes
+(arXiv 2104.04473, section 3.2)::
+
+    p=2 d=2 t=2          data 0        data 1
+    pipeline 0           0   1         2   3
+    pipeline 1           4   5         6   7
+                         t0  t1        t0  t1
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.world.placement import Placement, rank_of_stage, stages_of_rank
+
+__all__ = ["AXES", "SETS", "Axis", "ParallelLayout", "divisors", "nearest_divisors"]
+
+Reads = Literal["same", "tokens", "samples"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A way of dividing the work. Its degree is the layout's ``<name>_parallel_size``.
+
+    Attributes:
+        name: What it divides.
+        letter: Of its degree in short forms.
+        place: In the order of the ranks: those of the axis with the greatest one are neighbours.
+        reads: What its ranks read of a batch: the same, other tokens of the same samples, or other samples.
+        always_told: Also where its degree is 1.
+    """
+
+    name: str
+    letter: str
+    place: int
+    reads: Reads = "same"
+    always_told: bool = True
+
+
+AXES = (
+    Axis(name="tensor", letter="t", place=30),
+    Axis(name="pipeline", letter="p", place=0),
+    Axis(name="context", letter="c", place=20, reads="tokens", always_told=False),
+    Axis(name="data", letter="d", place=10, reads="samples"),
+)
+SETS: Mapping[str, tuple[Reads, ...]] = {
+    "replicas": ("samples",),
+    "replica_sum": ("samples", "tokens"),
+    "model": ("same", "tokens"),
+    "shards": ("same",),
+}
+"""Sets of axes, by what their ranks read: the replicas, those over which every gradient is summed, one replica's, and those that hold
+the parameters once."""
+
+_TRIED = 100_000
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of ``number``, in ascending order; of one above 10^10 those that are at most 100,000, and what they leave."""
+    small = [k for k in range(1, min(math.isqrt(number), _TRIED) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
+
+
+def nearest_divisors(number: int, wanted: int, *, count: int = 3) -> list[int]:
+    """The divisors of ``number`` closest to ``wanted``, in ascending order: what an error message proposes."""
+    return sorted(sorted(divisors(number), key=lambda k: (abs(k - wanted), k))[:count])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """The degrees of parallelism of one run, checked.
+
+    Args:
+        world_size: Number of processes.
+        tensor_parallel_size: t, ranks that share one layer's matrices.
+        pipeline_parallel_size: p, ranks that share the layers.
+        virtual_pipeline_size: v, model chunks that a pipeline rank holds (interleaving).
+        context_parallel_size: c, ranks that share one sequence along time.
+        sequence_parallel: Split the activations between tensor-parallel regions along the sequence
+            (arXiv 2205.05198, section 4.2.2).
+        placement: Which rank holds which stage (placement.py); decided by the schedule.
+
+    The data-parallel size d is what remains of the world: ``world_size / (t * p * c)``.
+
+    Attributes:
+        axes: The table of axes, in the order in which they are told.
+
+    Raises:
+        ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, v > 1 without a
+            pipeline, sequence parallelism without tensor parallelism, or an unknown placement.
+    """
+
+    axes: ClassVar[tuple[Axis, ...]] = AXES
+
+    world_size: Size
+    tensor_parallel_size: Size = 1
+    pipeline_parallel_size: Size = 1
+    virtual_pipeline_size: Size = 1
+    context_parallel_size: Size = 1
+    sequence_parallel: bool = False
+    placement: Placement = "loop"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        fields = [f"{axis.name}_parallel_size" for axis in self.axes if axis.name != "data"]
+        sizes = [getattr(self, field) for field in fields]
+        model = math.prod(sizes)
+        if self.world_size % model:
+            lower, upper = self.world_size // model * model, -(-self.world_size // model) * model
+            works = " or ".join(str(n) for n in (lower, upper) if n)
+            raise ValueError(
+                f"world_size={self.world_size} is not divisible by {' * '.join(fields)} = {' * '.join(map(str, sizes))} = {model}; use "
+                f"{works} processes, or degrees whose product is one of {nearest_divisors(self.world_size, model)}"
+            )
+        if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_size={self.virtual_pipeline_size} needs a pipeline to interleave: set "
+                "pipeline_parallel_size to 2 or more, or virtual_pipeline_size=1"
+            )
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel=True splits activations over the tensor-parallel ranks, but tensor_parallel_size=1: "
+                "set tensor_parallel_size to 2 or more, or sequence_parallel=False"
+            )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """d, what the other axes leave of the world."""
+        return self.world_size // math.prod(self.size(axis.name) for axis in self.axes if axis.name != "data")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.size("model")
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that read other samples."""
+        return self.size("replicas")
+
+    def replica(self, rank: int) -> int:
+        """Which replica ``rank`` belongs to."""
+        return self.group_of("replicas", rank).index(rank)
+
+    def size(self, axis: str) -> int:
+        """Ranks on an axis, or a set of axes (``SETS``)."""
+        if axis in SETS:
+            return math.prod(map(self.size, self._moving(axis)))
+        size: int = getattr(self, f"{axis}_parallel_size")
+        return size
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, p * v."""
+        return self.pipeline_parallel_size * self.virtual_pipeline_size
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank that holds ``stage``."""
+        return rank_of_stage(stage, pipeline_parallel_size=self.pipeline_parallel_size, placement=self.placement)
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds, in ascending order."""
+        return stages_of_rank(
+            pipeline_rank,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            virtual_pipeline_size=self.virtual_pipeline_size,
+            placement=self.placement,
+        )
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The pipeline rank on which the loss is computed."""
+        return self.rank_of_stage(self.num_stages - 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands on each axis, the outermost first.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank={rank} is outside the world of {self.world_size} processes")
+        values = {}
+        for name in reversed(self._order):
+            rank, values[name] = divmod(rank, self.size(name))
+        return {name: values[name] for name in self._order}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at ``coordinates``."""
+        rank = 0
+        for name in self._order:
+            rank = rank * self.size(name) + coordinates[name]
+        return rank
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of an axis, or of a set of axes (``SETS``), each in the order of that axis; every rank is in exactly one."""
+        return tuple(dict.fromkeys(self.group_of(axis, rank) for rank in range(self.world_size)))
+
+    def group_of(self, axis: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """The group of an axis, a set, or several axes that contains ``rank``, computed without listing the others."""
+        here, moving = self.coordinates(rank), self._moving(axis)
+        places = itertools.product(*(range(self.size(name)) for name in moving))
+        return tuple(self.rank({**here, **dict(zip(moving, place, strict=True))}) for place in places)
+
+    def told(self) -> tuple[Axis, ...]:
+        """The axes that summaries name."""
+        return tuple(axis for axis in self.axes if axis.always_told or self.size(axis.name) > 1)
+
+    def describe(self) -> str:
+        """Short form for logs: ``t2 p2 v2 d1``."""
+        chunks = {"pipeline": f" v{self.virtual_pipeline_size}"} if self.virtual_pipeline_size > 1 else {}
+        text = " ".join(f"{axis.letter}{self.size(axis.name)}{chunks.get(axis.name, '')}" for axis in self.told())
+        return text + (" sp" if self.sequence_parallel else "")
+
+    @property
+    def _order(self) -> list[str]:
+        return [axis.name for axis in sorted(self.axes, key=lambda axis: axis.place)]
+
+    def _moving(self, axis: str | tuple[str, ...]) -> list[str]:
+        if isinstance(axis, str):
+            axis = tuple(row.name for row in self.axes if row.reads in SETS[axis]) if axis in SETS else (axis,)
+        return [name for name in self._order if name in axis]

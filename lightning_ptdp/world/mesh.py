@@ -1,0 +1,227 @@
+"""The process groups of one rank, made from a layout and connected at once.
+
+NCCL connects lazily: the first collective of a group, and the first message between two ranks, block the *host* until every peer comes
+to the same call. Inside a step no rank may wait like that: it would wait for a gradient whose activation it has not sent yet. So
+whatever is made here is used once before it is handed out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp.world.layout import SETS, ParallelLayout
+
+__all__ = ["Group", "ProcessMesh"]
+
+_CPU = torch.device("cpu")
+
+
+class LostHandle:
+    """In the place of a process group that was pickled."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "this module was pickled, and its process groups with it; they exist only in the processes that made them. Make a new "
+            "module and load the checkpoint or state_dict"
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as its member sees it.
+
+    Attributes:
+        handle: What ``torch.distributed`` calls take as ``group``; None where the group is one rank, which needs no
+            communication at all.
+        ranks: Global ranks of the members, in the order of the axis.
+        rank: This process's place in ``ranks``.
+    """
+
+    handle: Any = None
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process group cannot be pickled; what is unpickled can be looked at, but not communicate."""
+        return Group, (self.handle if self.handle is None else LostHandle(), self.ranks, self.rank)
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        """Itself: the copy of a module talks to the same ranks, over what this process has once."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessMesh:
+    """This rank's coordinates and its group on every axis and set of axes.
+
+    Every rank only takes part in making the groups that it belongs to, so the cost does not grow with the world. torch finds the
+    members of such a group by its ranks and by *how many groups each of them has made before*; so all ranks must make equally many,
+    in the same order. Where only some ranks need a group, the others make one among themselves.
+    """
+
+    layout: ParallelLayout
+    rank: int = 0
+    timeout: timedelta | None = None
+    device: torch.device = _CPU
+    groups: dict[str, Group] = field(default_factory=dict)
+    channels: dict[tuple[int, int, str], Any] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        layout: ParallelLayout,
+        rank: int,
+        timeout: timedelta | None = None,
+        device: torch.device = _CPU,
+    ) -> ProcessMesh:
+        """Make and connect the groups; collective over the world. The default process group must exist if the world has two ranks.
+
+        Args:
+            layout: The degrees of parallelism.
+            rank: This process.
+            timeout: Limit of every wait for another rank.
+            device: Whose tensors the groups exchange.
+        """
+        groups: dict[str, Group] = {}
+        if layout.world_size > 1:
+            _connect(None, device)
+        made: dict[tuple[int, ...], Any] = {}
+        for axis in (*(row.name for row in layout.axes), *SETS):
+            ranks = layout.group_of(axis, rank)
+            handle = None
+            if len(ranks) > 1:
+                # The ring of context parallelism shares a communicator with nobody: it would wait behind large gradient buckets.
+                own = axis == "context"
+                handle = made[ranks] if ranks in made and not own else _new_group(ranks, timeout, device)
+                if not own:
+                    made[ranks] = handle
+            groups[axis] = Group(handle, ranks, ranks.index(rank))
+        channels = _channels(layout, rank, timeout, device)
+        return cls(layout=layout, rank=rank, timeout=timeout, device=device, groups=groups, channels=channels)
+
+    @property
+    def where(self) -> str:
+        """Where this rank stands, for messages."""
+        return ", ".join(f"{axis} {place}" for axis, place in self.layout.coordinates(self.rank).items())
+
+    def group(self, axis: str) -> Group:
+        """This rank's group on an axis, or a set of axes (``layout.SETS``)."""
+        return self.groups[axis]
+
+    def subgroup(self, axis: str, places: tuple[int, ...]) -> Group:
+        """The group of the members of an axis at ``places`` (ascending, this rank's among them), made on first use.
+
+        Collective over the axis: its ranks must divide it among groups, and do so equally often and in the same order.
+        """
+        whole = self.group(axis)
+        if len(places) == whole.size:
+            return whole
+        key = f"{axis}{places}"
+        if key not in self.groups:
+            ranks = tuple(whole.ranks[place] for place in places)
+            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device), ranks, places.index(whole.rank))
+        return self.groups[key]
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        size = self.layout.world_size
+        return Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), self.rank)
+
+    def levels(self, axes: tuple[str, ...], nodes: int) -> tuple[Group, Group]:
+        """The ranks of several axes together in two levels: this rank's group inside its node, and those with its place in the others.
+
+        Neighbours share a node. Collective over the world at the first call: every rank must ask for the same numbers in the same order.
+        With one node the first group is all of them.
+        """
+        ranks = self.layout.group_of(axes, self.rank)
+        names = (*SETS, *axes)  # the sets first: context parallelism shares its group with nobody
+        whole = next(group for group in map(self.group, names) if group.ranks == ranks)
+        if nodes == 1:
+            return whole, Group(None, (self.rank,), 0)
+        size = whole.size // nodes
+        assert size * nodes == whole.size, (nodes, whole.ranks)
+        node, place = divmod(whole.rank, size)
+        for key, ranks, rank in (
+            (f"{axes}/{nodes}/inside", whole.ranks[node * size : (node + 1) * size], place),
+            (f"{axes}/{nodes}/between", whole.ranks[place::size], node),
+        ):
+            if key not in self.groups:
+                self.groups[key] = Group(_new_group(ranks, self.timeout, self.device) if len(ranks) > 1 else None, ranks, rank)
+        return self.groups[f"{axes}/{nodes}/inside"], self.groups[f"{axes}/{nodes}/between"]
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device) -> Any:
+    """A connected group. Ranks that make one at the same time are in disjoint groups, so that none waits for another's."""
+    group = _unconnected_group(ranks, timeout)
+    if len(ranks) > 1:
+        _connect(group, device)
+    return group
+
+
+def _unconnected_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+def _connect(group: Any, device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _connect_channel(source: int, target: int, rank: int, group: Any, device: torch.device) -> None:
+    """One element along the channel: NCCL keeps a connection of its own for messages, which a collective does not make."""
+    element = torch.zeros(1, device=device)
+    if rank == source:
+        dist.send(element, target, group=group)
+    else:
+        dist.recv(element, source, group=group)
+
+
+def _channels(
+    layout: ParallelLayout, rank: int, timeout: timedelta | None, device: torch.device
+) -> dict[tuple[int, int, str], Any]:
+    """A communicator for each (source, destination, direction) between the ranks of neighbouring stages.
+
+    Sends and receives on one NCCL communicator run in the order in which they were issued: with two directions of traffic on one,
+    ranks that each send before they receive wait for each other forever (p = 2 most easily: there the next rank and the previous
+    one are the same). So every channel has its own. They are made, and connected, in rounds of disjoint pairs, in which no rank
+    can wait for one of another pair; a rank that no pair of a round needs makes a group of itself, to have made equally many.
+    """
+    ranks = layout.group_of("pipeline", rank)
+    channels: dict[tuple[int, int, str], Any] = {}
+    for turn in _rounds(layout):
+        mine = next((line for line in turn if ranks.index(rank) in line[:2]), None)
+        members = (rank,) if mine is None else tuple(sorted((ranks[mine[0]], ranks[mine[1]])))
+        handle = _unconnected_group(members, timeout)
+        if mine is not None:
+            source, target = ranks[mine[0]], ranks[mine[1]]
+            _connect_channel(source, target, rank, handle, device)
+            channels[source, target, mine[2]] = handle
+    return channels
+
+
+def _rounds(layout: ParallelLayout) -> list[list[tuple[int, int, str]]]:
+    """The channels between pipeline ranks (source, destination, direction), so that no rank is twice in a round."""
+    ends = [(layout.rank_of_stage(stage), layout.rank_of_stage(stage + 1)) for stage in range(layout.num_stages - 1)]
+    forward = [(source, target, "forward") for source, target in ends if source != target]
+    backward = [(target, source, "backward") for source, target, _ in forward]
+    rounds: list[list[tuple[int, int, str]]] = []
+    for line in dict.fromkeys([*forward, *backward]):
+        free = next((turn for turn in rounds if all(not {*line[:2]} & {*other[:2]} for other in turn)), None)
+        if free is None:
+            free = []
+            rounds.append(free)
+        free.append(line)
+    return rounds

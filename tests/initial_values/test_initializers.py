@@ -1,0 +1,79 @@
+"""Initial values of models whose initializer sees more than one module."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp.initial_values.initializers import Initializers
+from lightning_ptdp.initial_values.materialize import Materializer
+from tests.huggingface.runs import make_model
+
+
+def built(kind: str, seed: int = 5, **options: Any) -> Any:
+    with torch.device("meta"):
+        model = make_model(kind, **options)
+    materialize = Materializer(model, seed=seed, device=torch.device("cpu"))
+    for name, module in model.named_modules():
+        materialize(module, name)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma3", "opt", "encoder"])
+def test_same_distribution_as_the_model_gives_itself(kind: str) -> None:
+    pytest.importorskip("transformers")
+    ours, theirs = built(kind), make_model(kind)
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if parameter.numel() < 256:  # norms and biases: constants, except those that torch draws
+            if expected[name].std() < 1e-6:
+                assert torch.equal(parameter, expected[name]), name
+            continue
+        assert math.isclose(parameter.std().item(), expected[name].std().item(), rel_tol=0.2), name
+    for name, buffer in theirs.named_buffers():
+        assert torch.equal(ours.get_buffer(name), buffer), name
+
+
+def test_a_parents_say_counts_and_padding_is_zero() -> None:
+    pytest.importorskip("transformers")
+    model = built("gpt2", n_embd=64)
+    assert math.isclose(model.transformer.h[0].attn.c_proj.weight.std().item(), 0.02 / math.sqrt(8), rel_tol=0.1)
+    assert math.isclose(model.transformer.h[0].attn.c_attn.weight.std().item(), 0.02, rel_tol=0.1)
+    bert = built("bert", pad_token_id=3)
+    assert not bert.bert.embeddings.word_embeddings.weight[3].any()
+    assert bert.cls.predictions.decoder.bias is bert.cls.predictions.bias
+    assert bert.cls.predictions.decoder.weight is bert.bert.embeddings.word_embeddings.weight
+
+
+def test_the_model_is_left_alone_and_a_forgotten_tensor_is_named() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.scale)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.half = nn.Linear(3, 3), Half()
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 7.0)
+
+    model = Model()
+    before = model.linear.weight.clone()
+    initialize = Initializers(model)
+    linear = initialize("linear")
+    assert isinstance(linear, nn.Linear)
+    assert (linear.weight == 7.0).all(), "the model's own initializer has the last word"
+    assert not linear.bias.isnan().any()
+    assert torch.equal(model.linear.weight, before)
+    with pytest.raises(ValueError, match=r"'half.shift' \(Half\).*reset_parameters.*_init_weights"):
+        initialize("half")

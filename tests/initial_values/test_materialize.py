@@ -1,0 +1,72 @@
+"""Initial values that depend on the seed and the name alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp.initial_values.materialize import Materializer, agree_on_values
+from tests.pool import Pool
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.middle = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def build(seed: int, only: tuple[str, ...] | None = None) -> Tied:
+    with torch.device("meta"):
+        model = Tied()
+    materialize = Materializer(model, seed=seed, device=torch.device("cpu"))
+    for name, module in model.named_modules():
+        if only is None or name in only:
+            materialize(module, name)
+    return model
+
+
+def test_values_do_not_depend_on_which_modules_are_asked_for_or_on_the_global_generator() -> None:
+    whole = build(5)
+    torch.manual_seed(99)
+    part = build(5, only=("head", "middle"))
+    assert torch.equal(part.head.weight, whole.embedding.weight)
+    assert torch.equal(part.middle.weight, whole.middle.weight)
+    assert part.embedding.weight.is_meta
+    assert whole.head.weight is whole.embedding.weight
+    assert not torch.equal(build(6).middle.weight, whole.middle.weight)
+
+
+def test_buffers_get_values_and_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    model = build(5)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(model.norm.running_var, torch.ones(4))
+    assert model.norm.num_batches_tracked.item() == 0
+
+
+def test_a_module_that_cannot_initialize_itself_is_named() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        model = nn.ModuleDict({"own": Own()})
+    with pytest.raises(ValueError, match=r"'own' \(Own\).*reset_parameters"):
+        Materializer(model, seed=1, device=torch.device("cpu"))(model["own"], "own")
+
+
+def _agree(rank: int) -> tuple[list[str], list[float]]:
+    same, different = torch.ones(5), torch.full((3,), float(rank))
+    names = agree_on_values([("same", same), ("different", different)], device=torch.device("cpu"))
+    return names, different.tolist()
+
+
+def test_rank_zero_wins_where_eager_values_differ(pool: Pool) -> None:
+    assert pool.run(_agree, world_size=2) == [(["different"], [0.0] * 3)] * 2

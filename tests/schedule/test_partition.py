@@ -1,0 +1,195 @@
+"""No layer is lost, no split is better, and mistakes name the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.schedule import check_num_layers, explicit_partition, partition_layers
+from lightning_ptdp.world.layout import ParallelLayout
+
+costs = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.5, 7.0]), min_size=1, max_size=9)
+
+
+def counts(ranges: tuple[tuple[int, int], ...]) -> list[int]:
+    return [stop - start for start, stop in ranges]
+
+
+def key(bounds: tuple[int, ...], layers: list[float], first: float, last: float) -> tuple[Fraction | int, ...]:
+    """What the split is chosen by: the largest stage, evenness, the ends, and the remainders late."""
+    exact = [Fraction(str(cost)) for cost in layers]
+    stages = [sum(exact[start:stop], Fraction(0)) for start, stop in pairwise(bounds)]
+    stages[0] += Fraction(str(first))
+    stages[-1] += Fraction(str(last))
+    ends = stages[0] + (stages[-1] if len(stages) > 1 else 0)
+    return (max(stages), sum(cost**2 for cost in stages), ends, *bounds)
+
+
+@given(costs, st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_split_is_the_best_of_all(layers: list[float], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(layers)))
+    first, last = data.draw(st.sampled_from([0.0, 0.5, 3.0])), data.draw(st.sampled_from([0.0, 0.5, 3.0]))
+    ranges = partition_layers(layers, num_stages=num_stages, first_cost=first, last_cost=last)
+    every = [(0, *cuts, len(layers)) for cuts in combinations(range(1, len(layers)), num_stages - 1)]
+    best = min(every, key=lambda bounds: key(bounds, layers, first, last))
+    assert ranges == tuple(pairwise(best))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60), st.data())
+@settings(max_examples=200, deadline=None)
+def test_no_layer_is_dropped(layers: list[float], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(layers)))
+    ends = data.draw(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)))
+    ranges = partition_layers(layers, num_stages=num_stages, first_cost=ends[0], last_cost=ends[1])
+    assert len(ranges) == num_stages
+    assert all(start < stop for start, stop in ranges)
+    assert [layer for start, stop in ranges for layer in range(start, stop)] == list(range(len(layers)))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "expected"),
+    [
+        (12, 4, [3, 3, 3, 3]),
+        (10, 4, [2, 3, 3, 2]),
+        (9, 4, [2, 2, 3, 2]),
+        (11, 4, [2, 3, 3, 3]),
+        (4, 4, [1, 1, 1, 1]),
+        (5, 2, [2, 3]),
+        (7, 6, [1, 1, 1, 1, 2, 1]),
+        (105, 35, [3] * 35),
+    ],
+)
+def test_remainders_avoid_the_ends(num_layers: int, num_stages: int, expected: list[int]) -> None:
+    # 0.1 is not exact in binary: ties must be found all the same.
+    for cost in (1, 0.1):
+        assert counts(partition_layers([cost] * num_layers, num_stages=num_stages)) == expected
+
+
+def test_embedding_and_head_count() -> None:
+    assert counts(partition_layers([1] * 8, num_stages=4, last_cost=1)) == [2, 2, 3, 1]
+    assert counts(partition_layers([1] * 8, num_stages=4, first_cost=1, last_cost=1)) == [1, 3, 3, 1]
+    assert counts(partition_layers([1] * 8, num_stages=2, last_cost=100)) == [7, 1]
+    assert partition_layers([1, 2], num_stages=1, first_cost=5, last_cost=5) == ((0, 2),)
+
+
+def names(num_layers: int) -> list[str]:
+    return [f"model.blocks.{index}" for index in range(num_layers)]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 3))
+def test_an_explicit_split_by_counts_or_by_names(wanted: list[int], depth: int) -> None:
+    layers = names(sum(wanted))
+    ranges = explicit_partition(wanted, layers=layers, num_stages=len(wanted))
+    assert counts(ranges) == wanted
+    assert [layer for start, stop in ranges for layer in range(start, stop)] == list(range(len(layers)))
+    first = [".".join(layers[start].split(".")[-depth:]) for start, _ in ranges]
+    assert explicit_partition(first, layers=layers, num_stages=len(wanted)) == ranges
+
+
+def test_names_are_taken_whole() -> None:
+    layers = ["h.a1", "h.1", "h.11", "h.21"]
+    assert explicit_partition(["a1", "11", "21"], layers=layers, num_stages=3) == ((0, 2), (2, 3), (3, 4))
+    assert explicit_partition(("h.a1", "1"), layers=layers, num_stages=2) == ((0, 1), (1, 4))
+
+
+@pytest.mark.parametrize(
+    ("partition", "num_layers", "words"),
+    [
+        ([1, 2], 3, ["partition=[1, 2]", "num_stages=3", "one a stage"]),
+        ([1, 0, 2], 3, ["holds 0", "at least one"]),
+        ([1, True, 2], 4, ["holds True"]),
+        ([1, 2, 2], 6, ["sum to 5", "num_layers=6", "add 1"]),
+        ([1, 2, 5], 6, ["sum to 8", "take away 2"]),
+        (["0", 2, 1], 4, ["mixes numbers and names"]),
+        (["blocks.0", "blocks.3"], 6, ["['blocks.0', 'blocks.3'] has 2 entries", "num_stages=3"]),
+        (["blocks.0", "block.2", "blocks.3"], 6, ["'block.2', which is no layer", "nearest: blocks.2", "'model.blocks.5'"]),
+        (["0", "2", "6"], 6, ["'6', which is no layer", "the 6 layers are 'model.blocks.0' to 'model.blocks.5'"]),
+        (["blocks.1", "blocks.3", "blocks.4"], 6, ["starts with layer 'model.blocks.1'", "start with 'model.blocks.0'"]),
+        (["0", "4", "2"], 6, ["out of order", "stage 2 starts with '2'", "after '4'"]),
+        (["0", "2", "blocks.2"], 6, ["out of order", "stage 2 starts with 'blocks.2'"]),
+    ],
+)
+def test_explicit_splits_that_do_not_fit(partition: list, num_layers: int, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        explicit_partition(partition, layers=names(num_layers), num_stages=3)
+    for word in words:
+        assert word in str(error.value)
+
+
+class Model(nn.Module):
+    """Eight layers of 8 x 64 elements between an embedding and a head of ``vocabulary`` x 8."""
+
+    def __init__(self, *, vocabulary: int = 8, layers: Sequence[nn.Module] = ()) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, 8)
+        self.blocks = nn.ModuleList(layers or [nn.Linear(8, 64) for _ in range(8)])
+        self.head = nn.Linear(8, vocabulary, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "expected"),
+    [
+        (8, [2, 2, 2, 2]),
+        (64, [2, 2, 3, 1]),  # the head is a layer
+        (256, [2, 2, 3, 1]),  # the head is four layers, the embedding half a one: no reason yet to take one from the first stage
+        (512, [1, 3, 3, 1]),  # the embedding is a layer
+    ],
+)
+def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(vocabulary: int, expected: list[int]) -> None:
+    layout = ParallelLayout(world_size=4, pipeline_parallel_size=4)
+    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
+    with torch.device("meta"):
+        model = Model(vocabulary=vocabulary)
+    assert counts(layer_ranges(model, parts=parts, layout=layout)) == expected
+    assert layer_ranges(model, parts=parts, layout=layout, partition=["0", "blocks.1", "2", "blocks.7"])[2] == (2, 7)
+
+
+def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
+    shared = nn.Linear(8, 64)
+    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
+    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
+    assert layer_ranges(Model(layers=[shared] * 4), parts=parts, layout=layout) == ((0, 2), (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "p", "v", "words"),
+    [
+        (6, 4, 2, ["num_layers=6", "4 * 2 = 8", "at least 8 layers", "virtual_pipeline_size=1", "pipeline_parallel_size=3"]),
+        (3, 4, 2, ["at least 8 layers", "pipeline_parallel_size=3 with virtual_pipeline_size=1"]),
+        (3, 4, 1, ["4 * 1 = 4", "at least 4 layers", "pipeline_parallel_size=3"]),
+        (7, 3, 3, ["virtual_pipeline_size=2", "pipeline_parallel_size=2"]),
+        (1, 2, 1, ["pipeline_parallel_size=1"]),
+    ],
+)
+def test_too_few_layers_for_the_stages(num_layers: int, p: int, v: int, words: list[str]) -> None:
+    check_num_layers(p * v, pipeline_parallel_size=p, virtual_pipeline_size=v)
+    with pytest.raises(ValueError) as error:
+        check_num_layers(num_layers, pipeline_parallel_size=p, virtual_pipeline_size=v)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"costs": [1, 1], "num_stages": 3}, ["num_layers=2", "num_stages=3", "at most 2 stages"]),
+        ({"costs": [1, -1], "num_stages": 1}, ["costs holds -1"]),
+        ({"costs": [1], "num_stages": 1, "last_cost": float("inf")}, ["last_cost holds inf"]),
+        ({"costs": [1], "num_stages": 0}, ["num_stages=0"]),
+    ],
+)
+def test_costs_that_cannot_be_split(kwargs: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        partition_layers(kwargs.pop("costs"), **kwargs)
+    for word in words:
+        assert word in str(error.value)

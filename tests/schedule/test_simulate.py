@@ -1,0 +1,228 @@
+"""The bubbles of the papers, exactly; and costs that differ."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from lightning_ptdp.schedule import Action, Costs, Schedule, ScheduleError, Timeline, build_schedule, peak_in_flight, simulate
+
+
+def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
+    return build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_bubble_without_interleaving(name: str) -> None:
+    for p in range(2, 9):
+        for m in range(1, 18):
+            timeline = simulate(build(name, p, 1, m))
+            assert timeline.bubble_fraction == Fraction(p - 1, m)
+            assert timeline.step_time == 3 * (m + p - 1)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b"])
+def test_bubble_with_interleaving(name: str) -> None:
+    # The paper's formula, which it states for p dividing m, holds here for every m >= p.
+    for p in range(2, 7):
+        for v in range(2, 4):
+            for m in range(p, 14):
+                timeline = simulate(build(name, p, v, m))
+                assert timeline.bubble_fraction == Fraction(p - 1, v * m)
+                assert timeline.step_time == 3 * (v * m + p - 1)
+
+
+UNIT = Costs(forward=1, backward=1, weight=1)
+
+
+def test_bubble_of_zb_h1() -> None:
+    # arXiv 2401.10241, section 3: (p-1)(T_F + T_B - T_W) a rank.
+    for p in range(2, 7):
+        for m in range(p, 13):
+            assert simulate(build("zb_h1", p, 1, m), UNIT).bubble_fraction == Fraction(p - 1, 3 * m)
+            uneven = simulate(build("zb_h1", p, 1, m), Costs(forward=4, backward=5, weight=3))
+            assert uneven.bubble_fraction == Fraction((p - 1) * (4 + 5 - 3), 12 * m)
+
+
+def own_time(timeline: Timeline) -> tuple[float | Fraction, ...]:
+    """For each rank, from its first action to its last."""
+    return tuple(spans[-1].end - spans[0].start for spans in timeline.spans)
+
+
+def test_zb_v_has_no_bubble_inside_a_ranks_own_time() -> None:
+    for p in range(2, 6):
+        for m in range(2 * p - 1, 12):
+            timeline = simulate(build("zb_v", p, 2, m), UNIT)
+            assert own_time(timeline) == timeline.busy == (6 * m,) * p
+            assert timeline.step_time == 6 * m + p - 1
+
+
+def test_own_time_of_1f1b() -> None:
+    # Rank r starts r forwards late and ends r backwards early.
+    timeline = simulate(build("1f1b", 4, 1, 8))
+    assert own_time(timeline) == (33, 30, 27, 24)
+
+
+def test_interleaving_helps_with_fewer_microbatches_than_ranks_too() -> None:
+    for p in range(3, 7):
+        for m in range(2, p):
+            interleaved = simulate(build("interleaved_1f1b", p, 2, m), Costs(forward=Fraction(1, 2), backward=1))
+            assert interleaved.step_time < simulate(build("1f1b", p, 1, m)).step_time
+
+
+def test_no_bubble_without_a_pipeline() -> None:
+    timeline = simulate(build("1f1b", 1, 1, 5))
+    assert timeline.bubble_fraction == timeline.idle_fraction == 0
+    assert timeline.peak_in_flight == (1,)
+
+
+def test_idle_fraction_is_a_part_of_the_step() -> None:
+    timeline = simulate(build("1f1b", 4, 1, 8))
+    assert timeline.idle_fraction == pytest.approx(3 / 11)
+    assert timeline.busy == (24, 24, 24, 24)
+
+
+def test_evaluation_bubble() -> None:
+    for m in range(4, 14):
+        timeline = simulate(build("auto", 4, 2, m, training=False))
+        assert timeline.bubble_fraction == Fraction(3, 2 * m)
+
+
+def test_peaks_are_those_of_the_programs() -> None:
+    for name, v in (("gpipe", 2), ("1f1b", 1), ("interleaved_1f1b", 3)):
+        schedule = build(name, 4, v, 10)
+        assert simulate(schedule).peak_in_flight == tuple(peak_in_flight(program) for program in schedule.programs)
+
+
+def test_spans_respect_every_dependency_and_the_latency() -> None:
+    latency = Fraction(1, 3)
+    schedule = build("interleaved_1f1b", 3, 2, 7)
+    timeline = simulate(schedule, Costs(forward=[1, 2, 1, 3, 1, 2], backward=[2, 3, 2, 4, 2, 3], latency=latency))
+    ends = {str(span.action): span.end for spans in timeline.spans for span in spans}
+    starts = {str(span.action): span.start for spans in timeline.spans for span in spans}
+    for microbatch in range(7):
+        for stage in range(1, 6):
+            assert starts[f"F{stage}.{microbatch}"] >= ends[f"F{stage - 1}.{microbatch}"] + latency
+            assert starts[f"B{stage - 1}.{microbatch}"] >= ends[f"B{stage}.{microbatch}"] + latency
+        assert starts[f"B5.{microbatch}"] >= ends[f"F5.{microbatch}"]
+    for spans in timeline.spans:
+        assert all(before.end <= after.start for before, after in pairwise(spans))
+
+
+def test_one_slow_stage_sets_the_pace() -> None:
+    timeline = simulate(build("1f1b", 2, 1, 50), Costs(forward=[1, 2], backward=[1, 2]))
+    assert timeline.busy == (100, 200)
+    assert timeline.step_time == 1 + 200 + 1
+
+
+def test_latency_of_one_microbatch_is_paid_at_every_boundary() -> None:
+    assert simulate(build("1f1b", 4, 1, 1), Costs(latency=5)).step_time == 4 * 3 + 6 * 5
+
+
+def test_a_send_occupies_its_rank() -> None:
+    # One microbatch: four forwards and backwards in turn, and a send after each but the last one of each direction.
+    assert simulate(build("1f1b", 4, 1, 1), Costs(send=5)).step_time == 4 * 3 + 6 * 5
+    # The last rank of two sends back 6 gradients between its 6 forwards and backwards.
+    timeline = simulate(build("1f1b", 2, 1, 6), Costs(send=Fraction(1, 2)))
+    assert timeline.busy == (18, 18)
+    assert own_time(timeline)[1] == 18 + 5 * Fraction(1, 2)
+
+
+def test_neighbours_on_one_rank_send_nothing() -> None:
+    timeline = simulate(build("zb_v", 2, 2, 1), Costs(forward=1, backward=1, weight=0, latency=100))
+    assert timeline.step_time == 4 + 4 + 4 * 100
+
+
+def test_reductions_run_beside_the_computations() -> None:
+    schedule = build("interleaved_1f1b", 2, 2, 4)
+    plain = simulate(schedule)
+    assert plain.reductions == ()
+    hidden = simulate(schedule, Costs(reduce=1))
+    assert hidden.spans == plain.spans
+    assert [str(span.action) for span in hidden.reductions[0]] == ["R2", "R0"]
+    last = {span.action.stage: span.end for spans in plain.spans for span in spans if span.action.kind == "B"}
+    assert all(span.start == last[span.action.stage] for spans in hidden.reductions for span in spans)
+    assert hidden.step_time == plain.step_time + 1
+
+
+def test_reductions_of_a_rank_wait_for_each_other_and_the_step_for_them() -> None:
+    schedule = build("interleaved_1f1b", 2, 2, 4)
+    plain = simulate(schedule)
+    long = simulate(schedule, Costs(reduce=[50, 60, 70, 80]))
+    for lane in long.reductions:
+        first, second = lane
+        assert second.start == first.end
+    assert [span.end - span.start for span in long.reductions[0]] == [70, 50]
+    start = min(lane[0].start for lane in long.reductions)
+    assert long.step_time == max(lane[-1].end for lane in long.reductions) >= start + 120
+    assert long.bubble_fraction * sum(plain.busy) == 2 * long.step_time - sum(plain.busy)
+
+
+def test_memory_of_a_whole_backward() -> None:
+    timeline = simulate(build("1f1b", 2, 1, 2))
+    first, second = timeline.memory(activation_bytes=(10, 7))
+    assert first.points == ((0, 10), (1, 20), (6, 10), (9, 0))
+    assert second.points == ((1, 7), (4, 0), (4, 7), (7, 0))
+    assert (first.peak, second.peak) == (20, 7)
+
+
+def test_memory_of_a_split_backward() -> None:
+    timeline = simulate(build("zb_h1", 2, 1, 3), UNIT)
+    order = " ".join(str(span.action) for span in timeline.spans[1])
+    assert order == "F1.0 B1.0 F1.1 B1.1 W1.0 F1.2 B1.2 W1.1 W1.2"
+    kept = timeline.memory(activation_bytes=4)[1]
+    assert [held for _, held in kept.points] == [4, 4, 8, 8, 4, 8, 8, 4, 0]
+    freed = timeline.memory(activation_bytes=4, freed_by_backward=Fraction(3, 4))[1]
+    assert [held for _, held in freed.points] == [4, 1, 5, 2, 1, 5, 2, 1, 0]
+    assert [time for time, _ in freed.points] == [1, 3, 3, 5, 6, 6, 8, 9, 10]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"])
+def test_the_peak_of_the_memory_curve_is_that_of_the_program(name: str) -> None:
+    timeline = simulate(build(name, 4, 1 if name in ("1f1b", "zb_h1") else 2, 9))
+    assert tuple(curve.peak for curve in timeline.memory()) == timeline.peak_in_flight
+    assert all(curve.points[-1][1] == 0 for curve in timeline.memory())
+
+
+def test_memory_that_does_not_fit() -> None:
+    timeline = simulate(build("1f1b", 4, 1, 2))
+    with pytest.raises(ValueError, match=r"activation_bytes has 2 sizes for 4 stages"):
+        timeline.memory(activation_bytes=(1, 2))
+    with pytest.raises(ValueError, match=r"freed_by_backward=1\.5"):
+        timeline.memory(freed_by_backward=1.5)
+
+
+def test_a_schedule_that_hangs_is_said_to() -> None:
+    lines = ("RB0.0 B0.0 F0.0 SF0.0", "RF1.0 F1.0 B1.0 SB1.0")
+    programs = tuple(tuple(Action.parse(word) for word in line.split()) for line in lines)
+    with pytest.raises(ScheduleError, match=r"rank 0 waits for SB1\.0"):
+        simulate(Schedule("hangs", 2, 1, 1, programs))
+
+
+def test_costs_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"forward has 3 costs for 4 stages"):
+        simulate(build("1f1b", 4, 1, 2), Costs(forward=[1, 2, 3]))
+    with pytest.raises(ValueError, match="latency=-1"):
+        Costs(latency=-1)
+    with pytest.raises(ValueError, match=r"send=-2"):
+        Costs(send=-2)
+    with pytest.raises(ValueError, match=r"reduce has 1 costs for 4 stages"):
+        simulate(build("1f1b", 4, 1, 2), Costs(reduce=[1]))
+    with pytest.raises(ValueError, match="backward"):
+        Costs(backward=[1, float("nan")])
+
+
+def test_text_draws_long_actions_over_several_columns() -> None:
+    drawn = simulate(build("1f1b", 2, 1, 2)).text()
+    assert drawn.splitlines() == [
+        "rank 0  F0.0 F0.1           B0.0 ====      B0.1 ====",
+        "rank 1       F1.0 B1.0 ==== F1.1 B1.1 ====",
+    ]
+
+
+def test_an_empty_timeline_has_no_time() -> None:
+    timeline = Timeline(Schedule("empty", 1, 1, 1, ((),)), ((),))
+    assert timeline.step_time == timeline.bubble_fraction == 0
+    assert timeline.text() == "rank 0"

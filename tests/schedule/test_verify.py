@@ -1,0 +1,344 @@
+"""The verifier against valid schedules, against damaged ones, and against a slow oracle that reads like the definition."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ptdp.schedule import (
+    SCHEDULES,
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+    peak_in_flight,
+    verify_schedule,
+)
+from lightning_ptdp.schedule.lowering import lower
+from tests.schedule.orders import compute_orders, needs
+
+K = ActionKind
+SIZES = [("gpipe", 2, 1, 3), ("gpipe", 3, 2, 4), ("1f1b", 1, 1, 3), ("1f1b", 2, 1, 3), ("1f1b", 4, 1, 6)]
+SIZES += [("interleaved_1f1b", 2, 2, 3), ("interleaved_1f1b", 3, 2, 4), ("interleaved_1f1b", 2, 3, 5)]
+SIZES += [("zb_h1", 3, 1, 4), ("zb_v", 2, 2, 3), ("zb_v", 3, 2, 6), ("dualpipe_v", 2, 2, 4), ("dualpipe_v", 3, 2, 2)]
+
+
+def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
+    return build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+
+
+def changed(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
+    programs = list(schedule.programs)
+    programs[rank] = tuple(program)
+    return dataclasses.replace(schedule, programs=tuple(programs))
+
+
+def from_text(name: str, p: int, v: int, m: int, *lines: str) -> Schedule:
+    return Schedule(name, p, v, m, tuple(tuple(Action.parse(word) for word in line.split()) for line in lines))
+
+
+def is_legal(schedule: Schedule) -> bool:
+    """The oracle, for permuted training schedules: try every rank in turn, blocking sends, first in first out."""
+    kinds = {action.kind for program in schedule.programs for action in program}
+    positions = [0] * schedule.pipeline_parallel_size
+    done: set[Action] = set()
+    posted: dict[object, list[tuple[int, int]]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(schedule.programs):
+            if positions[rank] == len(program):
+                continue
+            a = program[positions[rank]]
+            s, i = a.stage, a.microbatch
+            if a.kind in (K.SEND_FORWARD, K.SEND_BACKWARD):
+                step = 1 if a.kind is K.SEND_FORWARD else -1
+                queue = posted.get(schedule.channel(a), [])
+                produced = Action(K.FORWARD if step == 1 else K.BACKWARD, s, i)
+                able = bool(queue) and queue[0] == (s + step, i) and produced in done
+                if able:
+                    queue.pop(0)
+            elif a.kind in (K.RECEIVE_FORWARD, K.RECEIVE_BACKWARD):
+                computed = Action(K.FORWARD if a.kind is K.RECEIVE_FORWARD else K.BACKWARD, s, i)
+                able = computed not in done
+                if able:
+                    assert i is not None
+                    posted.setdefault(schedule.channel(a), []).append((s, i))
+            elif a.kind is K.REDUCE:
+                last = K.WEIGHT if K.WEIGHT in kinds else K.BACKWARD
+                able = all(Action(last, s, j) in done for j in range(schedule.num_microbatches))
+            else:
+                able = all(need in done for need in needed(schedule, a))
+            if able:
+                done.add(a)
+                positions[rank] += 1
+                moved = True
+    return positions == [len(program) for program in schedule.programs]
+
+
+def needed(schedule: Schedule, action: Action) -> set[Action]:
+    """What a computation needs: other computations, and the message between ranks."""
+    s, i = action.stage, action.microbatch
+    found = needs(action, schedule.num_stages)
+    for other in needs(action, schedule.num_stages):
+        if schedule.rank_of(other.stage) != schedule.rank_of(s):
+            forward = other.kind is K.FORWARD
+            found.add(Action(K.SEND_FORWARD if forward else K.SEND_BACKWARD, other.stage, i))
+            found.add(Action(K.RECEIVE_FORWARD if forward else K.RECEIVE_BACKWARD, s, i))
+    return found
+
+
+def accepted(schedule: Schedule) -> bool:
+    try:
+        verify_schedule(schedule, training=True)
+    except ScheduleError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_oracle_agrees_on_valid_schedules(size: tuple[str, int, int, int]) -> None:
+    schedule = build(*size)
+    assert is_legal(schedule)
+    assert verify_schedule(schedule) == tuple(peak_in_flight(program) for program in schedule.programs)
+
+
+@st.composite
+def places(draw: st.DrawFn) -> tuple[Schedule, int, int]:
+    schedule = build(*draw(st.sampled_from(SIZES)))
+    rank = draw(st.integers(0, schedule.pipeline_parallel_size - 1))
+    return schedule, rank, draw(st.integers(0, len(schedule.programs[rank]) - 1))
+
+
+@given(places())
+@settings(max_examples=150, deadline=None)
+def test_a_missing_action_is_rejected(place: tuple[Schedule, int, int]) -> None:
+    schedule, rank, position = place
+    program = list(schedule.programs[rank])
+    del program[position]
+    with pytest.raises(ScheduleError, match="-->"):
+        verify_schedule(changed(schedule, rank, program), training=True)
+
+
+@given(places(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_repeated_action_is_rejected(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+    schedule, rank, position = place
+    program = list(schedule.programs[rank])
+    program.insert(data.draw(st.integers(0, len(program))), program[position])
+    with pytest.raises(ScheduleError, match="-->"):
+        verify_schedule(changed(schedule, rank, program), training=True)
+
+
+@given(places(), st.data())
+@settings(max_examples=400, deadline=None)
+def test_swapped_actions_are_judged_as_the_oracle_does(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+    schedule, rank, position = place
+    program = list(schedule.programs[rank])
+    # Near swaps are the interesting ones: some of them are legal.
+    other = min(max(position + data.draw(st.integers(-6, 6)), 0), len(program) - 1)
+    program[position], program[other] = program[other], program[position]
+    mutant = changed(schedule, rank, program)
+    assert accepted(mutant) == is_legal(mutant)
+
+
+@given(compute_orders(max_ranks=3, max_microbatches=3), st.data())
+@settings(max_examples=150, deadline=None)
+def test_swaps_in_random_orders_are_judged_as_the_oracle_does(order: Schedule, data: st.DataObject) -> None:
+    schedule = lower(order)
+    assert is_legal(schedule)
+    rank = data.draw(st.integers(0, schedule.pipeline_parallel_size - 1))
+    program = list(schedule.programs[rank])
+    at = data.draw(st.integers(0, len(program) - 2))
+    program[at], program[at + 1] = program[at + 1], program[at]
+    mutant = changed(schedule, rank, program)
+    assert accepted(mutant) == is_legal(mutant)
+
+
+USE = {K.RECEIVE_FORWARD: K.FORWARD, K.RECEIVE_BACKWARD: K.BACKWARD}
+SENDS = (K.SEND_FORWARD, K.SEND_BACKWARD)
+
+
+@given(places())
+@settings(max_examples=150, deadline=None)
+def test_what_comes_too_late_or_too_early_is_rejected(place: tuple[Schedule, int, int]) -> None:
+    """A receive behind its use, a weight gradient before its backward, a reduction before the last gradient."""
+    schedule, rank, position = place
+    program = list(schedule.programs[rank])
+    action = program.pop(position)
+    if action.kind in USE:
+        program.insert(program.index(Action(USE[action.kind], action.stage, action.microbatch)) + 1, action)
+    elif action.kind is K.WEIGHT:
+        program.insert(program.index(Action(K.BACKWARD, action.stage, action.microbatch)), action)
+    elif action.kind is K.REDUCE:
+        last = [i for i, other in enumerate(program) if other.kind in (K.BACKWARD, K.WEIGHT) and other.stage == action.stage][-1]
+        program.insert(last, action)
+    else:
+        return
+    with pytest.raises(ScheduleError, match="-->"):
+        verify_schedule(changed(schedule, rank, program), training=True)
+
+
+@given(places(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_sends_and_receives_in_another_order_are_rejected(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+    schedule, rank, _ = place
+    program = list(schedule.programs[rank])
+    kinds = (*SENDS, *USE)
+    queues: dict[object, list[int]] = {}
+    for position, action in enumerate(program):
+        if action.kind in kinds:
+            queues.setdefault((schedule.channel(action), action.kind), []).append(position)
+    crowded = [queue for queue in queues.values() if len(queue) > 1]
+    if not crowded:
+        return
+    queue = data.draw(st.sampled_from(crowded))
+    first, second = data.draw(st.permutations(queue))[:2]
+    program[first], program[second] = program[second], program[first]
+    with pytest.raises(ScheduleError, match="-->"):
+        verify_schedule(changed(schedule, rank, program), training=True)
+
+
+@given(places(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_an_action_on_another_rank_is_rejected(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+    schedule, rank, position = place
+    other = (rank + 1) % schedule.pipeline_parallel_size
+    if other == rank:
+        return
+    here, there = list(schedule.programs[rank]), list(schedule.programs[other])
+    there.insert(data.draw(st.integers(0, len(there))), here.pop(position))
+    mutant = changed(changed(schedule, rank, here), other, there)
+    with pytest.raises(ScheduleError, match="-->"):
+        verify_schedule(mutant, training=True)
+
+
+@given(
+    st.sampled_from([name for name in SCHEDULES if name != "auto"]),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.integers(0, 9),
+)
+@settings(max_examples=120, deadline=None)
+def test_every_generator_at_every_size_passes(name: str, p: int, v: int, m: int, extra: int) -> None:
+    v = (
+        1
+        if p == 1 or name in ("1f1b", "zb_h1")
+        else 2
+        if name in ("zb_v", "dualpipe_v")
+        else max(v, 1 + name.startswith("inter"))
+    )
+    group_size = p + extra if name == "interleaved_1f1b" else None
+    schedule = build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, group_size=group_size)
+    peaks = verify_schedule(schedule, training=True)
+    assert peaks == tuple(map(peak_in_flight, schedule.programs))
+    assert all(1 <= peak <= v * m for peak in peaks)
+
+
+GOOD = ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1")
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (("F0.0 RB0.0 SF0.0 B0.0 R0", "F1.0 RF1.0 B1.0 SB1.0 R1"), "F1.0 needs RF1.0 before it"),
+        (("F0.0 RB0.0 SF0.0 R0 B0.0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "B0.0 comes after R0"),
+        (("F0.0 RB0.0 SF0.0 B0.0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "R0 is missing"),
+        (("F0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "B0.0 needs RB0.0"),
+        (("F0.0 RB0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "SF0.0 is missing"),
+        (("F0.0 F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "F0.0 happens twice"),
+        (("F0.0 F1.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "F1.0 is on rank 0, but stage 1 is on rank 1"),
+        (("RF0.0 F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "RF0.0 has no rank to talk to"),
+        (("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 SF1.0 B1.0 SB1.0 R1"), "SF1.0 has no rank to talk to"),
+        (("F0.1 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "F0.1 does not exist"),
+        (("F0.0 F2.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "F2.0 does not exist: stages are 0 to 1"),
+        (("F0.0 W0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "W0.0 needs B0.0"),
+        (("F0.0 RB0.0 SF0.0 B0.0 W0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "W1.0 is missing"),
+        (("F0.0 RB0.0 SF0.0 B0.0 R0 W0.0", "RF1.0 F1.0 B1.0 SB1.0 W1.0 R1"), "W0.0 comes after R0"),
+        (("F0.0 SF0.0", "RF1.0 F1.0"), "B0.0 is missing"),
+    ],
+)
+def test_each_fault_is_named(lines: tuple[str, ...], words: str) -> None:
+    verify_schedule(from_text("hand", 2, 1, 1, *GOOD), training=True)
+    with pytest.raises(ScheduleError) as error:
+        verify_schedule(from_text("hand", 2, 1, 1, *lines), training=True)
+    assert words in str(error.value)
+    assert "-->" in str(error.value)
+
+
+def test_messages_in_another_order_than_receives() -> None:
+    lines = ("F0.0 F0.1 SF0.1 SF0.0", "RF1.0 RF1.1 F1.0 F1.1")
+    with pytest.raises(ScheduleError, match=r"rank 0 sends SF0\.1 where rank 1 receives RF1\.0 \(forward\)") as error:
+        verify_schedule(from_text("crossed", 2, 1, 2, *lines))
+    assert "F0.1 --> SF0.1" in str(error.value)
+    assert "--> RF1.0" in str(error.value)
+
+
+def test_a_deadlock_marks_every_stuck_rank() -> None:
+    # Both ranks send before either posts its receive.
+    lines = (
+        "F0.0 SF0.0 F0.1 SF0.1 RB0.0 B0.0 RB0.1 B0.1 R0",
+        "RF1.0 F1.0 B1.0 SB1.0 RF1.1 F1.1 B1.1 SB1.1 R1",
+    )
+    with pytest.raises(ScheduleError, match="deadlock") as error:
+        verify_schedule(from_text("late", 2, 1, 2, *lines))
+    assert "rank 0 at SF0.1, rank 1 at SB1.0" in str(error.value)
+    assert "F0.1 --> SF0.1" in str(error.value)
+    assert "B1.0 --> SB1.0" in str(error.value)
+
+
+def test_receives_posted_only_just_before_their_use_can_hang_the_ring() -> None:
+    schedule = build("interleaved_1f1b", 2, 2, 4)
+    programs = []
+    for program in schedule.programs:
+        late: list[Action] = []
+        for action in program:
+            if action.kind in (K.FORWARD, K.BACKWARD):
+                receive = K.RECEIVE_FORWARD if action.kind is K.FORWARD else K.RECEIVE_BACKWARD
+                late += [
+                    other
+                    for other in program
+                    if (other.kind, other.stage, other.microbatch) == (receive, action.stage, action.microbatch)
+                ]
+            if action.kind not in USE:
+                late.append(action)
+        programs.append(tuple(late))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        verify_schedule(dataclasses.replace(schedule, programs=tuple(programs)))
+
+
+def test_split_backwards_hold_activations_until_the_weight_gradient() -> None:
+    lines = (
+        "F0.0 RB0.0 SF0.0 F0.1 RB0.1 SF0.1 B0.0 B0.1 W0.0 W0.1 R0",
+        "RF1.0 RF1.1 F1.0 B1.0 SB1.0 F1.1 B1.1 SB1.1 W1.0 W1.1 R1",
+    )
+    assert verify_schedule(from_text("split", 2, 1, 2, *lines)) == (2, 2)
+
+
+def test_several_stages_on_the_only_rank_hand_over_locally() -> None:
+    assert verify_schedule(from_text("one", 1, 2, 1, "F0.0 F1.0 B1.0 R1 B0.0 R0"), training=True) == (2,)
+    with pytest.raises(ScheduleError, match=r"F1\.0 needs F0\.0"):
+        verify_schedule(from_text("one", 1, 2, 1, "F1.0 F0.0 B1.0 R1 B0.0 R0"))
+
+
+def test_backwards_in_an_evaluation_and_missing_programs() -> None:
+    with pytest.raises(ScheduleError, match="not training"):
+        verify_schedule(build("1f1b", 2, 1, 2), training=False)
+    with pytest.raises(ScheduleError, match="one a rank"):
+        verify_schedule(from_text("short", 2, 1, 1, "F0.0"))
+
+
+def test_long_programs_are_shown_near_the_arrow_only() -> None:
+    schedule = build("1f1b", 4, 1, 40)
+    program = list(schedule.programs[2])
+    del program[60]
+    with pytest.raises(ScheduleError) as error:
+        verify_schedule(changed(schedule, 2, program))
+    lines = str(error.value).splitlines()
+    assert len(lines) == 5
+    assert all(len(line.split()) < 35 for line in lines[1:])

@@ -1,0 +1,121 @@
+"""The zero-bubble schedules and DualPipeV against what their papers promise, exactly."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ptdp.schedule import ActionKind, Costs, Schedule, Timeline, build_schedule, generators, peak_in_flight, simulate
+
+UNIT = Costs(forward=1, backward=1, weight=1)
+
+
+def build(name: str, p: int, v: int, m: int) -> Schedule:
+    return build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m)
+
+
+def idle_in_the_middle(timeline: Timeline) -> list[object]:
+    """For each rank, the time between its first start and its last end in which it does nothing."""
+    return [spans[-1].end - spans[0].start - busy for spans, busy in zip(timeline.spans, timeline.busy, strict=True)]
+
+
+@pytest.mark.parametrize(("forward", "backward", "weight"), [(1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 3, 2), (4, 5, 3), (1, 1, 0)])
+def test_zb_h1_has_the_bubble_of_the_paper(forward: int, backward: int, weight: int) -> None:
+    costs = Costs(forward=forward, backward=backward, weight=weight)
+    for p in range(2, 6):
+        for m in range(p, 2 * p + 4):
+            timeline = simulate(build("zb_h1", p, 1, m), costs)
+            bubble = timeline.step_time - m * (forward + backward + weight)
+            assert bubble == (p - 1) * (forward + backward - weight)
+
+
+def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_in_its_memory() -> None:
+    for p in range(2, 7):
+        for m in range(1, 3 * p):
+            mine, other = simulate(build("zb_h1", p, 1, m), UNIT), simulate(build("1f1b", p, 1, m), Costs(forward=1, backward=2))
+            assert mine.peak_in_flight == (min(m, p),) * p
+            assert max(other.peak_in_flight) == min(m, p)
+            assert mine.step_time < other.step_time
+            if m >= p:
+                assert 3 * mine.bubble_fraction == other.bubble_fraction
+
+
+def test_zb_v_never_waits_between_the_first_and_the_last_action() -> None:
+    for p in range(2, 7):
+        for m in range(2 * p - 1, 4 * p):
+            timeline = simulate(build("zb_v", p, 2, m), UNIT)
+            assert idle_in_the_middle(timeline) == [0] * p
+            assert timeline.peak_in_flight == (2 * p,) * p
+
+
+def test_zb_v_takes_the_least_possible_time_for_any_m_from_p_on() -> None:
+    for p in range(2, 7):
+        for m in range(1, 3 * p):
+            timeline = simulate(build("zb_v", p, 2, m), UNIT)
+            # The last rank waits p-1 for its first microbatch; one microbatch alone takes 4p, and a weight gradient follows.
+            assert timeline.step_time == 6 * m + p - 1 if m >= p else timeline.step_time >= max(6 * m + p - 1, 4 * p + 1)
+            assert timeline.step_time <= simulate(build("dualpipe_v", p, 2, m), UNIT).step_time
+            assert max(timeline.peak_in_flight) <= min(2 * m, 2 * p)
+
+
+@pytest.mark.parametrize(("forward", "backward", "weight"), [(1, 1, 1), (2, 2, 1), (1, 1, 0), (3, 3, 2)])
+def test_dualpipe_v_has_the_memory_and_bubble_of_its_docstring(forward: int, backward: int, weight: int) -> None:
+    for p in range(2, 6):
+        for m in range(2 * p, 3 * p + 2):
+            schedule = build("dualpipe_v", p, 2, m)
+            timeline = simulate(schedule, Costs(forward=forward, backward=backward, weight=weight))
+            assert timeline.step_time - 2 * m * (forward + backward + weight) == (p - 1) * (forward + backward - weight)
+            assert timeline.peak_in_flight == (2 * p + 1,) * p
+
+
+def test_dualpipe_v_puts_weight_gradients_off_among_the_last_backwards_only() -> None:
+    for p in range(2, 7):
+        for m in range(2 * p, 3 * p):
+            for rank, order in enumerate(generators.dualpipe_v(p, 2, m)):
+                waiting = [
+                    action
+                    for action, following in zip(order, (*order[1:], None), strict=True)
+                    if action.kind is ActionKind.BACKWARD and following is not None and following.kind is not ActionKind.WEIGHT
+                ]
+                assert len(waiting) <= p
+                assert all(action.microbatch is not None and action.microbatch >= m - p for action in waiting), (rank, waiting)
+
+
+def test_fewer_microbatches_never_take_longer_or_hold_more() -> None:
+    for name in ("zb_h1", "zb_v", "dualpipe_v"):
+        for p in range(2, 7):
+            before: Timeline | None = None
+            for m in range(1, 3 * p):
+                now = simulate(build(name, p, 1 if name == "zb_h1" else 2, m), UNIT)
+                assert before is None or before.step_time < now.step_time
+                assert before is None or max(before.peak_in_flight) <= max(now.peak_in_flight)
+                before = now
+
+
+def test_without_a_pipeline_a_microbatch_is_finished_before_the_next() -> None:
+    for m in (1, 2, 5):
+        (order,) = generators.zb_h1(1, 1, m)
+        assert [str(action) for action in order[:3]] == ["F0.0", "B0.0", "W0.0"]
+        for function in (generators.zb_v, generators.dualpipe_v):
+            (order,) = function(1, 2, m)
+            assert len(order) == 6 * m
+            assert peak_in_flight(order) <= 3
+        assert simulate(build("zb_v", 1, 1, m)).peak_in_flight == (1,)
+
+
+def test_weights_in_gaps_wait_for_a_gap_or_for_room() -> None:
+    orders = generators.one_f_one_b(2, 1, 3)
+    roomy = generators.weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=9)
+    tight = generators.weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=2)
+    assert " ".join(map(str, roomy[1])) == "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 W1.0 W1.1 W1.2"
+    assert [peak_in_flight(order) for order in tight] == [2, 2]
+    with pytest.raises(AssertionError, match="limit of 1"):
+        generators.weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=1)
+
+
+def test_evaluation_in_a_v_has_the_bubble_of_its_docstring() -> None:
+    for p in range(2, 6):
+        for m in range(1, 12):
+            schedule = build_schedule(
+                "zb_v", pipeline_parallel_size=p, virtual_pipeline_size=2, num_microbatches=m, training=False
+            )
+            assert simulate(schedule).step_time == 2 * (m + p - 1)
