@@ -1,13 +1,33 @@
-"""How the tests themselves are built."""
+"""How the package and its tests are built."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "lightning_ptdp"
+
+
+def imported(file: Path) -> set[str]:
+    """Rooms of the package from which a file imports anything, at whatever time."""
+    nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{name.name}" for name in node.names]
+    return {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE.name}.")}
+
+
+def test_rooms_do_not_import_each_other_in_a_circle() -> None:
+    rooms: dict[str, set[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        rooms.setdefault(room, set()).update(imported(file) - {room})
+    tuple(graphlib.TopologicalSorter(rooms).static_order())  # a circle is a CycleError, which shows it
 
 
 @pytest.mark.parametrize("folder", [TESTS, TESTS.parent / "ci"], ids=lambda folder: folder.name)

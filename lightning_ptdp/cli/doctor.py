@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.recipe_files import recipe_names
 
 __all__ = ["parser", "run"]
 
@@ -53,7 +54,8 @@ def run(verb: str, arguments: list[str]) -> int:
             tracking_uri=given.tracking_uri,
             data_dir=given.data_dir,
             timeout_s=given.timeout,
-        )
+        ),
+        recipes=recipe_names,
     )
     print(as_json(inspection) if given.json else render(inspection))
     return 1 if inspection.count(Status.FAILED) else 0

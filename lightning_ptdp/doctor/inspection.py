@@ -76,8 +76,8 @@ class Inspection:
         return sum(check.status == status for section in self.sections for check in section.checks)
 
 
-def inspect_all(question: Question) -> Inspection:
-    """Look at everything."""
+def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Inspection:
+    """Look at everything; ``recipes`` finds the names of those that are installed."""
     limit = question.timeout_s
     gpus, devices = _limited(
         "devices", limit, lambda: (count_gpus(), tuple(check_devices(question.processes))), lambda check: (0, (check,))
@@ -87,7 +87,7 @@ def inspect_all(question: Question) -> Inspection:
     ranks = check_ranks(count=question.processes, backend=backend, timeout_s=limit)
     device = "GPUs" if backend == "nccl" else "CPU"
     sections = (
-        Section(title="installation", checks=tuple(_installation())),
+        Section(title="installation", checks=tuple(_installation(recipes))),
         Section(title="machine", checks=tuple(_machine(question.processes, accelerated=backend == "nccl"))),
         Section(title="devices", checks=devices),
         Section(title="folders", checks=folders),
@@ -113,13 +113,11 @@ def _limited(subject: str, timeout_s: float, look: Callable[[], _T], instead: Ca
     )
 
 
-def _installation() -> Iterator[Check]:
-    from lightning_ptdp.cli.recipe_files import recipe_names
-
+def _installation(recipes: Callable[[], list[str]]) -> Iterator[Check]:
     yield check_python()
     yield from check_packages()
     yield check_entry_points(os.environ)
-    yield check_recipes(recipe_names)
+    yield check_recipes(recipes)
 
 
 def _machine(processes: int, *, accelerated: bool) -> Iterator[Check]:
