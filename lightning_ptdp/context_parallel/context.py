@@ -81,11 +81,6 @@ class ContextForward:
         dist.all_reduce(total, group=group.handle)
         return group.size * count.to(loss.dtype) / total.clamp(min=1)
 
-    def weighted(self, loss: Tensor) -> Tensor:
-        """The loss times its ``share``; a rank without a single label has 0, whatever its mean (0/0) was. Collective."""
-        share = self.share(loss)
-        return torch.where(share > 0, loss, torch.zeros_like(loss)) * share
-
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Around the forward, or its recomputation."""

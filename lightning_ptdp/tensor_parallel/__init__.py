@@ -31,7 +31,6 @@ from lightning_ptdp.tensor_parallel.sharding import (
     Piece,
     Sharding,
     VocabularyRange,
-    assemble_full,
     iterate_pieces,
     slice_full,
 )
@@ -63,7 +62,6 @@ __all__ = [
     "VocabularyParallelLogits",
     "VocabularyRange",
     "Whole",
-    "assemble_full",
     "check_captured",
     "fits",
     "gather_full",

@@ -19,7 +19,6 @@ __all__ = [
     "Piece",
     "Sharding",
     "VocabularyRange",
-    "assemble_full",
     "iterate_pieces",
     "shard_columns",
     "shard_rows",
@@ -219,16 +218,6 @@ def slice_full(full: Tensor, sharding: Sharding) -> Tensor:
     for here, there in iterate_pieces(sharding):
         local[here] = full.detach()[there]
     return local
-
-
-def assemble_full(parts: Sequence[tuple[Tensor, Sharding]]) -> Tensor:
-    """The full tensor, put together from the local tensors of all members: the inverse of ``slice_full``."""
-    first, sharding = parts[0]
-    full = torch.empty(sharding.full_shape, dtype=first.dtype, device=first.device)
-    for local, sharding in parts:
-        for here, there in iterate_pieces(sharding):
-            full[there] = local.detach()[here]
-    return full
 
 
 def _at(dim: int, value: int, shape: Sequence[int]) -> Shape:

@@ -15,7 +15,7 @@ from lightning_ptdp.context_parallel import AttentionKind, ContextParallel
 from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from tests.context_parallel.toy import assert_close, context_group, own
+from tests.context_parallel.toy import assert_close, context_group, own, weighted
 from tests.models.configs import GPT2, LLAMA
 from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
@@ -86,7 +86,7 @@ def _mean_loss(rank: int) -> None:
     with ContextParallel(group=group).forward(model, batch) as running:
         loss = F.cross_entropy(model(running.batch["input_ids"]).flatten(0, 1), running.batch["labels"].flatten())
     assert loss.isnan() == (rank > 0)
-    loss = running.weighted(loss) / group.size
+    loss = weighted(running, loss) / group.size
     found = torch.autograd.grad(loss, list(model.parameters()))
     dist.all_reduce(loss := loss.detach(), group=group.handle)
     assert_close(loss, whole.detach())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp.context_parallel import ContextParallel, ContextParallelError
-from tests.context_parallel.toy import assert_close, context_group, own
+from tests.context_parallel.toy import assert_close, context_group, own, weighted
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
@@ -69,7 +69,7 @@ def _train_step(rank: int, name: str) -> None:
         assert running.attention_calls == 2
         local, count = output.loss, running.num_targets
         assert count is not None
-        local = running.weighted(local) / group.size
+        local = weighted(running, local) / group.size
         found = torch.autograd.grad(local, list(model.parameters()), allow_unused=True)
         dist.all_reduce(local := local.detach(), group=group.handle)
         assert_close(local, loss.detach())

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import all_to_all_attention, ring_attention, shard_sequence
+from lightning_ptdp.context_parallel.context import ContextForward
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
@@ -85,3 +86,9 @@ def counted_messages() -> Iterator[Counter[str]]:
 
 
 ATTENTION = {"ring": ring_attention, "all_to_all": all_to_all_attention}
+
+
+def weighted(running: ContextForward, loss: Tensor) -> Tensor:
+    """The loss times its ``share``; a rank without a single label has 0, whatever its mean (0/0) was. Collective."""
+    share = running.share(loss)
+    return torch.where(share > 0, loss, torch.zeros_like(loss)) * share

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
-from lightning_ptdp.tensor_parallel import Column, assemble_full, slice_full
+from lightning_ptdp.tensor_parallel import Column, slice_full
 from lightning_ptdp.tensor_parallel.sharding import shard_columns
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pool import Pool
+from tests.tensor_parallel.toy import assemble_full
 
 PARTS, HEADS = (16, 4, 4), (8, 2, 2)  # head size 2
 

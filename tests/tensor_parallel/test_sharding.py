@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.tensor_parallel import Piece, Sharding, VocabularyRange, assemble_full, iterate_pieces, slice_full
+from lightning_ptdp.tensor_parallel import Piece, Sharding, VocabularyRange, iterate_pieces, slice_full
 from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows, shard_vocabulary
+from tests.tensor_parallel.toy import assemble_full
 
 SIZES = (1, 2, 4)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Sharding, slice_full
+from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Sharding, iterate_pieces, slice_full
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
@@ -169,3 +169,13 @@ def toy_plan() -> ParallelPlan:
         before=("wte", "wpe"),
         after=("norm", "head"),
     )
+
+
+def assemble_full(parts: Sequence[tuple[Tensor, Sharding]]) -> Tensor:
+    """The full tensor, put together from the local tensors of all members: the inverse of ``slice_full``."""
+    first, sharding = parts[0]
+    full = torch.empty(sharding.full_shape, dtype=first.dtype, device=first.device)
+    for local, sharding in parts:
+        for here, there in iterate_pieces(sharding):
+            full[there] = local.detach()[here]
+    return full
