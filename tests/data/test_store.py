@@ -126,7 +126,7 @@ def link_chunk(folder: Path) -> None:
         (resized(-1), "number of tokens is none"),
         (resized(True), "number of tokens is none"),
         (resized("100"), "number of tokens is none"),
-        (resized(1e999), "Infinity is no number"),
+        (resized(1e999), "number of tokens is none"),
     ],
 )  # fmt: skip
 def test_an_index_that_lies_is_named(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import find_plan, plan_for
 from lightning_ptdp.strategy.checks import plan_of
-from lightning_ptdp.tensor_parallel import Alias, Column, ParallelPlan, Region, Row, Vocabulary, Whole
+from lightning_ptdp.tensor_parallel import Alias, Column, ParallelPlan, PerRank, Region, Row, Vocabulary, Whole
 from tests.huggingface.runs import make_model
 
 transformers = pytest.importorskip("transformers")
@@ -136,7 +136,7 @@ def test_mistakes_in_a_plan() -> None:
         ({"tensor": {"model.embed_tokens": "vocabulary"}}, r"embed_tokens.*forward is not that of nn.Embedding"),
         ({"tensor": {"model.norm": "column"}}, r"'model.norm'.*nn.Linear \(or the Conv1D of transformers\)"),
         ({"tensor": {"model.layers.*.self_attn": "region", "model.layers.*.self_attn.q_proj": "column"}}, "kept whole.*leave the region"),
-        ({"numbers": {"model.layers.*.self_attn": {"head_dims": True}}}, "'head_dims'.*it has: .*head_dim"),
+        ({"numbers": {"model.layers.*.self_attn": {"head_dims": PerRank()}}}, "'head_dims'.*it has: .*head_dim"),
         ({"tensor": {"model.layers.*.mlp.up_proj": Column(parts=(24, 24), heads=(4, 4))}}, None),
         ({"tensor": {"model.layers.*.mlp.up_proj": Column(heads=5)}}, "48 is not divisible by its number of heads, 5"),
         ({"sequence": "middle"}, "sequence='middle' must be"),
