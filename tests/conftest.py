@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.pool import Pool
+from tests.quick import is_quick
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +21,11 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is quick."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and is_quick(item.path.relative_to(here).with_suffix("").as_posix(), item.name):
+            item.add_marker(pytest.mark.quick)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import CHOSEN, THOROUGH
+
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "lightning_ptdp"
 
@@ -41,3 +43,7 @@ def test_what_several_tests_use_stands_in_a_module_without_tests(folder: Path) -
         if any(part.startswith("test_") for part in node.module.split("."))
     ]
     assert not wrong
+
+
+def test_modules_that_are_not_quick_are_there() -> None:
+    assert not [name for name in (*THOROUGH, *CHOSEN) if not (TESTS / f"{name}.py").is_file()]
