@@ -69,8 +69,8 @@ def check_saved(stream: IO[bytes]) -> None:
             content = archive.read(name)
     except Misfit:
         raise
-    # NotImplementedError is zipfile's, for a way of packing that it does not know.
-    except (zipfile.BadZipFile, ValueError, KeyError, NotImplementedError, EOFError, OSError) as error:
+    # A RuntimeError is zipfile's, for archives that are encrypted or of a version that it does not know.
+    except (zipfile.BadZipFile, ValueError, KeyError, RuntimeError, EOFError, OSError) as error:
         raise Misfit(f"is not a whole file of torch.save: {error}") from error
     content_check = _Check(base=name.removesuffix("data.pkl"), records=records)
     content_check.visit(read_pickle(content), 0)

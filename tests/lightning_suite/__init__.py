@@ -96,6 +96,7 @@ class _Substitution:
         for item in items:
             for section in self._fails:
                 if (reason := _found(item, section)) is not None:
+                    # Who wins a race passes: only there is a pass no mistake of the list.
                     item.add_marker(pytest.mark.xfail(reason=reason, strict=section is not self._races))
 
     @pytest.hookimpl(wrapper=True)
