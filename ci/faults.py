@@ -216,7 +216,7 @@ def main() -> int:
         campaigns = []
         for layout in layouts:
             folder = root / layout.replace(" ", "-")
-            folder.mkdir()
+            folder.mkdir(parents=True)
             campaigns.append(
                 Campaign(
                     layout=layout,
