@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator
 
-from lightning_ptdp.tensor_parallel import Sharding
+from lightning_ptdp.sharding import Sharding
 
 __all__ = ["layout_notes"]
 

@@ -21,10 +21,10 @@ from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
 from lightning_ptdp.records import ParameterRecord, Records, Sum
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel import (
     Kind,
     ParallelPlan,
-    Sharding,
     is_in_region,
     refuse_captured_parts,
     replace_aliases,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_ptdp.tensor_parallel.sharding import Sharding
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ParameterRecord", "Records", "Sum"]

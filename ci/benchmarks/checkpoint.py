@@ -29,7 +29,7 @@ from harness import Comparison, compare, report
 
 from lightning_ptdp.checkpoint import BackgroundSaver, load_tensors, save_checkpoint
 from lightning_ptdp.checkpoint.files import sync_folder
-from lightning_ptdp.tensor_parallel import Sharding
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
 
 Tensors = dict[str, tuple[torch.Tensor, Sharding]]

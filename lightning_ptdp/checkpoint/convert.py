@@ -13,7 +13,7 @@ from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.load import fill
 from lightning_ptdp.checkpoint.metadata import read_metadata
 from lightning_ptdp.checkpoint.state import read_state
-from lightning_ptdp.tensor_parallel.sharding import Sharding
+from lightning_ptdp.sharding import Sharding
 
 __all__ = ["read_full", "to_lightning_file"]
 

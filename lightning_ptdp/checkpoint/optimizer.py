@@ -21,7 +21,7 @@ from lightning_ptdp.checkpoint.boxes import Placed
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.load import load_tensors
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
-from lightning_ptdp.tensor_parallel.sharding import Sharding
+from lightning_ptdp.sharding import Sharding
 
 __all__ = [
     "keeps_history",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_ptdp.tensor_parallel.sharding import Sharding
+from lightning_ptdp.sharding import Sharding
 
 __all__ = ["FlatSharding", "Shard"]
 

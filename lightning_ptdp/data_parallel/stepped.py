@@ -23,7 +23,7 @@ from lightning_ptdp.data_parallel.buckets import HALF, Bucket, GradientBuckets
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.reduction import Pending
 from lightning_ptdp.data_parallel.shards import FlatSharding, Shard
-from lightning_ptdp.tensor_parallel.sharding import Sharding
+from lightning_ptdp.sharding import Sharding
 
 __all__ = ["Stepped", "SteppedParameters"]
 

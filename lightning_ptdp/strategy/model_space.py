@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_ptdp.checkpoint import Placed
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.data_parallel import Stepped
+from lightning_ptdp.sharding import Sharding, iterate_pieces
 from lightning_ptdp.strategy.collectives import WorldCollectives
-from lightning_ptdp.tensor_parallel import Sharding, iterate_pieces
 
 __all__ = ["MASTER", "MODEL", "ModelSpace", "checked_tensor"]
 

@@ -30,8 +30,8 @@ from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, names_in, reads_as_huggingface
 from lightning_ptdp.initial_values.materialize import awaits_values
+from lightning_ptdp.sharding import slice_full
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, ModelSpace
-from lightning_ptdp.tensor_parallel import slice_full
 
 __all__ = ["ModelSpaceRestoring"]
 

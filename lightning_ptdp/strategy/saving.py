@@ -32,9 +32,9 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.agreement import from_rank_zero, gather, is_rank_zero
 from lightning_ptdp.checkpoint.latest import latest_leaves
 from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.signals import StoppedNow, breakable
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, ModelSpace, checked_tensor
-from lightning_ptdp.tensor_parallel import Sharding
 
 __all__ = ["ModelSpaceSaving"]
 

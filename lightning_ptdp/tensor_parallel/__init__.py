@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: one layer's matrices sharded over the ranks of the tensor group (arXiv 1909.08053, 2205.05198).
 
-A ``ParallelPlan`` says which modules are split and how; ``shard_module`` puts a parallel one in the place of one; a ``Sharding`` tells of
-every parameter which part of the whole it is. The model's own code does not change.
+A ``ParallelPlan`` says which modules are split and how; ``shard_module`` puts a parallel one in the place of one, with a ``Sharding`` that
+tells of every parameter which part of the whole it is (``sharding.py``). The model's own code does not change.
 """
 
 from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
@@ -27,13 +27,7 @@ from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
-from lightning_ptdp.tensor_parallel.sharding import (
-    Piece,
-    Sharding,
-    VocabularyRange,
-    iterate_pieces,
-    slice_full,
-)
+from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 from lightning_ptdp.tensor_parallel.swap import is_in_region, replace_aliases, shard_module, split_sequence
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
@@ -48,14 +42,12 @@ __all__ = [
     "Partial",
     "PerCopy",
     "PerRank",
-    "Piece",
     "Position",
     "Region",
     "Row",
     "RowParallelLinear",
     "SequenceShardedEmbedding",
     "SplitRandomness",
-    "Sharding",
     "Vocabulary",
     "VocabularyParallelEmbedding",
     "VocabularyParallelHead",
@@ -67,13 +59,11 @@ __all__ = [
     "gather_full",
     "give_randomness",
     "is_in_region",
-    "iterate_pieces",
     "matches",
     "refuse_captured_parts",
     "replace_aliases",
     "set_numbers",
     "shard_module",
-    "slice_full",
     "split_sequence",
     "vocabulary_parallel_cross_entropy",
 ]

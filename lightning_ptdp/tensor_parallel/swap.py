@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel.kinds import Kind, Place
 from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.region import split_sequence_in_blocks
-from lightning_ptdp.tensor_parallel.sharding import Sharding
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["is_in_region", "replace_aliases", "shard_module", "split_sequence"]

@@ -6,14 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ptdp.tensor_parallel.sharding import (
-    Sharding,
-    VocabularyRange,
-    iterate_pieces,
-    shard_columns,
-    shard_rows,
-    shard_vocabulary,
-)
+from lightning_ptdp.sharding import Sharding, iterate_pieces
+from lightning_ptdp.tensor_parallel.sharding import VocabularyRange, shard_columns, shard_rows, shard_vocabulary
 
 PADDING = -7
 FUSED_PARTS = (8, 4, 4)  # query, key and value rows of one fused matrix: each part is split over the tensor ranks

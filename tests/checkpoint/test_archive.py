@@ -15,7 +15,7 @@ from lightning_ptdp.checkpoint import CheckpointError, files, save_checkpoint
 from lightning_ptdp.checkpoint.archive import ArchiveWriter, rows_at_once
 from lightning_ptdp.checkpoint.stored import read_rectangle
 from lightning_ptdp.checkpoint.sums import BLOCK, BlockSums, open_summed, parse_sums, summing
-from lightning_ptdp.tensor_parallel.sharding import Sharding
+from lightning_ptdp.sharding import Sharding
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "contiguous, many pieces": lambda: torch.randn(700, 1024),

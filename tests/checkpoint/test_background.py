@@ -24,8 +24,8 @@ from lightning_ptdp.checkpoint import (
     read_full,
     verify_checkpoint,
 )
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.tensor_parallel.sharding import Sharding
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 

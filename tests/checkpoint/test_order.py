@@ -22,7 +22,7 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
 )
 from lightning_ptdp.cli.resume import find_newest
-from lightning_ptdp.tensor_parallel.sharding import Sharding
+from lightning_ptdp.sharding import Sharding
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
 HOUR, DAY = 3600.0, 86400.0

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lightning_ptdp.checkpoint import load_tensors, save_checkpoint
 from lightning_ptdp.checkpoint.boxes import boxes_of, cut_strips
 from lightning_ptdp.checkpoint.stored import runs
-from lightning_ptdp.tensor_parallel.sharding import Sharding, shard_columns, shard_rows, slice_full
+from lightning_ptdp.sharding import Sharding, slice_full
+from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
 from tests.checkpoint.layouts import PADDING, shard
 
 SHAPES = {"column": (2048, 2048), "row": (2048, 1536), "vocabulary": (5001, 1024), "fused": (3072, 1024), "replicated": (777,)}

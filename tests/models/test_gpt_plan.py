@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.tensor_parallel import slice_full
+from lightning_ptdp.sharding import slice_full
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.models.configs import GPT2, LLAMA, VARIANTS

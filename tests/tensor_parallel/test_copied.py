@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
-from lightning_ptdp.tensor_parallel import Column, slice_full
+from lightning_ptdp.sharding import slice_full
+from lightning_ptdp.tensor_parallel import Column
 from lightning_ptdp.tensor_parallel.sharding import shard_columns
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Sharding
+from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.tensor_parallel import Kind, ParallelPlan
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_last
 from lightning_ptdp.tensor_parallel.kinds import Place, check_divides
 from lightning_ptdp.tensor_parallel.kinds.kind import shape_text

@@ -9,12 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.tensor_parallel import (
-    ParallelPlan,
-    VocabularyParallelEmbedding,
-    VocabularyParallelHead,
-    slice_full,
-)
+from lightning_ptdp.sharding import slice_full
+from lightning_ptdp.tensor_parallel import ParallelPlan, VocabularyParallelEmbedding, VocabularyParallelHead
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.tensor_parallel import Piece, Sharding, VocabularyRange, iterate_pieces, slice_full
+from lightning_ptdp.sharding import Piece, Sharding, iterate_pieces, slice_full
+from lightning_ptdp.tensor_parallel import VocabularyRange
 from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows, shard_vocabulary
 from tests.tensor_parallel.toy import assemble_full
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Sharding, iterate_pieces, slice_full
+from lightning_ptdp.sharding import Sharding, iterate_pieces, slice_full
+from lightning_ptdp.tensor_parallel import Column, ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 

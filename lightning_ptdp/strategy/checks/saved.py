@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint import CheckpointError, optimizer_tensors, portable
-from lightning_ptdp.tensor_parallel import Sharding
+from lightning_ptdp.sharding import Sharding
 
 __all__ = ["check_extra_state", "check_hyperparameters", "check_optimizer_state"]
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention, why_not
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides, shape_text
 from lightning_ptdp.tensor_parallel.kinds.linear import Row
 from lightning_ptdp.tensor_parallel.linear import RowParallelLinear
-from lightning_ptdp.tensor_parallel.sharding import Sharding, shard_columns, shard_rows
+from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
 
 __all__ = ["Attention"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, shape_text
 from lightning_ptdp.tensor_parallel.region import join_around
-from lightning_ptdp.tensor_parallel.sharding import Sharding
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Alias", "Partial", "Whole"]

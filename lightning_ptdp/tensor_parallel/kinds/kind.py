@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.sharding import Sharding, slice_full
 from lightning_ptdp.tensor_parallel.linear_like import has_own_forward
-from lightning_ptdp.tensor_parallel.sharding import Sharding, slice_full
 from lightning_ptdp.world.layout import nearest_divisors
 from lightning_ptdp.world.mesh import Group
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides, check_embedding, shape_text
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.tensor_parallel.linear_like import is_conv1d, is_linear, output_input_sizes, stores_outputs_last
-from lightning_ptdp.tensor_parallel.sharding import Sharding, shard_columns, shard_rows
+from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
 
 __all__ = ["Column", "Row"]
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides
 from lightning_ptdp.tensor_parallel.region import enter_region
-from lightning_ptdp.tensor_parallel.sharding import Sharding, shard_columns
+from lightning_ptdp.tensor_parallel.sharding import shard_columns
 
 __all__ = ["Region"]
 
