@@ -9,8 +9,8 @@ goes on from the newest complete checkpoint, from `latest` or from the folder, a
 day off, as on other machines. Checked every time:
 
 - the other ranks end by themselves with an error that names the lost one: within 2 s if it was killed, within 1.3 times the strategy's
-  limit if it was frozen, or killed before it had reached the store: then only what started it (torchrun, Lightning, `srun
-  --kill-on-bad-exit`) could know, which nothing here does. Who had finished before has nothing to say;
+  limit if it was frozen, or killed before it had come to rank 0 (and rank 0: before it had answered): then only what started it
+  (torchrun, Lightning, `srun --kill-on-bad-exit`) could know, which nothing here does. Who had finished before has nothing to say;
 - `latest` is a whole checkpoint (every byte is compared with its checksum), and neither it nor the newest whole one is older than before;
 - what stands under a checkpoint's own name is whole.
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import re
@@ -124,9 +125,7 @@ class Campaign:
         if ended.lost is None:
             self.wrong.append(f"{what}: nobody was lost; {ended.errors}{_PRINTED}{ended.printed}")
             return
-        was_alone = KINDS[kind].alone or (shot is not None and victim not in ended.began)
-        bound = self.allow_s + _KILLED_S if fault == "kill" and not was_alone else slowly
-        named = self._judge(what, victim, ended, bound=bound)
+        named = self._judge(what, victim, ended, soon=self.allow_s + _KILLED_S if fault == "kill" else slowly, late=slowly)
         self.standing = look(self.folder / "checkpoints", self.standing)
         self.wrong += [f"{what}: {text}" for text in self.standing.wrong]
         lost = max(ended.steps[victim], 0) - max(self.standing.newest_step, 0)
@@ -177,8 +176,8 @@ class Campaign:
             )
             return self._processes.run(attempt, shot=shot, patience_s=patience_s)
 
-    def _judge(self, what: str, victim: int, ended: Ended, *, bound: float) -> tuple[float, ...]:
-        """How long each of the others took to name the lost one."""
+    def _judge(self, what: str, victim: int, ended: Ended, *, soon: float, late: float) -> tuple[float, ...]:
+        """How long each of the others took to name the lost one: ``soon`` if it could know of it, else ``late``."""
         times = []
         for rank in {*ended.steps} - {victim, *ended.finished}:
             said, printed = ended.said(rank), ended.printed.get(rank, "nothing")
@@ -187,6 +186,7 @@ class Campaign:
                 self.wrong.append(f"{what}: rank {rank} hangs{_PRINTED}{printed}")
                 continue
             times.append(after_s)
+            bound = soon if _had_met(rank, victim, ended) else late
             if victim not in blamed(said, by=rank):
                 self.wrong.append(f"{what}: rank {rank} does not name the lost rank {victim}. It said: {said}{_PRINTED}{printed}")
             elif after_s > bound:
@@ -194,6 +194,12 @@ class Campaign:
                     f"{what}: rank {rank} named the lost rank after {after_s:.1f} s, the bound is {bound:g} s: {said}"
                 )
         return tuple(times)
+
+
+def _had_met(rank: int, victim: int, ended: Ended) -> bool:
+    """Whether ``rank`` could know that ``victim`` had been there: rank 0, which answers all, knows who came; the others know it by that."""
+    known = [ended.met.get(victim, math.inf)] + [ended.met.get(rank, math.inf)] * (victim == 0)
+    return max(known) < ended.lost_at
 
 
 def blamed(said: str, *, by: int) -> set[int]:

@@ -45,6 +45,7 @@ class Ended:
         lost: The rank that was lost, if one was.
         lost_at: When.
         began: By rank, when it began to ask for the others.
+        met: By rank, when rank 0 had answered it; for rank 0 when it began to answer.
         steps: By rank, the last optimizer step that it began; -1: none.
         finished: By rank that came to the end of its training, when.
         weights: By rank that told them, the digest of the whole model's weights.
@@ -57,6 +58,7 @@ class Ended:
     lost: int | None = None
     lost_at: float = math.inf
     began: dict[int, float] = field(default_factory=dict)
+    met: dict[int, float] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     finished: dict[int, float] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
@@ -167,6 +169,7 @@ def _read(rank: int, pipe: Connection, ended: Ended) -> None:
             name, value = pipe.recv()
             told: dict[str, dict[int, Any]] = {
                 "began": ended.began,
+                "met": ended.met,
                 "step": ended.steps,
                 "finished": ended.finished,
                 "weights": ended.weights,

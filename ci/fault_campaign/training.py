@@ -27,7 +27,7 @@ from lightning_ptdp.checkpoint import sums
 from lightning_ptdp.data.loader import TokenLoader
 from lightning_ptdp.data.order import sample_visits
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
-from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy import PTDPStrategy, joining
 
 __all__ = ["LAYOUTS", "SAVE_EVERY", "Attempt", "train_rank", "world_size_of"]
 
@@ -114,8 +114,9 @@ class _Tells(pl.Callback):
 def train_rank(rank: int, attempt: Attempt, pipe: Connection, log: Path) -> None:
     """Train as rank ``rank``.
 
-    Tells ("began", time) before it asks for the others, ("step", number), ("finished", time) when it has trained, and at last ("weights",
-    digest) or ("error", (text, time)); times are ``time.monotonic``.
+    Tells ("began", time) before it asks for the others, ("met", time) when rank 0 has answered it (or it is rank 0 and begins to), ("step",
+    number), ("finished", time) when it has trained, and at last ("weights", digest) or ("error", (text, time)); times are
+    ``time.monotonic``.
     """
     os.setsid()  # else the kernel wakes who is stopped when the shell ends that the campaign was started from
     # What is printed, by torch's own C++ too, is of interest only where the campaign finds something.
@@ -138,6 +139,7 @@ def train_rank(rank: int, attempt: Attempt, pipe: Connection, log: Path) -> None
 
 def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> None:
     callbacks: list[pl.Callback] = [_Tells(tell)]
+    _tell_of_meeting(tell)
     if attempt.async_save:
         _write_slowly()
     if attempt.trap is not None and attempt.trap.victim == rank:
@@ -182,6 +184,16 @@ def _digest(weights: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _tell_of_meeting(tell: Callable[[str, Any], None]) -> None:
+    meet = joining._meet
+
+    def told(*args: Any) -> None:
+        tell("met", time.monotonic())
+        meet(*args)
+
+    joining._meet = told
 
 
 def _write_slowly() -> None:
