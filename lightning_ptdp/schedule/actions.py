@@ -16,9 +16,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from lightning_ptdp.world.placement import Placement, rank_of_stage, stages_of_rank
+from lightning_ptdp.world.placement import Placement, Stages
 
-__all__ = ["Action", "ActionKind", "Channel", "Direction", "Schedule", "peak_in_flight"]
+__all__ = ["COMPUTE", "MESSAGES", "Action", "ActionKind", "Channel", "Direction", "Message", "Schedule", "peak_in_flight"]
 
 Direction = Literal["forward", "backward"]
 
@@ -42,6 +42,24 @@ class ActionKind(StrEnum):
     REDUCE = "R"
     """Launch the reduction of this stage's gradients over the data-parallel group; it has no microbatch."""
 
+
+COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+"""What occupies a rank; compute orders have nothing else."""
+
+
+class Message(NamedTuple):
+    """How the result of a computation reaches the one of its kind on the next stage, ``step`` further, where another rank holds that."""
+
+    send: ActionKind
+    receive: ActionKind
+    step: int
+    direction: Direction
+
+
+MESSAGES = {
+    ActionKind.FORWARD: Message(ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD, 1, "forward"),
+    ActionKind.BACKWARD: Message(ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD, -1, "backward"),
+}
 
 _PRINTED = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
 
@@ -86,7 +104,7 @@ class Channel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Stages):
     """One step of a pipeline: a program (a tuple of actions, communication included) for each of the p ranks.
 
     Attributes:
@@ -105,11 +123,6 @@ class Schedule:
     programs: tuple[tuple[Action, ...], ...]
     placement: Placement = "loop"
 
-    @property
-    def num_stages(self) -> int:
-        """Number of stages, p * v."""
-        return self.pipeline_parallel_size * self.virtual_pipeline_size
-
     @cached_property
     def training(self) -> bool:
         """Whether anything other than forward passes happens."""
@@ -121,32 +134,12 @@ class Schedule:
         """Whether weight gradients are actions of their own."""
         return any(action.kind is ActionKind.WEIGHT for program in self.programs for action in program)
 
-    def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds ``stage``."""
-        return rank_of_stage(stage, pipeline_parallel_size=self.pipeline_parallel_size, placement=self.placement)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` holds, in ascending order: one a chunk."""
-        return stages_of_rank(
-            rank,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            virtual_pipeline_size=self.virtual_pipeline_size,
-            placement=self.placement,
-        )
-
     def channel(self, action: Action) -> Channel:
         """The channel that a send or receive action uses."""
-        here, left, right = (self.rank_of(action.stage + step) for step in (0, -1, 1))
-        match action.kind:
-            case ActionKind.SEND_FORWARD:
-                return Channel(here, right, "forward")
-            case ActionKind.RECEIVE_FORWARD:
-                return Channel(left, here, "forward")
-            case ActionKind.SEND_BACKWARD:
-                return Channel(here, left, "backward")
-            case ActionKind.RECEIVE_BACKWARD:
-                return Channel(right, here, "backward")
-        raise AssertionError(f"{action} is not communication")
+        message = next(message for message in MESSAGES.values() if action.kind in (message.send, message.receive))
+        here, step = action.stage, message.step
+        source, target = (here, here + step) if action.kind is message.send else (here - step, here)
+        return Channel(self.rank_of(source), self.rank_of(target), message.direction)
 
     def text(self) -> str:
         """The programs, one line a rank."""

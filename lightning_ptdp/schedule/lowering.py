@@ -6,16 +6,13 @@ import dataclasses
 from collections import deque
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import NamedTuple
 
-from lightning_ptdp.schedule.actions import Action, ActionKind, Channel, Schedule
-from lightning_ptdp.schedule.unit_run import COMPUTE, UnitTimes, run_compute_order
+from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Channel, Schedule
+from lightning_ptdp.schedule.unit_run import UnitTimes, run_compute_order
 
 __all__ = ["compute_order", "lower"]
 
-_F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
-_SEND = {_F: ActionKind.SEND_FORWARD, _B: ActionKind.SEND_BACKWARD}
-_RECEIVE = {_F: ActionKind.RECEIVE_FORWARD, _B: ActionKind.RECEIVE_BACKWARD}
+_F = ActionKind.FORWARD
 
 
 def lower(order: Schedule) -> Schedule:
@@ -61,15 +58,13 @@ the place of the computation that needs it. Plain tuples: there are as many as m
 
 def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> list[_Receive]:
     """The receives of ``rank``, in order."""
-    sources = {(kind, stage): _source(order, kind, stage) for kind in (_F, _B) for stage in order.stages_of(rank)}
-    messages: dict[Channel, list[tuple[int, int, int, int]]] = {
-        source.channel: [] for source in sources.values() if source is not None
-    }
-    steps = {
-        (kind, stage): (times.block(kind, source.stage), times.block(_F, stage), messages[source.channel])
-        for (kind, stage), source in sources.items()
-        if source is not None
-    }
+    messages: dict[Channel, list[tuple[int, int, int, int]]] = {}
+    steps = {}
+    for kind, message in MESSAGES.items():
+        for stage in order.stages_of(rank):
+            if _crosses(order, stage - message.step, stage):
+                queue = messages.setdefault(order.channel(Action(message.receive, stage, 0)), [])
+                steps[kind, stage] = times.block(kind, stage - message.step), times.block(_F, stage), queue
     ended, done_by = times.ends, _done_by(ends)
     for index, action in enumerate(order.programs[rank]):
         step = steps.get((action.kind, action.stage))
@@ -104,29 +99,19 @@ def _in_order_of_sends(receives: list[tuple[int, int, int, int]]) -> list[_Recei
     return list(zip(map(max, first, accumulate(earliest, max)), sent, places, strict=True))
 
 
-class _Source(NamedTuple):
-    """Where the message that a computation takes comes from: a stage on another rank, over a channel."""
-
-    stage: int
-    channel: Channel
-
-
-def _source(order: Schedule, kind: ActionKind, stage: int) -> _Source | None:
-    source = stage - 1 if kind is _F else stage + 1
-    if source not in range(order.num_stages) or order.rank_of(source) == order.rank_of(stage):
-        return None
-    return _Source(source, order.channel(Action(_RECEIVE[kind], stage, 0)))
-
-
-def _sends(order: Schedule, kind: ActionKind, stage: int) -> bool:
-    """Whether the result of a computation goes to another rank."""
-    target = stage + 1 if kind is _F else stage - 1
-    return target in range(order.num_stages) and order.rank_of(target) != order.rank_of(stage)
+def _crosses(order: Schedule, source: int, target: int) -> bool:
+    """Whether a result goes from stage to stage over a channel."""
+    return {source, target} <= set(range(order.num_stages)) and order.rank_of(source) != order.rank_of(target)
 
 
 def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Action, ...]:
     computations = order.programs[rank]
-    sends = {(kind, stage): _SEND[kind] for kind in (_F, _B) for stage in order.stages_of(rank) if _sends(order, kind, stage)}
+    sends = {
+        (kind, stage): message.send
+        for kind, message in MESSAGES.items()
+        for stage in order.stages_of(rank)
+        if _crosses(order, stage, stage + message.step)
+    }
     last_gradient = {action.stage: index for index, action in enumerate(computations) if action.kind is not _F}
     program: list[Action] = []
     waiting = deque(receives)
@@ -134,7 +119,7 @@ def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Acti
     def post(slot: int) -> None:
         while waiting and waiting[0][0] <= slot:
             needed = computations[waiting.popleft()[2]]
-            program.append(Action(_RECEIVE[needed.kind], needed.stage, needed.microbatch))
+            program.append(Action(MESSAGES[needed.kind].receive, needed.stage, needed.microbatch))
 
     post(0)
     for index, action in enumerate(computations):

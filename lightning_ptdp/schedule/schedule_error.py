@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_ptdp.schedule.actions import Schedule
+from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 
-__all__ = ["ScheduleError", "schedule_error"]
+__all__ = ["ScheduleError", "schedule_error", "why_illegal"]
 
 
 class ScheduleError(ValueError):
@@ -38,3 +38,15 @@ def schedule_error(schedule: Schedule, marks: Mapping[int, int], reason: str, *,
         lines.append(f"rank {rank}  {line}")
     message = f"{schedule.describe()}: {reason}\n" + "\n".join(lines)
     return ScheduleError(message, reason=reason, marks=marks)
+
+
+def why_illegal(schedule: Schedule, action: Action, rank: int) -> str:
+    """Why ``rank`` cannot have an action that the placement of stages does not allow it."""
+    last = schedule.num_microbatches - 1
+    if action.stage not in range(schedule.num_stages):
+        return f"{action} does not exist: stages are 0 to {schedule.num_stages - 1}"
+    if schedule.rank_of(action.stage) != rank:
+        return f"{action} is on rank {rank}, but stage {action.stage} is on rank {schedule.rank_of(action.stage)}"
+    if (action.kind is ActionKind.REDUCE) != (action.microbatch is None) or (action.microbatch or 0) not in range(last + 1):
+        return f"{action} does not exist: microbatches are 0 to {last}, and only R has none"
+    return f"{action} has no rank to talk to: the neighbouring stage does not exist or is on the same rank"

@@ -11,16 +11,17 @@ written; they are added. p is the number of lines; v, m and the placement of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
+from lightning_ptdp.schedule.actions import COMPUTE, Action, Schedule
 from lightning_ptdp.schedule.lowering import compute_order, lower
 from lightning_ptdp.schedule.schedule_error import ScheduleError
-from lightning_ptdp.schedule.unit_run import COMPUTE, run_compute_order
+from lightning_ptdp.schedule.unit_run import run_compute_order
 from lightning_ptdp.schedule.verify import verify_schedule
-from lightning_ptdp.world.placement import PLACEMENTS, Placement, stages_of_rank
+from lightning_ptdp.world.placement import PLACEMENTS
 
 __all__ = ["dump_schedule", "load_schedule"]
 
@@ -47,10 +48,9 @@ def load_schedule(path: str | Path) -> Schedule:
     _check_once(path, lines)
     stages = _count_stages(path, lines)
     microbatches = 1 + max(action.microbatch or 0 for line in lines for action in line.actions)
-    placement = _find_placement(path, lines, stages)
-    _check_complete(path, lines, stages, microbatches)
     programs = tuple(line.actions for line in lines)
-    order = Schedule(Path(path).stem, len(lines), stages // len(lines), microbatches, programs, placement)
+    order = _placed(path, lines, Schedule(Path(path).stem, len(lines), stages // len(lines), microbatches, programs), stages)
+    _check_complete(path, lines, order)
     try:
         schedule = lower(order)
     except ScheduleError as error:
@@ -128,8 +128,8 @@ def _count_stages(path: str | Path, lines: list[_Line]) -> int:
     return highest.stage + 1
 
 
-def _find_placement(path: str | Path, lines: list[_Line], stages: int) -> Placement:
-    """The placement under which every rank holds the stages that its line names."""
+def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) -> Schedule:
+    """``order`` with the placement under which every rank holds the stages that its line names."""
     p = len(lines)
     if stages % p:
         raise ValueError(
@@ -138,34 +138,25 @@ def _find_placement(path: str | Path, lines: list[_Line], stages: int) -> Placem
         )
     faults = []
     for placement in PLACEMENTS if stages == 2 * p else PLACEMENTS[:1]:
-        wrong = next(_misplaced(lines, stages // p, placement), None)
+        placed = dataclasses.replace(order, placement=placement)
+        every = [(rank, line, action) for rank, line in enumerate(lines) for action in line.actions]
+        wrong = next((found for found in every if placed.rank_of(found[2].stage) != found[0]), None)
         if wrong is None:
-            return placement
-        line, action, held = wrong
+            return placed
+        rank, line, action = wrong
+        held = f"stage{'s' * (stages > p)} {' and '.join(map(str, placed.stages_of(rank)))}"
         faults.append(f"line {line.number} has {action}, but placed in a {placement} this rank holds {held}")
     raise ValueError(f"{path}: the stages of the ranks fit no placement: {'; '.join(faults)}. Move it to the line of its rank")
 
 
-def _misplaced(lines: list[_Line], v: int, placement: Placement) -> Iterator[tuple[_Line, Action, str]]:
-    for rank, line in enumerate(lines):
-        held = stages_of_rank(rank, pipeline_parallel_size=len(lines), virtual_pipeline_size=v, placement=placement)
-        for action in line.actions:
-            if action.stage not in held:
-                yield line, action, f"stage{'s' * (len(held) > 1)} {' and '.join(map(str, held))}"
-
-
-def _check_complete(path: str | Path, lines: list[_Line], stages: int, microbatches: int) -> None:
-    found = {action for line in lines for action in line.actions}
-    lines_of = {action.stage: line.number for line in lines for action in line.actions}
-    splits = any(action.kind is ActionKind.WEIGHT for action in found)
-    for kind in COMPUTE if splits else COMPUTE[:2]:
-        for stage in range(stages):
-            for microbatch in range(microbatches):
-                action = Action(kind, stage, microbatch)
-                if action in found:
-                    continue
-                where = f", line {lines_of[stage]}" if stage in lines_of else ""
-                raise ValueError(
-                    f"{path}{where}: {action} is missing: add it (there are {stages} stages and {microbatches} microbatches"
-                    + (", and the backward is split)" if splits else ")")
-                )
+def _check_complete(path: str | Path, lines: list[_Line], order: Schedule) -> None:
+    found = {action: line.number for line in lines for action in line.actions}
+    kinds, stages, microbatches = COMPUTE if order.splits_backward else COMPUTE[:2], order.num_stages, order.num_microbatches
+    wanted = itertools.starmap(Action, itertools.product(kinds, range(stages), range(microbatches)))
+    missing = next((action for action in wanted if action not in found), None)
+    if missing is not None:
+        line = lines[order.rank_of(missing.stage)].number
+        raise ValueError(
+            f"{path}, line {line}: {missing} is missing: add it (there are {stages} stages and {microbatches} microbatches"
+            + (", and the backward is split)" if order.splits_backward else ")")
+        )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule, peak_in_flight
 
-__all__ = ["MemoryCurve", "Number", "Span", "Timeline"]
+__all__ = ["MemoryCurve", "Number", "Span", "Timeline", "by_stage"]
 
 Number = int | float | Fraction
 
@@ -105,11 +106,7 @@ class Timeline:
         Raises:
             ValueError: There is not one size a stage, or the share is not between 0 and 1.
         """
-        sizes = activation_bytes if isinstance(activation_bytes, tuple) else (activation_bytes,) * self.schedule.num_stages
-        if len(sizes) != self.schedule.num_stages:
-            raise ValueError(
-                f"activation_bytes has {len(sizes)} sizes for {self.schedule.num_stages} stages: give one number, or one a stage"
-            )
+        sizes = by_stage("activation_bytes", activation_bytes, self.schedule.num_stages, "sizes")
         if not 0 <= freed_by_backward <= 1:
             raise ValueError(f"freed_by_backward={freed_by_backward!r} must be between 0 and 1")
         return tuple(_curve(spans, sizes, freed_by_backward) for spans in self.spans)
@@ -130,6 +127,18 @@ class Timeline:
                 cells[start:end] = [str(span.action), *["=" * width] * (end - start - 1)][: end - start]
             columns[rank] = (f"rank {rank}  " + " ".join(cell.ljust(width) for cell in cells)).rstrip()
         return "\n".join(columns)
+
+
+def by_stage(name: str, value: Number | Sequence[Number], num_stages: int, what: str) -> tuple[Number, ...]:
+    """``value`` for each stage.
+
+    Raises:
+        ValueError: There is not one a stage; ``name`` and ``what`` are for the message.
+    """
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
+    if len(values) != num_stages:
+        raise ValueError(f"{name} has {len(values)} {what} for {num_stages} stages: give one number, or one a stage")
+    return values
 
 
 def _curve(spans: tuple[Span, ...], sizes: tuple[Number, ...], freed: Number) -> MemoryCurve:

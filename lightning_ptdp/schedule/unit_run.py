@@ -5,21 +5,15 @@ That gives all computations one global order, from which lowering.py places comm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from lightning_ptdp.schedule.actions import COMPUTE, Action, Schedule
+from lightning_ptdp.schedule.numbers import Numbers
+from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 
-from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
-from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error
-
-__all__ = ["COMPUTE", "UnitTimes", "run_compute_order"]
-
-COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
-"""What occupies a rank; compute orders have nothing else."""
+__all__ = ["UnitTimes", "run_compute_order"]
 
 
-class UnitTimes:
+class UnitTimes(Numbers):
     """When each computation ended, as far as the run has come.
-
-    A computation is a number here: of kind k, stage s and microbatch i, ``block(k, s) + i``.
 
     Args:
         num_stages: p * v.
@@ -27,37 +21,15 @@ class UnitTimes:
     """
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
-        forward, backward, weight = COMPUTE
-        stages = range(num_stages)
-        self._blocks = {
-            (kind, stage): (at * num_stages + stage) * num_microbatches for at, kind in enumerate(COMPUTE) for stage in stages
-        }
-        needs: dict[ActionKind, Callable[[int], tuple[tuple[ActionKind, int], ...]]] = {
-            forward: lambda stage: ((forward, stage - 1),) if stage else (),
-            backward: lambda stage: ((forward, stage), *(((backward, stage + 1),) if stage + 1 < num_stages else ())),
-            weight: lambda stage: ((backward, stage),),
-        }
-        self.num_microbatches = num_microbatches
+        super().__init__(num_stages, num_microbatches)
         self.ends = [0] * (len(COMPUTE) * num_stages * num_microbatches)
         """When each ended, 1 or later; 0 if it has not run yet."""
         self.needs = [
-            tuple(self._blocks[needed] - block for needed in needs[kind](stage)) for (kind, stage), block in self._blocks.items()
+            tuple(self.block(*needed) - self.block(kind, stage) for needed in self.needed(kind, stage))
+            for kind in COMPUTE
+            for stage in range(num_stages)
         ]
         """For each block in turn, what a computation in it needs: how far that is from its own number."""
-
-    def block(self, kind: ActionKind, stage: int) -> int:
-        """The number of a stage's computation of the first microbatch."""
-        return self._blocks[kind, stage]
-
-    def number(self, action: Action) -> int:
-        """The number of a computation."""
-        return self._blocks[action.kind, action.stage] + (action.microbatch or 0)
-
-    def action(self, number: int) -> Action:
-        """The computation of a number."""
-        block, microbatch = divmod(number, self.num_microbatches)
-        at, stage = divmod(block, len(self.needs) // len(COMPUTE))
-        return Action(COMPUTE[at], stage, microbatch)
 
     def record(self, action: Action, end: int) -> None:
         """``action`` ended at ``end`` (1 or later)."""
@@ -152,7 +124,9 @@ def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytea
         for action in program:
             block, microbatch = blocks.get((action.kind, action.stage)), action.microbatch
             if block is None or microbatch is None or microbatch not in microbatches:
-                raise schedule_error(order, {rank: len(numbers)}, _why_illegal(order, action, rank))
+                why = f"{action} is not a computation: communication and reductions are added by lowering"
+                why = why_illegal(order, action, rank) if action.kind in COMPUTE else why
+                raise schedule_error(order, {rank: len(numbers)}, why)
             number = block + microbatch
             if existing[number]:
                 raise schedule_error(order, {rank: len(numbers)}, f"{action} happens twice")
@@ -160,12 +134,3 @@ def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytea
             numbers.append(number)
         programs.append(numbers)
     return programs, existing
-
-
-def _why_illegal(order: Schedule, action: Action, rank: int) -> str:
-    if action.kind not in COMPUTE:
-        return f"{action} is not a computation: communication and reductions are added by lowering"
-    if action.microbatch not in range(order.num_microbatches) or action.stage not in range(order.num_stages):
-        last = order.num_stages - 1, order.num_microbatches - 1
-        return f"{action} does not exist: stages are 0 to {last[0]}, microbatches are 0 to {last[1]}"
-    return f"{action} is on rank {rank}, but stage {action.stage} is on rank {order.rank_of(action.stage)}"

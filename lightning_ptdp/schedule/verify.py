@@ -7,21 +7,16 @@ the rank at the other end of its channel. The work is linear in the number of ac
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from lightning_ptdp.schedule.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
-from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error
+from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Channel, Schedule, peak_in_flight
+from lightning_ptdp.schedule.numbers import Numbers
+from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 
 __all__ = ["ScheduleError", "verify_schedule"]
 
-_F, _B, _W, _R = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT, ActionKind.REDUCE
-_SF, _RF, _SB, _RB = (
-    ActionKind.SEND_FORWARD,
-    ActionKind.RECEIVE_FORWARD,
-    ActionKind.SEND_BACKWARD,
-    ActionKind.RECEIVE_BACKWARD,
-)
-_POSITION = {kind: position for position, kind in enumerate(ActionKind)}
+_F, _R = ActionKind.FORWARD, ActionKind.REDUCE
 
 
 def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tuple[int, ...]:
@@ -53,196 +48,150 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
         training = schedule.training
     if len(schedule.programs) != schedule.pipeline_parallel_size:
         raise ScheduleError(f"{schedule.describe()} has {len(schedule.programs)} programs: one a rank is needed")
-    codes = _check_each_rank(schedule)
-    _check_complete(schedule, codes, training)
-    _check_channels(schedule, codes)
-    _check_free_of_deadlock(schedule, codes)
+    proof = _check_each_rank(schedule)
+    _check_complete(schedule, proof, training)
+    _check_channels(schedule, proof)
+    _check_free_of_deadlock(schedule, proof)
     return tuple(peak_in_flight(program) for program in schedule.programs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
-    """What an action of one kind and stage is (its code for microbatch 0) and needs; add the microbatch to every code."""
+_NEVER, _ALWAYS = -2, -1
+"""Places behind all actions in the bytes that say what has happened."""
 
-    rank: int
-    code: int
-    here: tuple[tuple[int, ActionKind, int], ...] = ()
-    """(code, kind, stage) of what must have happened before on this rank."""
+
+class _Rule(NamedTuple):
+    """What an action of one kind and stage needs, in the numbers of microbatch 0: add the microbatch to each."""
+
+    microbatches: Container[int | None]
+    number: int
+    here: tuple[int, ...] = ()
+    """What must have happened before on this rank."""
     there: int | None = None
-    """The code at the other end of the channel: a computation needs the send, a send the posted receive."""
-    channel: Channel | None = None
+    """What it waits for at the other end of the channel: a computation for the send, a send for the posted receive."""
+    reduced: int = _NEVER
+    """The reduction that must not have happened before."""
+    queue: list[int] | None = None
+    """The messages of the channel that a send or receive uses, in order: the numbers of their receives."""
     message: int = 0
-    """The code of the receive of what a send or receive action carries."""
-    reduced: int | None = None
-    """The code of the reduction that must not have happened before."""
-
-
-def _rules(schedule: Schedule) -> dict[tuple[ActionKind, int], _Rule]:
-    """One rule for each action that the placement of stages allows; any other action is an error."""
-    last = schedule.num_stages - 1
-    rules: dict[tuple[ActionKind, int], _Rule] = {}
-
-    def code(kind: ActionKind, stage: int) -> int:
-        return (_POSITION[kind] * schedule.num_stages + stage) * schedule.num_microbatches
-
-    def add(kind: ActionKind, stage: int, *here: tuple[ActionKind, int], there: tuple[ActionKind, int] | None = None) -> None:
-        receive = (kind, stage) if kind in (_RF, _RB) else there if kind in (_SF, _SB) else None
-        rules[kind, stage] = _Rule(
-            rank=schedule.rank_of(stage),
-            code=code(kind, stage),
-            here=tuple((code(*item), *item) for item in here),
-            there=None if there is None else code(*there),
-            channel=None if receive is None else schedule.channel(Action(kind, stage, 0)),
-            message=0 if receive is None else code(*receive),
-            reduced=code(_R, stage) if kind in (_B, _W) else None,
-        )
-
-    for stage in range(last + 1):
-        rank = schedule.rank_of(stage)
-        if stage == 0:
-            add(_F, stage)
-        elif schedule.rank_of(stage - 1) == rank:
-            add(_F, stage, (_F, stage - 1))
-        else:
-            add(_RF, stage)
-            add(_F, stage, (_RF, stage), there=(_SF, stage - 1))
-            add(_SB, stage, (_B, stage), there=(_RB, stage - 1))
-        if stage == last:
-            add(_B, stage, (_F, stage))
-        elif schedule.rank_of(stage + 1) == rank:
-            add(_B, stage, (_F, stage), (_B, stage + 1))
-        else:
-            add(_RB, stage)
-            add(_B, stage, (_F, stage), (_RB, stage), there=(_SB, stage + 1))
-            add(_SF, stage, (_F, stage), there=(_RF, stage + 1))
-        if schedule.splits_backward:
-            add(_W, stage, (_B, stage))
-        add(_R, stage)
-    return rules
+    """The receive of what it sends or receives."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Codes:
-    """The programs in numbers: the code of each action, and the code elsewhere that it waits for (-1: none)."""
+class _Proof:
+    """The programs in numbers, as far as they have been looked at.
 
-    codes: list[list[int]]
-    needs: list[list[int]]
+    Attributes:
+        of: The numbers of actions.
+        happened: Indexed by number: which actions the schedule has.
+        sent, received: The messages of each channel in the order of their sends, and of their receives.
+        rules: One for each action that the placement of stages allows; any other is an error.
+        numbers, needs: By rank, the number of each action, and of the one elsewhere that it waits for.
+    """
+
+    of: Numbers
     happened: bytearray
-    """Indexed by code: which actions the schedule has; the last byte, index -1, is always set, the one before it never."""
-    sent: dict[Channel, list[int]]
-    """The messages of each channel in the order of their sends: the codes of their receives."""
-    received: dict[Channel, list[int]]
+    sent: dict[Channel, list[int]] = field(default_factory=dict)
+    received: dict[Channel, list[int]] = field(default_factory=dict)
+    rules: dict[tuple[ActionKind, int], _Rule] = field(default_factory=dict)
+    numbers: list[list[int]] = field(default_factory=list)
+    needs: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of_schedule(cls, schedule: Schedule) -> _Proof:
+        """With the rules, and nothing looked at yet."""
+        of = Numbers(schedule.num_stages, schedule.num_microbatches)
+        proof = cls(of, bytearray(len(ActionKind) * schedule.num_stages * schedule.num_microbatches + 2))
+        proof.happened[_ALWAYS] = 1
+        for stage in range(schedule.num_stages):
+            for kind in COMPUTE if schedule.splits_backward else COMPUTE[:2]:
+                proof._rule(schedule, kind, stage)
+            proof.rules[_R, stage] = _Rule((None,), of.block(_R, stage))
+        return proof
+
+    def _rule(self, schedule: Schedule, kind: ActionKind, stage: int) -> None:
+        """Add the rule of a computation and, where it takes the result of another rank, of the messages that bring it."""
+        block, every, here, there = self.of.block, range(schedule.num_microbatches), [], None
+        for needed, source in self.of.needed(kind, stage):
+            if schedule.rank_of(source) == schedule.rank_of(stage):
+                here.append(block(needed, source))
+                continue
+            message, channel = MESSAGES[kind], schedule.channel(Action(MESSAGES[kind].receive, stage, 0))
+            receive, there = block(message.receive, stage), block(message.send, source)
+            here.append(receive)
+            sent, received = self.sent.setdefault(channel, []), self.received.setdefault(channel, [])
+            self.rules[message.receive, stage] = _Rule(every, receive, queue=received, message=receive)
+            produced = (block(kind, source),)
+            self.rules[message.send, source] = _Rule(every, there, produced, receive, queue=sent, message=receive)
+        reduced = _NEVER if kind is _F else block(_R, stage)
+        self.rules[kind, stage] = _Rule(every, block(kind, stage), tuple(here), there, reduced)
 
 
-def _check_each_rank(schedule: Schedule) -> _Codes:
+def _check_each_rank(schedule: Schedule) -> _Proof:
     """Every action is legal, on the right rank, not repeated, after what it needs from its own rank, and before its reduction."""
-    rules = _rules(schedule)
-    m = schedule.num_microbatches
-    seen = bytearray(len(ActionKind) * schedule.num_stages * m + 2)
-    seen[-1] = 1
-    channels = dict.fromkeys(rule.channel for rule in rules.values() if rule.channel is not None)
-    result = _Codes([], [], seen, {channel: [] for channel in channels}, {channel: [] for channel in channels})
+    proof = _Proof.of_schedule(schedule)
+    seen = proof.happened
     for rank, program in enumerate(schedule.programs):
-        here = _steps(rules, rank, m, result)
-        codes: list[int] = []
+        rules = {key: rule for key, rule in proof.rules.items() if schedule.rank_of(key[1]) == rank}
+        numbers: list[int] = []
         needs: list[int] = []
         for action in program:
-            step = here.get((action.kind, action.stage))
-            if step is None or action.microbatch not in step[0]:
-                raise schedule_error(schedule, {rank: len(codes)}, _why_illegal(schedule, action, rank))
-            _, first, before, there, reduced, queue, message = step
+            rule = rules.get((action.kind, action.stage))
+            if rule is None or action.microbatch not in rule.microbatches:
+                raise schedule_error(schedule, {rank: len(numbers)}, why_illegal(schedule, action, rank))
+            _, first, before, there, reduced, queue, message = rule
             microbatch = action.microbatch or 0
-            code = first + microbatch
-            wrong = seen[code] or seen[reduced]
+            number = first + microbatch
+            wrong = seen[number] or seen[reduced]
             for needed in before:
                 wrong |= not seen[needed + microbatch]
             if wrong:
-                why = _why_wrong(rules[action.kind, action.stage], action, seen)
-                raise schedule_error(schedule, {rank: len(codes)}, why)
+                raise schedule_error(schedule, {rank: len(numbers)}, _why_wrong(proof, rule, action))
             if queue is not None:
                 queue.append(message + microbatch)
-            seen[code] = 1
-            codes.append(code)
-            needs.append(-1 if there is None else there + microbatch)
-        result.codes.append(codes)
-        result.needs.append(needs)
-    return result
+            seen[number] = 1
+            numbers.append(number)
+            needs.append(_ALWAYS if there is None else there + microbatch)
+        proof.numbers.append(numbers)
+        proof.needs.append(needs)
+    return proof
 
 
-_Step = tuple[Container[int | None], int, tuple[int, ...], int | None, int, list[int] | None, int]
-
-
-def _steps(rules: dict[tuple[ActionKind, int], _Rule], rank: int, m: int, codes: _Codes) -> dict[tuple[ActionKind, int], _Step]:
-    """A rank's rules as the loop over its actions reads them: microbatches, code, codes before, code there, code of the reduction (or one
-    that never happens), queue of its channel, code of the message."""
-    never = len(codes.happened) - 2
-    return {
-        (kind, stage): (
-            (None,) if kind is _R else range(m),
-            rule.code,
-            tuple(code for code, _, _ in rule.here),
-            rule.there,
-            never if rule.reduced is None else rule.reduced,
-            None if rule.channel is None else (codes.received if rule.there is None else codes.sent)[rule.channel],
-            rule.message,
-        )
-        for (kind, stage), rule in rules.items()
-        if rule.rank == rank
-    }
-
-
-def _why_wrong(rule: _Rule, action: Action, seen: bytearray) -> str:
+def _why_wrong(proof: _Proof, rule: _Rule, action: Action) -> str:
     microbatch = action.microbatch or 0
-    if seen[rule.code + microbatch]:
+    if proof.happened[rule.number + microbatch]:
         return f"{action} happens twice"
-    for before, kind, stage in rule.here:
-        if not seen[before + microbatch]:
-            return f"{action} needs {Action(kind, stage, microbatch)} before it"
+    for needed in rule.here:
+        if not proof.happened[needed + microbatch]:
+            return f"{action} needs {proof.of.action(needed + microbatch)} before it"
     return f"{action} comes after R{action.stage}: its gradient would not be reduced"
 
 
-def _has_microbatch(action: Action, m: int) -> bool:
-    """Whether the microbatch is one of the m; a reduction has none."""
-    return action.microbatch is None if action.kind is _R else action.microbatch is not None and 0 <= action.microbatch < m
-
-
-def _why_illegal(schedule: Schedule, action: Action, rank: int) -> str:
-    if action.stage not in range(schedule.num_stages):
-        return f"{action} does not exist: stages are 0 to {schedule.num_stages - 1}"
-    if schedule.rank_of(action.stage) != rank:
-        return f"{action} is on rank {rank}, but stage {action.stage} is on rank {schedule.rank_of(action.stage)}"
-    if not _has_microbatch(action, schedule.num_microbatches):
-        return f"{action} does not exist: microbatches are 0 to {schedule.num_microbatches - 1}, and only R has none"
-    return f"{action} has no rank to talk to: the neighbouring stage does not exist or is on the same rank"
-
-
-def _check_complete(schedule: Schedule, codes: _Codes, training: bool) -> None:
+def _check_complete(schedule: Schedule, proof: _Proof, training: bool) -> None:
     """Nothing is missing."""
     m = schedule.num_microbatches
-    for (kind, stage), rule in _rules(schedule).items():
-        wanted = (1 if kind is _R else m) if training or kind in (_F, _SF, _RF) else 0
-        found = codes.happened.count(1, rule.code, rule.code + m)
+    for (kind, stage), rule in proof.rules.items():
+        wanted = (1 if kind is _R else m) if training or kind in (_F, MESSAGES[_F].send, MESSAGES[_F].receive) else 0
+        found = proof.happened.count(1, rule.number, rule.number + m)
         if found == wanted:
             continue
-        end = {rule.rank: len(schedule.programs[rule.rank])}
+        rank = schedule.rank_of(stage)
+        end = {rank: len(schedule.programs[rank])}
         if found > wanted:
             raise schedule_error(schedule, end, f"stage {stage} has {kind} actions, but this is not training")
-        absent = codes.happened.index(0, rule.code) - rule.code
-        raise schedule_error(schedule, end, f"{Action(kind, stage, None if kind is _R else absent)} is missing")
+        absent = proof.of.action(proof.happened.index(0, rule.number))
+        raise schedule_error(schedule, end, f"{absent} is missing")
 
 
-def _check_channels(schedule: Schedule, codes: _Codes) -> None:
+def _check_channels(schedule: Schedule, proof: _Proof) -> None:
     """On every channel, the messages are received in the order in which they are sent; all of them exist by now."""
-    for channel, messages in codes.sent.items():
-        pairs = zip(messages, codes.received[channel], strict=True)
-        wrong = next(((sent, received) for sent, received in pairs if sent != received), None)
+    for channel, messages in proof.sent.items():
+        pairs = zip(messages, proof.received[channel], strict=True)
+        wrong = next((pair for pair in pairs if pair[0] != pair[1]), None)
         if wrong is None:
             continue
-        (sent_to, sent), (stage, received) = (divmod(message, schedule.num_microbatches) for message in wrong)
-        sent_to, stage = sent_to % schedule.num_stages, stage % schedule.num_stages
-        forward = channel.direction == "forward"
-        first = Action(_SF if forward else _SB, sent_to - 1 if forward else sent_to + 1, sent)
-        second = Action(_RF if forward else _RB, stage, received)
+        taken, second = map(proof.of.action, wrong)
+        message = next(message for message in MESSAGES.values() if message.receive is second.kind)
+        first = Action(message.send, taken.stage - message.step, taken.microbatch)
         source, destination = schedule.programs[channel.source], schedule.programs[channel.destination]
         raise schedule_error(
             schedule,
@@ -251,28 +200,28 @@ def _check_channels(schedule: Schedule, codes: _Codes) -> None:
         )
 
 
-def _check_free_of_deadlock(schedule: Schedule, codes: _Codes) -> None:
+def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
     """Run all ranks under rendezvous sends; the order in which ranks advance does not matter, as no action disables another."""
-    done = bytearray(len(codes.happened))
-    done[-1] = 1
-    reached = [0] * len(codes.codes)
+    done = bytearray(len(proof.happened))
+    done[_ALWAYS] = 1
+    reached = [0] * len(proof.numbers)
     waiting: dict[int, int] = {}
-    ready = list(range(len(codes.codes)))
+    ready = list(range(len(proof.numbers)))
     while ready:
         rank = ready.pop()
-        program, needs = codes.codes[rank], codes.needs[rank]
+        program, needs = proof.numbers[rank], proof.needs[rank]
         position = reached[rank]
         while position < len(program):
             if not done[needs[position]]:
                 waiting[needs[position]] = rank
                 break
-            code = program[position]
-            done[code] = 1
-            if code in waiting:
-                ready.append(waiting.pop(code))
+            number = program[position]
+            done[number] = 1
+            if number in waiting:
+                ready.append(waiting.pop(number))
             position += 1
         reached[rank] = position
-    stuck = {rank: position for rank, position in enumerate(reached) if position < len(codes.codes[rank])}
+    stuck = {rank: position for rank, position in enumerate(reached) if position < len(proof.numbers[rank])}
     if stuck:
         what = ", ".join(f"rank {rank} at {schedule.programs[rank][position]}" for rank, position in stuck.items())
         raise schedule_error(schedule, stuck, f"deadlock where sends wait for their receive: {what}")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lightning_ptdp.option_types import Size, check_types
-from lightning_ptdp.world.placement import Placement, rank_of_stage, stages_of_rank
+from lightning_ptdp.world.placement import Placement, Stages
 
 __all__ = ["AXES", "SETS", "Axis", "ParallelLayout", "divisors", "nearest_divisors"]
 
@@ -75,7 +75,7 @@ def nearest_divisors(number: int, wanted: int, *, count: int = 3) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelLayout:
+class ParallelLayout(Stages):
     """The degrees of parallelism of one run, checked.
 
     Args:
@@ -99,6 +99,7 @@ class ParallelLayout:
     """
 
     axes: ClassVar[tuple[Axis, ...]] = AXES
+    rank_of_stage = Stages.rank_of
 
     world_size: Size
     tensor_parallel_size: Size = 1
@@ -158,27 +159,9 @@ class ParallelLayout:
         return size
 
     @property
-    def num_stages(self) -> int:
-        """Number of pipeline stages, p * v."""
-        return self.pipeline_parallel_size * self.virtual_pipeline_size
-
-    def rank_of_stage(self, stage: int) -> int:
-        """The pipeline rank that holds ``stage``."""
-        return rank_of_stage(stage, pipeline_parallel_size=self.pipeline_parallel_size, placement=self.placement)
-
-    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank holds, in ascending order."""
-        return stages_of_rank(
-            pipeline_rank,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            virtual_pipeline_size=self.virtual_pipeline_size,
-            placement=self.placement,
-        )
-
-    @property
     def last_stage_rank(self) -> int:
         """The pipeline rank on which the loss is computed."""
-        return self.rank_of_stage(self.num_stages - 1)
+        return self.rank_of(self.num_stages - 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where ``rank`` stands on each axis, the outermost first.

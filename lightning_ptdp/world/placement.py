@@ -12,21 +12,34 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["PLACEMENTS", "Placement", "rank_of_stage", "stages_of_rank"]
+__all__ = ["PLACEMENTS", "Placement", "Stages", "stages_of_rank"]
 
 Placement = Literal["loop", "v"]
 PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
 
 
-def rank_of_stage(stage: int, *, pipeline_parallel_size: int, placement: Placement) -> int:
-    """The pipeline rank that holds ``stage``."""
-    turn, rank = divmod(stage, pipeline_parallel_size)
-    return pipeline_parallel_size - 1 - rank if placement == "v" and turn % 2 else rank
+class Stages:
+    """What follows for the stages from the fields of a layout, or of a schedule."""
+
+    pipeline_parallel_size: int
+    virtual_pipeline_size: int
+    placement: Placement
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, p * v."""
+        return self.pipeline_parallel_size * self.virtual_pipeline_size
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds ``stage``."""
+        turn, rank = divmod(stage, self.pipeline_parallel_size)
+        return self.pipeline_parallel_size - 1 - rank if self.placement == "v" and turn % 2 else rank
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds, in ascending order: one a chunk."""
+        return stages_of_rank(self.pipeline_parallel_size, self.virtual_pipeline_size, rank, self.placement)
 
 
-def stages_of_rank(
-    rank: int, *, pipeline_parallel_size: int, virtual_pipeline_size: int, placement: Placement
-) -> tuple[int, ...]:
-    """The stages that pipeline rank ``rank`` holds, in ascending order; one a chunk."""
-    p = pipeline_parallel_size
-    return tuple(turn * p + (p - 1 - rank if placement == "v" and turn % 2 else rank) for turn in range(virtual_pipeline_size))
+def stages_of_rank(p: int, v: int, rank: int, placement: Placement) -> tuple[int, ...]:
+    """The stages that pipeline rank ``rank`` holds, in ascending order: one a chunk."""
+    return tuple(turn * p + (p - 1 - rank if placement == "v" and turn % 2 else rank) for turn in range(v))

@@ -6,16 +6,15 @@ import contextlib
 import difflib
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from lightning_ptdp.schedule.actions import Action, Schedule
 from lightning_ptdp.schedule.generators.custom import CustomSchedule
 from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v
 from lightning_ptdp.schedule.generators.fill_drain import forward_only, gpipe
 from lightning_ptdp.schedule.generators.one_forward_one_backward import interleaved_one_f_one_b, one_f_one_b
-from lightning_ptdp.schedule.generators.orders import Orders
 from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
 from lightning_ptdp.schedule.lowering import lower
 from lightning_ptdp.schedule.schedule_file import load_schedule
@@ -33,27 +32,28 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Family:
-    """What is known of a schedule before its sizes."""
+@dataclass(frozen=True)
+class _Family(CustomSchedule):
+    """A schedule of the package, before its sizes."""
 
-    order: Callable[..., Orders]
     chunks: Literal["any", "one", "two", "several"] = "any"
     """The stages a rank that it can use."""
     otherwise: str = ""
     """What to use where the stages do not fit."""
-    placement: Placement = "loop"
-    has_groups: bool = False
     splits_backward: bool = False
 
 
+_INTERLEAVED = "interleaved_1f1b"
 _FAMILIES = {
-    "gpipe": _Family(order=gpipe),
-    "1f1b": _Family(order=one_f_one_b, chunks="one", otherwise="interleaved_1f1b"),
-    "interleaved_1f1b": _Family(order=interleaved_one_f_one_b, chunks="several", otherwise="1f1b", has_groups=True),
-    "zb_h1": _Family(order=zb_h1, chunks="one", otherwise="zb_v", splits_backward=True),
-    "zb_v": _Family(order=zb_v, chunks="two", otherwise="zb_h1", placement="v", splits_backward=True),
-    "dualpipe_v": _Family(order=dualpipe_v, chunks="two", otherwise="1f1b", placement="v", splits_backward=True),
+    family.name: family
+    for family in (
+        _Family("gpipe", gpipe),
+        _Family("1f1b", one_f_one_b, chunks="one", otherwise=_INTERLEAVED),
+        _Family(_INTERLEAVED, interleaved_one_f_one_b, chunks="several", otherwise="1f1b"),
+        _Family("zb_h1", zb_h1, chunks="one", otherwise="zb_v", splits_backward=True),
+        _Family("zb_v", zb_v, "v", chunks="two", otherwise="zb_h1", splits_backward=True),
+        _Family("dualpipe_v", dualpipe_v, "v", chunks="two", otherwise="1f1b", splits_backward=True),
+    )
 }
 
 SCHEDULES: tuple[str, ...] = (*_FAMILIES, "auto")
@@ -101,7 +101,8 @@ def build_schedule(
     with _without_collections():
         if not training:
             return _forward_only(p, v, m, schedule_placement(name))
-        return _build(_resolved(name, v), p, v, m, group_size)
+        found = _found(name, v)
+        return found if isinstance(found, Schedule) else _build(found, p, v, m, group_size)
 
 
 def check_schedule(
@@ -125,23 +126,18 @@ def check_schedule(
     _check_sizes(pipeline_parallel_size=p, virtual_pipeline_size=v)
     if num_microbatches is not None:
         _check_sizes(num_microbatches=num_microbatches)
-    placement = schedule_placement(name)
+    found = _found(name, v)
     if p == 1 and v > 1:
         raise ValueError(
             f"virtual_pipeline_size={v} needs a pipeline to interleave: set pipeline_parallel_size to 2 or more, or "
             "virtual_pipeline_size=1"
         )
     if group_size is not None:
-        _check_group_size(_resolved(name, v), group_size, p)
-    if _is_file(name):
-        _check_file(str(name), p, v, num_microbatches)
-    elif isinstance(name, CustomSchedule):
-        if placement == "v" and v != 2 and p > 1:
-            raise ValueError(
-                f"schedule {name.name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2"
-            )
+        _check_group_size(found.name if isinstance(found, _Family) else name, group_size, p)
+    if isinstance(found, Schedule):
+        _check_file(str(name), found, p, v, num_microbatches)
     elif p > 1:
-        _check_chunks(str(_resolved(name, v)), v)
+        _check_chunks(found, v)
 
 
 def schedule_placement(name: str | CustomSchedule) -> Placement:
@@ -150,25 +146,13 @@ def schedule_placement(name: str | CustomSchedule) -> Placement:
     Raises:
         ValueError: An unknown name, or a file that is not a schedule.
     """
-    if isinstance(name, CustomSchedule):
-        return name.placement
-    if _is_file(name):
-        return _loaded(name).placement
-    if name not in SCHEDULES:
-        nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ValueError(
-            f"schedule={name!r:.100} is unknown: {hint}The schedules are {', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
-            "the path of a .csv file"
-        )
-    return "loop" if name == "auto" else _FAMILIES[name].placement
+    return _found(name).placement
 
 
 def may_split_backward(name: str | CustomSchedule) -> bool:
     """Whether the schedule may compute weight gradients by themselves; of one that is not ours nothing is known."""
-    if isinstance(name, CustomSchedule) or _is_file(name):
-        return True
-    return name != "auto" and _FAMILIES[name].splits_backward
+    found = _found(name)
+    return found.splits_backward if isinstance(found, _Family) else True
 
 
 def schedule_microbatches(name: str | CustomSchedule) -> int | None:
@@ -177,21 +161,36 @@ def schedule_microbatches(name: str | CustomSchedule) -> int | None:
     Raises:
         ValueError: A file that is not a schedule.
     """
-    return _loaded(str(name)).num_microbatches if _is_file(name) else None
+    return _loaded(name).num_microbatches if _is_file(name) else None
 
 
 def schedule_name(name: str | CustomSchedule, virtual_pipeline_size: int) -> str:
     """How the schedule that ``build_schedule`` makes is named, before its sizes are known."""
+    return _found(name, virtual_pipeline_size).name
+
+
+def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
+    """What is known before the sizes: of a file everything.
+
+    Raises:
+        ValueError: An unknown name, or a file that is not a schedule.
+    """
     if isinstance(name, CustomSchedule):
-        return name.name
-    return _loaded(name).name if _is_file(name) else str(_resolved(name, virtual_pipeline_size))
+        return name
+    if _is_file(name):
+        return _loaded(name)
+    if name not in SCHEDULES:
+        nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ValueError(
+            f"schedule={name!r:.100} is unknown: {hint}The schedules are {', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
+            "the path of a .csv file"
+        )
+    auto = "1f1b" if v == 1 else _INTERLEAVED
+    return _FAMILIES[auto if name == "auto" else name]
 
 
-def _resolved(name: str | CustomSchedule, v: int) -> str | CustomSchedule:
-    return ("1f1b" if v == 1 else "interleaved_1f1b") if name == "auto" else name
-
-
-def _is_file(name: object) -> bool:
+def _is_file(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and name.endswith(".csv")
 
 
@@ -203,7 +202,7 @@ def _check_sizes(**sizes: object) -> None:
 
 def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> None:
     _check_sizes(microbatch_group_size=group_size)
-    if not isinstance(name, str) or name not in _FAMILIES or not _FAMILIES[name].has_groups:
+    if name != _INTERLEAVED:
         raise ValueError(
             f"microbatch_group_size={group_size} is for schedule='interleaved_1f1b', and schedule={name!r} has no groups: leave it out, "
             "or use schedule='interleaved_1f1b' with virtual_pipeline_size 2 or more"
@@ -215,28 +214,29 @@ def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> No
         )
 
 
-def _check_chunks(name: str, v: int) -> None:
-    family = _FAMILIES[name]
-    instead = f"use schedule={family.otherwise!r}"
-    if family.chunks == "one" and v > 1:
+def _check_chunks(found: CustomSchedule, v: int) -> None:
+    name, in_v = found.name, f"places two stages a rank in a V, but virtual_pipeline_size={v}"
+    if not isinstance(found, _Family):
+        if found.placement == "v" and v != 2:
+            raise ValueError(f"schedule {name!r} {in_v}: set virtual_pipeline_size=2")
+        return
+    instead = f"use schedule={found.otherwise!r}"
+    if found.chunks == "one" and v > 1:
         auto = " (or 'auto')" if name == "1f1b" else " with virtual_pipeline_size=2" if v != 2 else ""
         raise ValueError(
             f"schedule={name!r} holds one stage a rank, but virtual_pipeline_size={v}: {instead}{auto}, or virtual_pipeline_size=1"
         )
-    if family.chunks == "several" and v == 1:
+    if found.chunks == "several" and v == 1:
         raise ValueError(
             f"schedule={name!r} needs two or more stages a rank, but virtual_pipeline_size=1: set virtual_pipeline_size to 2 or "
             f"more, or {instead} (or 'auto')"
         )
-    if family.chunks == "two" and v != 2:
-        raise ValueError(
-            f"schedule={name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2, or "
-            + (instead if v == 1 else "use schedule='interleaved_1f1b'")
-        )
+    if found.chunks == "two" and v != 2:
+        instead = instead if v == 1 else f"use schedule={_INTERLEAVED!r}"
+        raise ValueError(f"schedule={name!r} {in_v}: set virtual_pipeline_size=2, or {instead}")
 
 
-def _check_file(path: str, p: int, v: int, m: int | None) -> None:
-    schedule = _loaded(path)
+def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) -> None:
     sizes = {
         "pipeline_parallel_size": (p, schedule.pipeline_parallel_size),
         "virtual_pipeline_size": (v, schedule.virtual_pipeline_size),
@@ -254,21 +254,17 @@ def _check_file(path: str, p: int, v: int, m: int | None) -> None:
 
 # A run uses few sizes (training, evaluation, a shorter last batch); a large schedule takes some 100 MB.
 @functools.lru_cache(maxsize=8)
-def _build(name: str | CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
-    if isinstance(name, CustomSchedule):
-        orders = tuple(tuple(order) for order in name.order(p, v, m))
-        strange = next((action for order in orders for action in order if not isinstance(action, Action)), None)
-        if strange is not None:
-            raise ValueError(f"schedule {name.name!r}: its order gives {strange!r}, which is not an Action: see Action.parse")
-        return _proven(Schedule(name.name, p, v, m, orders, name.placement), training=True)
-    if _is_file(name):
-        return _loaded(name)
-    family = _FAMILIES[name]
-    if p == 1:
-        orders = one_f_one_b(p, v, m)
-    else:
-        orders = family.order(p, v, m, group_size) if family.has_groups else family.order(p, v, m)
-    return _proven(Schedule(name, p, v, m, orders, family.placement), training=True)
+def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
+    order = found.order
+    if found.name == _INTERLEAVED and group_size is not None:
+        order = functools.partial(interleaved_one_f_one_b, group_size=group_size)
+    if p == 1 and isinstance(found, _Family):
+        order = one_f_one_b
+    orders = tuple(map(tuple, order(p, v, m)))
+    strange = next((action for program in orders for action in program if not isinstance(action, Action)), None)
+    if strange is not None:
+        raise ValueError(f"schedule {found.name!r}: its order gives {strange!r}, which is not an Action: see Action.parse")
+    return _proven(Schedule(found.name, p, v, m, orders, found.placement), training=True)
 
 
 @functools.lru_cache(maxsize=8)

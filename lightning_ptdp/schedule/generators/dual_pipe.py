@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.schedule.generators.orders import Orders, in_turns, place
+from lightning_ptdp.schedule.generators.orders import Orders, in_turns
+from lightning_ptdp.world.placement import stages_of_rank
 
 __all__ = ["dualpipe_v"]
 
@@ -36,23 +37,20 @@ def dualpipe_v(p: int, v: int, m: int) -> Orders:
     """
     assert v == 2
     n = max(m, 2 * p)
-    orders = []
-    for rank in range(p):
-        left, half = p - rank - 1, (rank + 1) // 2
-        orders.append(
-            in_turns(
-                place(p, v, rank, "v"),
-                m,
-                ("F0", 2 * left),
-                ("F0 F1", rank + 1),
-                ("B1 W F1", left),
-                ("F0 B1 W F1 B0 W", n - 2 * p + rank + 1),
-                ("B1 W F1 B0 W", left),
-                ("B1 W B0 W", half),
-                ("B1 W B0", (rank + 1) % 2),
-                ("B1 B0", half),
-                ("W B0", left),
-                ("W", rank + 1),
-            )
+    return tuple(
+        in_turns(
+            stages_of_rank(p, v, p - left - 1, "v"),
+            m,
+            ("F0", 2 * left),
+            ("F0 F1", p - left),
+            ("B1 W F1", left),
+            ("F0 B1 W F1 B0 W", n - p - left),
+            ("B1 W F1 B0 W", left),
+            ("B1 W B0 W", (p - left) // 2),
+            ("B1 W B0", (p - left) % 2),
+            ("B1 B0", (p - left) // 2),
+            ("W B0", left),
+            ("W", p - left),
         )
-    return tuple(orders)
+        for left in reversed(range(p))
+    )

@@ -5,9 +5,8 @@ In the timelines of this folder every action takes one column; they are drawn by
 
 from __future__ import annotations
 
-from lightning_ptdp.schedule.generators.groups import alternate, in_groups
-from lightning_ptdp.schedule.generators.orders import Orders, in_turns, place
-from lightning_ptdp.world.placement import Placement
+from lightning_ptdp.schedule.generators.orders import Orders, groups, in_groups, in_turns
+from lightning_ptdp.world.placement import Placement, stages_of_rank
 
 __all__ = ["forward_only", "gpipe"]
 
@@ -25,8 +24,7 @@ def gpipe(p: int, v: int, m: int) -> Orders:
     With v > 1, microbatches visit the chunks in groups as in ``interleaved_one_f_one_b``. (All m of them through one chunk
     at a time, arXiv 2211.05953, would let the last rank send m - p results before the first rank takes one.)
     """
-    forwards, backwards = in_groups(p, range(v), m), in_groups(p, range(v)[::-1], m)
-    return tuple(alternate(place(p, v, rank, "loop"), forwards, backwards, warmup=v * m) for rank in range(p))
+    return tuple(in_groups(stages_of_rank(p, v, rank, "loop"), m, groups(p, m), warmup=v * m) for rank in range(p))
 
 
 def forward_only(p: int, v: int, m: int, placement: Placement = "loop") -> Orders:
@@ -47,10 +45,9 @@ def forward_only(p: int, v: int, m: int, placement: Placement = "loop") -> Order
         rank 2            F2.0 F2.1      F5.0 F2.2 F5.1 F2.3 F5.2 F2.4 F5.3 F2.5 F5.4 F2.6 F5.5 F2.7 F5.6      F5.7
         rank 3                 F3.0 F4.0 F3.1 F4.1 F3.2 F4.2 F3.3 F4.3 F3.4 F4.4 F3.5 F4.5 F3.6 F4.6 F3.7 F4.7
     """
-    ranks = [place(p, v, rank, placement) for rank in range(p)]
+    ranks = [stages_of_rank(p, v, rank, placement) for rank in range(p)]
     if placement == "loop":
-        forwards = in_groups(p, range(v), m)
-        return tuple(alternate(stages, forwards, [], warmup=v * m) for stages in ranks)
+        return tuple(in_groups(stages, m, groups(p, m), warmup=v * m, forwards_only=True) for stages in ranks)
     assert v == 2
     n = max(m, p)
     return tuple(

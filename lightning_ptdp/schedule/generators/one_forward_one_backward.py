@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.schedule.generators.groups import alternate, groups, in_groups
-from lightning_ptdp.schedule.generators.orders import Orders, in_turns, place
+from lightning_ptdp.schedule.generators.orders import Orders, groups, in_groups, in_turns
+from lightning_ptdp.world.placement import stages_of_rank
 
 __all__ = ["interleaved_one_f_one_b", "one_f_one_b"]
 
@@ -43,9 +43,8 @@ def interleaved_one_f_one_b(p: int, v: int, m: int, group_size: int | None = Non
     ``group_size``, at least p, allows larger groups: up to that many microbatches, as even as possible, never fewer than p. A
     message from chunk to chunk then has more computations to travel in, and more activations are held.
     """
-    forwards, backwards = in_groups(p, range(v), m, group_size), in_groups(p, range(v)[::-1], m, group_size)
-    largest = len(groups(p, m, group_size)[0])
+    sizes = groups(p, m, group_size)
     return tuple(
-        alternate(place(p, v, rank, "loop"), forwards, backwards, warmup=(v - 1) * largest + 2 * (p - rank - 1))
+        in_groups(stages_of_rank(p, v, rank, "loop"), m, sizes, warmup=(v - 1) * sizes[0] + 2 * (p - rank - 1))
         for rank in range(p)
     )

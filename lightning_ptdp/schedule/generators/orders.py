@@ -7,17 +7,11 @@ from collections.abc import Sequence
 
 from lightning_ptdp.schedule.actions import Action, ActionKind
 from lightning_ptdp.schedule.unit_run import UnitTimes
-from lightning_ptdp.world.placement import Placement, stages_of_rank
 
-__all__ = ["Orders", "in_turns", "place", "weights_in_gaps"]
+__all__ = ["Orders", "groups", "in_groups", "in_turns", "weights_in_gaps"]
 
 Orders = tuple[tuple[Action, ...], ...]
 """Compute actions of each rank, in order."""
-
-
-def place(p: int, v: int, rank: int, placement: Placement) -> tuple[int, ...]:
-    """The stages of a rank, by chunk."""
-    return stages_of_rank(rank, pipeline_parallel_size=p, virtual_pipeline_size=v, placement=placement)
 
 
 def in_turns(stages: Sequence[int], num_microbatches: int, *phases: tuple[str, int]) -> tuple[Action, ...]:
@@ -40,7 +34,7 @@ def in_turns(stages: Sequence[int], num_microbatches: int, *phases: tuple[str, i
             if word == "W":
                 stage, microbatch = put_off.popleft()
             else:
-                chunk = int(word[1])
+                chunk = int(word[1:])
                 stage, microbatch = stages[chunk], following[word[0], chunk]
                 following[word[0], chunk] += 1
             if word[0] == "B":
@@ -48,6 +42,26 @@ def in_turns(stages: Sequence[int], num_microbatches: int, *phases: tuple[str, i
             if microbatch < num_microbatches:
                 order.append(Action(ActionKind(word[0]), stage, microbatch))
     return tuple(order)
+
+
+def groups(p: int, m: int, size: int | None = None) -> list[int]:
+    """The sizes of groups of at most ``size`` microbatches (default p), but never fewer than p if there are as many; the largest first."""
+    count = min(-(-m // (size or p)), max(m // p, 1))
+    least, longer = divmod(m, count)
+    return [least + (index < longer) for index in range(count)]
+
+
+def in_groups(
+    stages: Sequence[int], m: int, sizes: Sequence[int], *, warmup: int, forwards_only: bool = False
+) -> tuple[Action, ...]:
+    """The compute order of one rank whose chunks are visited by each group of microbatches before the next: ``warmup`` forwards, then
+    one forward and one backward in turn until the forwards are used up, then backwards."""
+    chunks = range(len(stages))
+    forwards = [f"F{chunk}" for size in sizes for chunk in chunks for _ in range(size)]
+    backwards = [] if forwards_only else [f"B{chunk}" for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    steady = [word for pair in zip(forwards[warmup:], backwards, strict=False) for word in pair]
+    words = (*forwards[:warmup], *steady, *backwards[len(steady) // 2 :])
+    return in_turns(stages, m, (" ".join(words), 1))
 
 
 def weights_in_gaps(orders: Orders, *, num_stages: int, num_microbatches: int, limit: int) -> Orders:

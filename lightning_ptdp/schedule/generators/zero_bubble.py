@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.schedule.generators.orders import Orders, in_turns, place, weights_in_gaps
+from lightning_ptdp.schedule.generators.orders import Orders, in_turns, weights_in_gaps
+from lightning_ptdp.world.placement import stages_of_rank
 
 __all__ = ["zb_h1", "zb_v"]
 
@@ -62,7 +63,7 @@ def zb_v(p: int, v: int, m: int) -> Orders:
     n = max(m, 2 * p - 1)
     orders = tuple(
         in_turns(
-            place(p, v, rank, "v"),
+            stages_of_rank(p, v, rank, "v"),
             m,
             ("F0", 2 * (p - rank) - 1),
             ("F1 F0", rank),
