@@ -107,13 +107,13 @@ def end(case: Case, trainer: pl.Trainer, folder: Path) -> None:
 
 def train(case: Case, folder: Path) -> None:
     """What a user's script does."""
-    write = background.save_boxes
+    write = background.save_rectangles
 
     def slow(*args: Any, **kwargs: Any) -> None:
         time.sleep(_SLOW_S)
         write(*args, **kwargs)
 
-    background.save_boxes = slow
+    background.save_rectangles = slow
     pl.seed_everything(1, verbose=False)
     two = case.launcher != "one"
     layout: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 2} if two else {}

@@ -91,7 +91,7 @@ class Sharding:
         """The numbers of copies, above one, that pieces have."""
         return tuple(sorted({piece.copies for piece in self.pieces if piece.copies > 1}))
 
-    def boxes(self, local: Tensor) -> Iterator[tuple[Shape, Tensor]]:
+    def held(self, local: Tensor) -> Iterator[tuple[Shape, Tensor]]:
         """(offset in the full tensor, view of ``local``) of every rectangle that is here."""
         for piece in self.pieces:
             if 0 not in piece.size or 0 in self.full_shape:

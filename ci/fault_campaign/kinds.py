@@ -61,7 +61,7 @@ KINDS = {
     "setup": Kind(calls=("lightning_ptdp.strategy.ptdp:parallelize",), armed="start"),
     "data": Kind(calls=("fault_campaign.training:Tokens.__getitems__",), most=2),
     "validation": Kind(calls=(_FORWARD,), most=8, armed="validation"),
-    "load": Kind(calls=("lightning_ptdp.checkpoint.rectangles:read_rectangle",), most=30, armed="start"),
+    "load": Kind(calls=("lightning_ptdp.checkpoint.reader:read_rectangle",), most=30, armed="start"),
     "forward": Kind(calls=(_FORWARD,), most=8),
     "backward": Kind(calls=("parameters:gradient",), most=12),
     "reduction": Kind(
@@ -79,7 +79,7 @@ KINDS = {
     "save: renames": Kind(calls=_RENAME, most=5, anyone=False, saves="while"),
     "save: latest": Kind(calls=_LATEST, most=10, anyone=False, saves="while"),
     "save: removal": Kind(calls=("os:unlink", "os:rmdir"), most=12, anyone=False, saves="while"),
-    "async: copy": Kind(calls=("lightning_ptdp.checkpoint.background:boxes_of",), most=2, saves="beside"),
+    "async: copy": Kind(calls=("lightning_ptdp.checkpoint.background:rectangles_of",), most=2, saves="beside"),
     "async: blocks": Kind(calls=_WRITE, most=60, saves="beside"),
     "async: training": Kind(calls=(_FORWARD,), most=4, saves="beside", armed="saving"),
     "async: renames": Kind(calls=_RENAME, most=5, anyone=False, saves="beside"),

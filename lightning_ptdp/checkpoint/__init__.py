@@ -17,13 +17,13 @@ A folder appears under its name complete or not at all, and an error on one rank
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.background import BackgroundSaver
-from lightning_ptdp.checkpoint.boxes import Box, Placed, boxes_of
 from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
 from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError, reading
 from lightning_ptdp.checkpoint.files import local_path
 from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
-from lightning_ptdp.checkpoint.load import Stored, load_tensors, open_folder
+from lightning_ptdp.checkpoint.load import Stored, load_tensors
+from lightning_ptdp.checkpoint.local import LocalRectangle, Placed, rectangles_of
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
 from lightning_ptdp.checkpoint.optimizer import (
     keeps_history,
@@ -43,7 +43,7 @@ from lightning_ptdp.checkpoint.whole import StoredOptimizers, StoredWeights, is_
 
 __all__ = [
     "BackgroundSaver",
-    "Box",
+    "LocalRectangle",
     "CheckpointError",
     "CheckpointMetadata",
     "FileEntry",
@@ -56,7 +56,7 @@ __all__ = [
     "StoredWeights",
     "TensorEntry",
     "TensorReader",
-    "boxes_of",
+    "rectangles_of",
     "choose_checkpoint",
     "complete_checkpoints",
     "is_checkpoint",
@@ -64,7 +64,6 @@ __all__ = [
     "load_history",
     "load_optimizer",
     "load_tensors",
-    "open_folder",
     "local_path",
     "mark_latest",
     "merge_groups",

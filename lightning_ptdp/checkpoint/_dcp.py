@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_ptdp.checkpoint.archive import ArchiveWriter
-from lightning_ptdp.checkpoint.boxes import Box
-from lightning_ptdp.checkpoint.coverage import Rectangle, check_cover
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
-from lightning_ptdp.checkpoint.index import Chunk
+from lightning_ptdp.checkpoint.index import StoredRectangle
+from lightning_ptdp.checkpoint.local import LocalRectangle
 from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, summing
 
-__all__ = ["Written", "write_boxes"]
+__all__ = ["Written", "write_rectangles"]
 
 T = TypeVar("T")
 
@@ -43,14 +43,16 @@ class Written:
 
     Attributes:
         tensors: Every full tensor by name, the same on all ranks.
-        chunks: On rank 0, the rectangles of each of them.
+        rectangles: On rank 0, those of each of them.
     """
 
     tensors: Mapping[str, TensorEntry]
-    chunks: Mapping[str, Sequence[Chunk]]
+    rectangles: Mapping[str, Sequence[StoredRectangle]]
 
 
-def write_boxes(folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | None = None, num_files: int = 1) -> Written:
+def write_rectangles(
+    folder: Path, rectangles: Iterable[LocalRectangle], group: dist.ProcessGroup | None = None, num_files: int = 1
+) -> Written:
     """Write every rank's rectangles; collective over ``group`` (None: the default process group, if there is one).
 
     A rectangle that several ranks hold is written by one of them, chosen so that the ranks write about the same amount.
@@ -62,7 +64,7 @@ def write_boxes(folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | N
     # The filters of warnings are the whole process's: a thread that saves in the background leaves them alone.
     with nullcontext() if dist.is_available() and dist.is_initialized() else _quiet():
         writer = _Writer(folder, num_files)
-        metadata = dcp.save({}, storage_writer=writer, planner=_SavePlanner(boxes), process_group=group)
+        metadata = dcp.save({}, storage_writer=writer, planner=_SavePlanner(rectangles), process_group=group)
     for name, size in _file_sizes(metadata).items():
         file = folder / name
         if not file.is_file() or file.stat().st_size < size:
@@ -72,32 +74,31 @@ def write_boxes(folder: Path, boxes: Iterable[Box], group: dist.ProcessGroup | N
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, dcp.TensorStorageMetadata)
     }
-    return Written(tensors=tensors, chunks=writer.chunks)
+    return Written(tensors=tensors, rectangles=writer.rectangles)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    def __init__(self, boxes: Iterable[Box]) -> None:
+    def __init__(self, rectangles: Iterable[LocalRectangle]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._boxes = {_index(box): box for box in boxes}
+        self._rectangles = {MetadataIndex(one.name, torch.Size(one.offset)): one for one in rectangles}
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(index, box) for index, box in self._boxes.items()])
+        self.plan = SavePlan([_write_item(index, one) for index, one in self._rectangles.items()])
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
-        _check_same_tensors(all_plans)
-        _check_whole_tensors(all_plans)  # torch looks for less, and does not say where
+        _check_tensors(all_plans)  # torch looks for less, and does not say where
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._boxes[MetadataIndex(index.fqn, index.offset)].to_write()
+        return self._rectangles[MetadataIndex(index.fqn, index.offset)].to_write()
 
 
 @dataclass(frozen=True)
 class _Result(WriteResult):
     """What DCP hears of a rectangle that is written, and what our own index says of it."""
 
-    chunk: Chunk
+    rectangle: StoredRectangle
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -109,13 +110,13 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, folder: Path, num_files: int) -> None:
         super().__init__(folder)
         self._folder, self._num_files = folder, num_files
-        self.chunks: dict[str, list[Chunk]] = {}
+        self.rectangles: dict[str, list[StoredRectangle]] = {}
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, with what all have written."""
         for result in (result for rank in results for result in rank):
             assert isinstance(result, _Result)
-            self.chunks.setdefault(result.index.fqn, []).append(result.chunk)
+            self.rectangles.setdefault(result.index.fqn, []).append(result.rectangle)
         super().finish(metadata, results)
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -142,22 +143,17 @@ class _Writer(dcp.FileSystemWriter):
                 position, begin, length = archives.write(values.detach())
                 place = _StorageInfo(relative_path=name, offset=position, length=length)
                 assert item.index.offset is not None
-                chunk = Chunk(file=name, begin=begin, offset=tuple(item.index.offset), shape=tuple(values.shape))
-                results.append(_Result(index=item.index, size_in_bytes=length, storage_data=place, chunk=chunk))
+                rectangle = StoredRectangle(file=name, begin=begin, place=Rectangle.at(item.index.offset, values.shape))
+                results.append(_Result(index=item.index, size_in_bytes=length, storage_data=place, rectangle=rectangle))
         return results
 
 
-def _index(box: Box) -> MetadataIndex:
-    return MetadataIndex(box.name, torch.Size(box.offset))
-
-
-def _chunk(box: Box) -> dcp.ChunkStorageMetadata:
-    return dcp.ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=box.values.size())
-
-
-def _write_item(index: MetadataIndex, box: Box) -> dcp.WriteItem:
-    properties = TensorProperties(dtype=box.values.dtype)
-    data = TensorWriteData(chunk=_chunk(box), properties=properties, size=torch.Size(box.full_shape))
+def _write_item(index: MetadataIndex, rectangle: LocalRectangle) -> dcp.WriteItem:
+    data = TensorWriteData(
+        chunk=dcp.ChunkStorageMetadata(offsets=torch.Size(rectangle.offset), sizes=rectangle.values.size()),
+        properties=TensorProperties(dtype=rectangle.values.dtype),
+        size=torch.Size(rectangle.full_shape),
+    )
     return dcp.WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
@@ -183,39 +179,21 @@ def _done(value: T) -> torch.futures.Future[T]:
     return future
 
 
-def _check_same_tensors(plans: list[SavePlan]) -> None:
-    """All ranks mean the same tensor by a name: torch takes the first rank's word for it."""
-    known: dict[str, tuple[Any, Any, int]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            assert item.tensor_data is not None
-            shape, dtype = tuple(item.tensor_data.size), item.tensor_data.properties.dtype
-            first = known.setdefault(item.index.fqn, (shape, dtype, rank))
-            if first[:2] != (shape, dtype):
-                raise CheckpointError(
-                    f"{item.index.fqn!r} is {first[1]} of full shape {first[0]} on rank {first[2]}, "
-                    f"but {dtype} of {shape} on rank {rank}"
-                )
-
-
-def _check_whole_tensors(plans: list[SavePlan]) -> None:
-    """What the ranks have of each tensor makes it up. The same rectangle on several ranks counts once."""
+def _check_tensors(plans: list[SavePlan]) -> None:
+    """All ranks mean the same tensor by a name, and what they have of it makes it up; the same rectangle on several ranks counts once."""
+    known: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
     found: dict[str, set[Rectangle]] = {}
-    shapes: dict[str, torch.Size] = {}
-    for item in (item for plan in plans for item in plan.items):
+    for rank, item in ((rank, item) for rank, plan in enumerate(plans) for item in plan.items):
         assert item.tensor_data is not None
-        shapes[item.index.fqn] = item.tensor_data.size
-        found.setdefault(item.index.fqn, set()).add(_extent(item.tensor_data.chunk))
+        name, shape, dtype = item.index.fqn, tuple(item.tensor_data.size), item.tensor_data.properties.dtype
+        first = known.setdefault(name, (shape, dtype, rank))
+        if first[:2] != (shape, dtype):
+            raise CheckpointError(
+                f"{name!r} is {first[1]} of full shape {first[0]} on rank {first[2]}, but {dtype} of {shape} on rank {rank}"
+            )
+        found.setdefault(name, set()).add(Rectangle.at(item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes))
     for name, rectangles in found.items():
-        check_cover(name, shapes[name], rectangles, "to save")
-
-
-def _extent(chunk: dcp.ChunkStorageMetadata) -> Rectangle:
-    return _from_to(chunk.offsets, chunk.sizes)
-
-
-def _from_to(offset: Sequence[int], size: Sequence[int]) -> Rectangle:
-    return tuple(offset), tuple(begin + extent for begin, extent in zip(offset, size, strict=True))
+        check_cover(name, known[name][0], rectangles, "to save")
 
 
 def _file_sizes(metadata: dcp.Metadata) -> dict[str, int]:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
-from lightning_ptdp.checkpoint.boxes import Box, Tensors, boxes_of
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.keeper import Keeper
+from lightning_ptdp.checkpoint.local import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import Json
-from lightning_ptdp.checkpoint.save import checked_content, save_boxes
+from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
 
 __all__ = ["BackgroundSaver"]
 
@@ -80,10 +80,10 @@ class BackgroundSaver:
         self._target = Path(os.path.abspath(path))
         content = checked_content(path, state=state, metadata=metadata)
         with same_outcome(f"copying the tensors of the checkpoint {path}"):
-            boxes = boxes_of(self._copied(tensors))
+            rectangles = rectangles_of(self._copied(tensors))
         self._then, self._is_writing = [then], True
         self._thread = threading.Thread(
-            target=self._write, args=(boxes, content, metadata), name=f"save {self._target.name}", daemon=True
+            target=self._write, args=(rectangles, content, metadata), name=f"save {self._target.name}", daemon=True
         )
         self._thread.start()
 
@@ -155,9 +155,11 @@ class BackgroundSaver:
         self._copies = copies
         return {name: (copies[name], sharding) for name, (_, sharding) in tensors.items()}
 
-    def _write(self, boxes: list[Box], content: bytes, metadata: Mapping[str, Json]) -> None:
+    def _write(self, rectangles: list[LocalRectangle], content: bytes, metadata: Mapping[str, Json]) -> None:
         try:
-            save_boxes(self._target, boxes=boxes, content=content, metadata=metadata, keeper=self._keeper, group=self._group)
+            save_rectangles(
+                self._target, rectangles=rectangles, content=content, metadata=metadata, keeper=self._keeper, group=self._group
+            )
             while True:
                 with self._lock:
                     if not self._then:

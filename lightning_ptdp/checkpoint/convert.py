@@ -10,10 +10,8 @@ import torch
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.load import fill
-from lightning_ptdp.checkpoint.metadata import read_metadata
+from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.state import read_state
-from lightning_ptdp.sharding import Sharding
 
 __all__ = ["read_full", "to_lightning_file"]
 
@@ -28,18 +26,13 @@ def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, to
     Raises:
         CheckpointError: The checkpoint is damaged, or nothing has the prefix.
     """
-    metadata = read_metadata(path)
-    names = sorted(metadata.names(prefix))
+    reader = TensorReader(path)
+    names = sorted(reader.metadata.names(prefix))
     if not names:
-        kinds = sorted({name.split("/", 1)[0] + "/" for name in metadata.tensors})
+        kinds = sorted({name.split("/", 1)[0] + "/" for name in reader.tensors})
         raise CheckpointError(f"{path} holds no tensor whose name begins with {prefix!r}; there are {kinds}")
-    found = {}
-    for name in names:
-        entry = metadata.tensors[name]
-        found[name] = (torch.empty(entry.shape, dtype=entry.dtype), Sharding.replicated(entry.shape))
-    fill(path, metadata, found)
-    full = {name.removeprefix(prefix): tensor for name, (tensor, _) in found.items()}
-    aliases = metadata.aliases if prefix == MODEL else {}
+    full = {name.removeprefix(prefix): value for name, value in reader.read_all(names).items()}
+    aliases = reader.metadata.aliases if prefix == MODEL else {}
     return full | {alias: full[name] for alias, name in aliases.items() if name in full}
 
 

@@ -11,40 +11,32 @@ from pathlib import Path
 
 from lightning_ptdp.checked_json import FILE_NAME, Check, Json, Misfit, integer, list_of, map_of, record, text
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.coverage import check_cover
 from lightning_ptdp.checkpoint.errors import CheckpointError, reading
 from lightning_ptdp.checkpoint.format_1 import find_values, parse_index
-from lightning_ptdp.checkpoint.metadata import (
-    DCP_FILE,
-    INDEX_FILE,
-    CheckpointMetadata,
-    TensorEntry,
-    read_verified,
-)
+from lightning_ptdp.checkpoint.metadata import DCP_FILE, INDEX_FILE, CheckpointMetadata, TensorEntry, read_verified
+from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
 from lightning_ptdp.checkpoint.sums import SummedFile
 from lightning_ptdp.untrusted import parse_json
 
-__all__ = ["Chunk", "Index", "check_index", "open_index", "write_index"]
+__all__ = ["Index", "StoredRectangle", "check_index", "open_index", "write_index"]
 
 _FORMAT = "lightning-ptdp index"
 _SMALLEST_ARCHIVE = 512  # bytes that torch.save writes around nothing, and less
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A stored rectangle of a tensor.
+class StoredRectangle:
+    """A rectangle of a tensor in a data file.
 
     Attributes:
         file: The data file that holds it.
         begin: Where its values begin there, in bytes; they lie row by row, without gaps.
-        offset: Where it begins in the full tensor.
-        shape: Its extent.
+        place: Where it is in the full tensor.
     """
 
     file: str
     begin: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    place: Rectangle
 
 
 class Index:
@@ -69,13 +61,13 @@ class Index:
     ) -> None:
         self.find = find
         self._file, self._metadata, self._files, self._tensors = file, metadata, files, tensors
-        self._known: dict[str, tuple[Chunk, ...]] = {}
+        self._known: dict[str, tuple[StoredRectangle, ...]] = {}
         if unlisted := sorted(set(files) - metadata.files.keys()):
             raise CheckpointError(f"{file} is damaged: it names {unlisted[0]}, which metadata.json does not list")
         if other := sorted(tensors.keys() ^ metadata.tensors.keys()):
             raise CheckpointError(f"{file} is damaged: {other[0]!r} is in it or in metadata.json, but not in both")
 
-    def chunks(self, name: str) -> tuple[Chunk, ...]:
+    def rectangles(self, name: str) -> tuple[StoredRectangle, ...]:
         """The rectangles of a tensor, each inside of it and of its file.
 
         Raises:
@@ -88,11 +80,11 @@ class Index:
                 raise CheckpointError(f"{self._file} is damaged: {name!r}: {error}") from error
         return self._known[name]
 
-    def _checked(self, entry: TensorEntry, value: Json) -> tuple[Chunk, ...]:
+    def _checked(self, entry: TensorEntry, value: Json) -> tuple[StoredRectangle, ...]:
         sizes: Check[tuple[int, ...]] = list_of(integer())
         fields: tuple[Check[Json], ...] = (integer(most=len(self._files) - 1), integer(), sizes, sizes)
 
-        def check(value: Json) -> Chunk:
+        def check(value: Json) -> StoredRectangle:
             if type(value) is not list or len(value) != len(fields):
                 raise Misfit("is not [file, begin, offset, shape]")
             file, begin, offset, shape = (field(item) for field, item in zip(fields, value, strict=True))
@@ -103,22 +95,22 @@ class Index:
             name = self._files[file]
             if begin + math.prod(shape) * entry.dtype.itemsize > self._metadata.files[name].size:
                 raise Misfit(f"would reach beyond the end of {name}, which has {self._metadata.files[name].size} bytes")
-            return Chunk(file=name, begin=begin, offset=offset, shape=shape)
+            return StoredRectangle(file=name, begin=begin, place=Rectangle.at(offset, shape))
 
         return list_of(check)(value)
 
 
-def write_index(folder: Path, tensors: Mapping[str, Sequence[Chunk]]) -> None:
+def write_index(folder: Path, tensors: Mapping[str, Sequence[StoredRectangle]]) -> None:
     """Write ``index.json``."""
-    names = sorted({chunk.file for chunks in tensors.values() for chunk in chunks})
+    names = sorted({one.file for stored in tensors.values() for one in stored})
     number = {name: position for position, name in enumerate(names)}
     content = {
         "format": _FORMAT,
         "byteorder": sys.byteorder,
         "files": names,
         "tensors": {
-            name: [[number[chunk.file], chunk.begin, chunk.offset, chunk.shape] for chunk in chunks]
-            for name, chunks in tensors.items()
+            name: [[number[one.file], one.begin, one.place.begin, one.place.shape] for one in stored]
+            for name, stored in tensors.items()
         },
     }
     with files.open_synced(folder / INDEX_FILE) as stream:
@@ -154,8 +146,7 @@ def check_index(folder: Path, metadata: CheckpointMetadata) -> None:
     """
     index = open_index(folder, metadata)
     for name, entry in metadata.tensors.items():
-        extents = ((chunk.offset, tuple(map(sum, zip(chunk.offset, chunk.shape, strict=True)))) for chunk in index.chunks(name))
-        check_cover(name, entry.shape, extents, f"in {folder}")
+        check_cover(name, entry.shape, (stored.place for stored in index.rectangles(name)), f"in {folder}")
 
 
 _FIELDS = record(

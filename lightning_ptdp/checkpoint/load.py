@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from lightning_ptdp.checkpoint.agreement import gather, same_outcome
-from lightning_ptdp.checkpoint.boxes import Tensors, boxes_of
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
-from lightning_ptdp.checkpoint.rectangles import RectangleReader
+from lightning_ptdp.checkpoint.local import Tensors
+from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.reader import TensorReader
 
-__all__ = ["Stored", "fill", "load_tensors", "open_folder", "renamed"]
+__all__ = ["Stored", "load_tensors", "renamed"]
 
 _SHOWN = 5
 
@@ -32,30 +30,6 @@ class Stored(Protocol):
         """Read checked tensors in this process alone, converted to the dtype of their targets."""
 
 
-@dataclass(frozen=True)
-class _Folder:
-    """A checkpoint folder."""
-
-    path: Path
-    metadata: CheckpointMetadata
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        return self.metadata.tensors
-
-    def fill(self, tensors: Tensors) -> None:
-        fill(self.path, self.metadata, tensors)
-
-
-def open_folder(path: str | os.PathLike[str]) -> Stored:
-    """The tensors of a checkpoint folder.
-
-    Raises:
-        CheckpointError: It is not one, or its index is damaged.
-    """
-    return _Folder(Path(path), read_metadata(path))
-
-
 def load_tensors(
     path: str | os.PathLike[str],
     tensors: Tensors,
@@ -63,12 +37,12 @@ def load_tensors(
     strict: bool = True,
     prefix: str | None = None,
     rename: Mapping[str, str] | None = None,
-    open_stored: Callable[[str | os.PathLike[str]], Stored] = open_folder,
+    open_stored: Callable[[str | os.PathLike[str]], Stored] = TensorReader,
 ) -> list[str]:
     """Fill local tensors in place from a checkpoint of any layout; collective over the default process group, if there is one.
 
     Every rank reads only the stored rectangles that overlap its own. Values are converted to the target's dtype; local elements
-    that no piece of the sharding covers (padding) keep their values.
+    that no rectangle of the sharding covers (padding) keep their values.
 
     Args:
         path: The checkpoint folder.
@@ -112,11 +86,6 @@ def renamed(name: str, rename: Mapping[str, str]) -> str:
         return name
     longest = max(fitting, key=len)
     return rename[longest] + name.removeprefix(longest)
-
-
-def fill(path: str | os.PathLike[str], metadata: CheckpointMetadata, tensors: Tensors) -> None:
-    """Read checked tensors in this process alone."""
-    RectangleReader(Path(path), metadata).read(boxes_of(tensors))
 
 
 def _check_distinct(stored: Mapping[str, str]) -> None:

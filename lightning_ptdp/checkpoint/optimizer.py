@@ -17,9 +17,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
-from lightning_ptdp.checkpoint.boxes import Placed
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.load import load_tensors
+from lightning_ptdp.checkpoint.local import Placed
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 from lightning_ptdp.sharding import Sharding
 

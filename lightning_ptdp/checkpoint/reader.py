@@ -1,22 +1,30 @@
-"""Single tensors of a checkpoint, read one after the other in one process."""
+"""Rectangles of a checkpoint's tensors, read from those that are stored and checked."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint.boxes import Box
-from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, read_metadata
-from lightning_ptdp.checkpoint.rectangles import RectangleReader
+from lightning_ptdp.checkpoint.errors import reading
+from lightning_ptdp.checkpoint.index import StoredRectangle, open_index
+from lightning_ptdp.checkpoint.local import LocalRectangle, Tensors, rectangles_of
+from lightning_ptdp.checkpoint.metadata import TensorEntry, read_metadata, read_sums
+from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
+from lightning_ptdp.checkpoint.stored import read_rectangle
+from lightning_ptdp.checkpoint.sums import BlockSums, open_summed
 
 __all__ = ["TensorReader"]
 
+_Part = tuple[StoredRectangle, LocalRectangle, Rectangle]
+"""What is stored, what is asked for, and what they have in common in the full tensor."""
+
 
 class TensorReader:
-    """A checkpoint that is asked for tensors by name; holds its index, not its tensors.
+    """A checkpoint of which any rectangle of any tensor can be read, in one process; holds its index, not its tensors. It reads what is
+    asked for and no more, and checks it.
 
     Args:
         path: The checkpoint folder.
@@ -26,8 +34,14 @@ class TensorReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.metadata: CheckpointMetadata = read_metadata(path)
-        self._reader = RectangleReader(Path(path), self.metadata)
+        self._folder, self.metadata = Path(path), read_metadata(path)
+        self._index = open_index(self._folder, self.metadata)
+        self._sums: dict[str, BlockSums] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """What there is, by name."""
+        return self.metadata.tensors
 
     def read(self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor by its global name, on the CPU in its stored dtype: all of it, or the rectangle of ``shape`` at ``offset``.
@@ -35,9 +49,58 @@ class TensorReader:
         Raises:
             CheckpointError: What was read is damaged.
         """
-        entry = self.metadata.tensors[name]
+        entry = self.tensors[name]
         values = torch.empty(entry.shape if shape is None else tuple(shape), dtype=entry.dtype)
         if values.numel():
             place = tuple(offset)[: values.dim()] if offset is not None else (0,) * values.dim()
-            self._reader.read([Box(name=name, full_shape=entry.shape, offset=place, values=values)])
+            self.read_into([LocalRectangle(name=name, full_shape=entry.shape, offset=place, values=values)])
         return values
+
+    def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors by their global names, as :meth:`read` gives them; read in the order in which they are stored.
+
+        Raises:
+            CheckpointError: What was read is damaged.
+        """
+        values = {name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype) for name in names}
+        self.read_into(LocalRectangle.whole(name, value) for name, value in values.items() if value.numel())
+        return values
+
+    def fill(self, tensors: Tensors) -> None:
+        """Fill checked tensors, converted to the dtype of each.
+
+        Raises:
+            CheckpointError: As :meth:`read_into`.
+        """
+        self.read_into(rectangles_of(tensors))
+
+    def read_into(self, rectangles: Iterable[LocalRectangle]) -> None:
+        """Fill this process's rectangles from the stored ones that overlap them; not collective.
+
+        Raises:
+            CheckpointError: Reading failed, what was read is damaged, or the stored rectangles do not cover what is asked for.
+        """
+        by_file: dict[str, list[_Part]] = {}
+        for wanted in rectangles:
+            parts = [(stored, wanted, stored.place.common(wanted.place)) for stored in self._index.rectangles(wanted.name)]
+            parts = [part for part in parts if part[2].numel]
+            check_cover(wanted.name, wanted.values.shape, (part[2].seen_from(wanted.offset) for part in parts), "to load")
+            for part in parts:
+                by_file.setdefault(part[0].file, []).append(part)
+        for name, parts in by_file.items():
+            with reading(self._folder / name):
+                self._read_file(name, parts)
+
+    def _read_file(self, name: str, parts: list[_Part]) -> None:
+        if name not in self._sums:
+            self._sums[name] = read_sums(self._folder, self.metadata, name)
+        with open_summed(self._folder / name, self._sums[name]) as file:
+            for stored, wanted, common in sorted(parts, key=lambda part: part[0].begin):
+                read_rectangle(
+                    file,
+                    wanted.values[common.seen_from(wanted.offset).slices],
+                    begin=self._index.find(file, stored.begin),
+                    dtype=self.tensors[wanted.name].dtype,
+                    shape=stored.place.shape,
+                    offset=common.seen_from(stored.place.begin).begin,
+                )

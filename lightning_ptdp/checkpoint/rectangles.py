@@ -1,81 +1,120 @@
-"""Rectangles of a checkpoint's tensors, read from those that are stored and checked."""
+"""Rectangles of a tensor, and whether some of them make it up: every element in one of them, and in no more than one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
 
-from lightning_ptdp.checkpoint.boxes import Box
-from lightning_ptdp.checkpoint.coverage import Rectangle, check_cover
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.index import Chunk, open_index
-from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, read_sums
-from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.checkpoint.sums import BlockSums, open_summed
 
-__all__ = ["RectangleReader"]
+__all__ = ["Rectangle", "check_cover"]
+
+_MOST_CUT = 8  # dimensions; a corner is one of 2 to this power
+_MOST_NAMED = 200
 
 
-class RectangleReader:
-    """Reads what is asked for and no more, and checks it; may be asked several times.
+class Rectangle(NamedTuple):
+    """A part of a tensor.
 
-    Args:
-        folder: The checkpoint.
-        metadata: What it says of itself.
-
-    Raises:
-        CheckpointError: The index is damaged.
+    Attributes:
+        begin: Where it begins, for each dimension.
+        end: Where it ends.
     """
 
-    def __init__(self, folder: Path, metadata: CheckpointMetadata) -> None:
-        self._folder, self._metadata = folder, metadata
-        self._index = open_index(folder, metadata)
-        self._sums: dict[str, BlockSums] = {}
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
 
-    def read(self, boxes: Iterable[Box]) -> None:
-        """Fill this process's rectangles from the stored ones that overlap them; not collective.
+    @classmethod
+    def at(cls, offset: Sequence[int], shape: Sequence[int]) -> Rectangle:
+        """What begins at ``offset`` and has this shape."""
+        return cls(tuple(offset), tuple(map(operator.add, offset, shape)))
 
-        Raises:
-            CheckpointError: Reading failed, what was read is damaged, or the stored rectangles do not cover what is asked for.
-        """
-        by_file: dict[str, list[tuple[Chunk, Box, Rectangle]]] = {}
-        for box in boxes:
-            for chunk, part in self._parts(box):
-                by_file.setdefault(chunk.file, []).append((chunk, box, part))
-        for name, parts in by_file.items():
-            try:
-                self._read_file(name, parts)
-            except OSError as error:
-                raise CheckpointError(f"{self._folder / name} cannot be read: {error.strerror}") from error
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its extents."""
+        return tuple(map(operator.sub, self.end, self.begin))
 
-    def _parts(self, box: Box) -> list[tuple[Chunk, Rectangle]]:
-        """The stored rectangles that overlap one, and where they do so in the full tensor."""
-        end = _moved(box.values.shape, box.offset)
-        found = []
-        for chunk in self._index.chunks(box.name):
-            first = tuple(map(max, chunk.offset, box.offset))
-            last = tuple(map(min, _moved(chunk.shape, chunk.offset), end))
-            if all(low < high for low, high in zip(first, last, strict=True)):
-                found.append((chunk, (first, last)))
-        places = ((_moved(first, box.offset, -1), _moved(last, box.offset, -1)) for _, (first, last) in found)
-        check_cover(box.name, box.values.shape, places, "to load")
-        return found
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(max(extent, 0) for extent in self.shape)
 
-    def _read_file(self, name: str, parts: list[tuple[Chunk, Box, Rectangle]]) -> None:
-        if name not in self._sums:
-            self._sums[name] = read_sums(self._folder, self._metadata, name)
-        with open_summed(self._folder / name, self._sums[name]) as file:
-            for chunk, box, (first, last) in sorted(parts, key=lambda part: part[0].begin):
-                place = zip(_moved(first, box.offset, -1), _moved(last, box.offset, -1), strict=True)
-                read_rectangle(
-                    file,
-                    box.values[tuple(slice(low, high) for low, high in place)],
-                    begin=self._index.find(file, chunk.begin),
-                    dtype=self._metadata.tensors[box.name].dtype,
-                    shape=chunk.shape,
-                    offset=_moved(first, chunk.offset, -1),
-                )
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Its index in the tensor."""
+        return tuple(map(slice, self.begin, self.end))
+
+    def common(self, other: Rectangle) -> Rectangle:
+        """What is in both; of no elements if nothing is."""
+        return Rectangle(tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end)))
+
+    def seen_from(self, origin: Sequence[int]) -> Rectangle:
+        """The same in a tensor that begins at ``origin`` of this one."""
+        return Rectangle(tuple(map(operator.sub, self.begin, origin)), tuple(map(operator.sub, self.end, origin)))
+
+    def around(self, hole: Rectangle) -> Iterator[Rectangle]:
+        """What is left around a rectangle inside of it: for each dimension, what is before and what is behind."""
+        begin, end = list(self.begin), list(self.end)
+        for dim, (first, last) in enumerate(zip(*hole, strict=True)):
+            for low, high in ((begin[dim], first), (last, end[dim])):
+                if low < high:
+                    yield Rectangle((*begin[:dim], low, *begin[dim + 1 :]), (*end[:dim], high, *end[dim + 1 :]))
+            begin[dim], end[dim] = first, last
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{begin}:{end}' for begin, end in zip(*self, strict=True))}]"
 
 
-def _moved(place: Iterable[int], by: Iterable[int], sign: int = 1) -> tuple[int, ...]:
-    return tuple(at + sign * step for at, step in zip(place, by, strict=True))
+def check_cover(name: str, shape: Sequence[int], rectangles: Iterable[Rectangle], doing: str) -> None:
+    """Check that ``rectangles`` make up the tensor ``name`` of ``shape``.
+
+    Args:
+        name: For the message.
+        shape: The whole.
+        rectangles: Of it.
+        doing: What they are for, for the message: ``"to save"``.
+
+    Raises:
+        CheckpointError: An element is in none of them, in two, or one reaches beyond the whole; names the region.
+    """
+    whole = Rectangle.at((0,) * len(shape), shape)
+    given = [rectangle for rectangle in rectangles if rectangle.numel]
+    if _make_up(whole, given):
+        return
+    if len(given) > _MOST_NAMED:
+        raise CheckpointError(f"{name!r}: the {len(given)} rectangles {doing} leave out elements or have some twice")
+    left = [whole] if whole.numel else []
+    for rectangle in sorted(given):
+        found = [(free, free.common(rectangle)) for free in left]
+        if sum(common.numel for _, common in found) < rectangle.numel:
+            beyond = whole.common(rectangle) != rectangle
+            what = f"is not in the tensor of {tuple(shape)}" if beyond else "has elements that are in another one too"
+            raise CheckpointError(f"{name!r}: of the rectangles {doing}, {rectangle} {what}")
+        left = [rest for free, common in found for rest in (free.around(common) if common.numel else (free,))]
+    if left:
+        covered = whole.numel - sum(rectangle.numel for rectangle in left)
+        raise CheckpointError(
+            f"{name!r}: the rectangles {doing} cover {covered} of {whole.numel} elements; {left[0]} is in none of them"
+        )
+
+
+def _make_up(whole: Rectangle, given: Sequence[Rectangle]) -> bool:
+    """Whether every element is in one rectangle and none reaches beyond, at a cost that grows as their number.
+
+    How many rectangles an element is in, as a function on the grid, is known from its mixed differences, which are zero but at corners:
+    the corners of the rectangles, with their signs, must be those of the whole.
+    """
+    cut = [
+        dim for dim, full in enumerate(zip(*whole, strict=True)) if any((one.begin[dim], one.end[dim]) != full for one in given)
+    ]
+    if len(cut) > _MOST_CUT:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for rectangle, sign in [*((one, 1) for one in given), *([(whole, -1)] if whole.numel else [])]:
+        for ends in product((0, 1), repeat=len(cut)):
+            corners[tuple(rectangle[end][dim] for end, dim in zip(ends, cut, strict=True))] += sign * (-1) ** sum(ends)
+    return not any(corners.values())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint.boxes import Box
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.local import LocalRectangle
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.checkpoint.state import read_state
@@ -50,21 +51,19 @@ def reshard_checkpoint(
     verify_checkpoint(source)
     reader = TensorReader(source)
     state = {key: value for key, value in read_state(source).items() if not (weights_only and key in _TRAINING)}
-    boxes = _boxes(reader, dtype, weights_only)
+    rectangles = _rectangles(reader, dtype, weights_only)
     run, created = dict(reader.metadata.run), reader.metadata.created
-    write_checkpoint(destination, boxes=boxes, state=state, metadata=run, num_files=num_files, created=created)
+    write_checkpoint(destination, rectangles=rectangles, state=state, metadata=run, num_files=num_files, created=created)
 
 
-def _boxes(reader: TensorReader, dtype: torch.dtype | None, weights_only: bool) -> Iterator[Box]:
+def _rectangles(reader: TensorReader, dtype: torch.dtype | None, weights_only: bool) -> Iterator[LocalRectangle]:
     for name, entry in sorted(reader.metadata.tensors.items()):
         is_model = name.startswith("model/")
         if weights_only and not is_model:
             continue
         kind = dtype if dtype is not None and is_model and entry.dtype.is_floating_point else entry.dtype
         values = torch.empty(entry.shape, dtype=kind, device="meta")
-        yield Box(
-            name=name, full_shape=entry.shape, offset=(0,) * len(entry.shape), values=values, read=_read(reader, name, kind)
-        )
+        yield replace(LocalRectangle.whole(name, values), read=_read(reader, name, kind))
 
 
 def _read(reader: TensorReader, name: str, dtype: torch.dtype) -> Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]:

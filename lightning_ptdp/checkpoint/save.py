@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from lightning_ptdp.checkpoint import _dcp, files
 from lightning_ptdp.checkpoint.agreement import from_rank_zero, is_rank_zero, same_outcome
-from lightning_ptdp.checkpoint.boxes import Box, Tensors, boxes_of, cut_strips
 from lightning_ptdp.checkpoint.claims import Claim
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.index import write_index
 from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.latest import latest_follows
+from lightning_ptdp.checkpoint.local import LocalRectangle, Tensors, cut_strips, rectangles_of
 from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
     README_FILE,
@@ -28,7 +28,7 @@ from lightning_ptdp.checkpoint.metadata import (
 )
 from lightning_ptdp.checkpoint.state import dump_state
 
-__all__ = ["checked_content", "save_boxes", "save_checkpoint", "write_checkpoint"]
+__all__ = ["checked_content", "save_rectangles", "save_checkpoint", "write_checkpoint"]
 
 README = """\
 This folder is one checkpoint, written by lightning-ptdp: the whole model, whatever number of ranks wrote it. torch.load() reads files only.
@@ -66,14 +66,14 @@ def save_checkpoint(
         CheckpointError: On every rank, if anything failed on any; what was at ``path`` is untouched, nothing else is left.
     """
     with same_outcome(_doing(path)):
-        boxes = boxes_of(tensors)
-    write_checkpoint(path, boxes=boxes, state=state, metadata=metadata, keeper=keeper)
+        rectangles = rectangles_of(tensors)
+    write_checkpoint(path, rectangles=rectangles, state=state, metadata=metadata, keeper=keeper)
 
 
 def write_checkpoint(
     path: str | os.PathLike[str],
     *,
-    boxes: Iterable[Box],
+    rectangles: Iterable[LocalRectangle],
     state: dict[str, Any],
     metadata: Mapping[str, Json],
     keeper: Keeper | None = None,
@@ -89,8 +89,14 @@ def write_checkpoint(
     """
     content = checked_content(path, state=state, metadata=metadata)
     target = Path(os.path.abspath(path))
-    save_boxes(
-        target, boxes=boxes, content=content, metadata=metadata, keeper=keeper or Keeper(), num_files=num_files, created=created
+    save_rectangles(
+        target,
+        rectangles=rectangles,
+        content=content,
+        metadata=metadata,
+        keeper=keeper or Keeper(),
+        num_files=num_files,
+        created=created,
     )
 
 
@@ -109,10 +115,10 @@ def checked_content(path: str | os.PathLike[str], *, state: dict[str, Any], meta
     raise AssertionError("same_outcome raises what it catches")
 
 
-def save_boxes(
+def save_rectangles(
     target: Path,
     *,
-    boxes: Iterable[Box],
+    rectangles: Iterable[LocalRectangle],
     content: bytes,
     metadata: Mapping[str, Json],
     keeper: Keeper,
@@ -133,13 +139,13 @@ def save_boxes(
             if is_rank_zero():
                 keeper.take(claim)
         with same_outcome(doing, group):
-            written = _dcp.write_boxes(part, cut_strips(boxes), group, num_files)
+            written = _dcp.write_rectangles(part, cut_strips(rectangles), group, num_files)
         with same_outcome(doing, group):
             if is_rank_zero():
                 for name, small in ((STATE_FILE, content), (README_FILE, README.encode())):
                     with files.open_synced(part / name) as stream:
                         stream.write(small)
-                write_index(part, written.chunks)
+                write_index(part, written.rectangles)
                 time = keeper.time_of_next(target.parent) if created is None else created
                 write_metadata(part, describe_folder(part, run=metadata, tensors=written.tensors, created=time))
                 files.sync_folder(part)

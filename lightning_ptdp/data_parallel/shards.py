@@ -117,7 +117,7 @@ class FlatSharding:
         """(elements of the shard,)."""
         return (self.shard.size,)
 
-    def boxes(self, local: Tensor) -> Iterator[tuple[Shape, Tensor]]:
+    def held(self, local: Tensor) -> Iterator[tuple[Shape, Tensor]]:
         """(offset in the full tensor, view of ``local``) of every rectangle that is here."""
         for piece in self.whole.pieces:
             for inside, view in self.shard.overlap(piece.local_slices, local):

@@ -18,8 +18,8 @@ import torch
 
 from lightning_ptdp.checked_json import FILE_NAME, map_of, record, text
 from lightning_ptdp.checkpoint import (
-    Box,
     CheckpointError,
+    LocalRectangle,
     TensorEntry,
     TensorReader,
     files,
@@ -86,17 +86,17 @@ def from_huggingface(
     if names == "hf":
         tied = HF_TIED.get(config.get("model_type", ""), {}) if config.get("tie_word_embeddings", True) else {}
         aliases = {alias: name for alias, name in tied.items() if alias not in tensors and name in tensors}
-        boxes = [_whole_box(f"model/{prefix}{name}", value) for name, value in tensors.items()]
+        rectangles = [LocalRectangle.whole(f"model/{prefix}{name}", value) for name, value in tensors.items()]
         state = weights_only_state({})
     else:
         family = family_of_config_json(config, folder / CONFIG_FILE)
         ours = _our_config(family, config, folder)
-        boxes = list(_boxes(family, ours, tensors, f"model/{prefix}"))
-        _check_complete(family, ours, boxes, f"model/{prefix}", folder)
+        rectangles = list(_rectangles(family, ours, tensors, f"model/{prefix}"))
+        _check_complete(family, ours, rectangles, f"model/{prefix}", folder)
         aliases = family.aliases(ours)
         state = weights_only_state({"config": asdict(ours)})
     metadata = {"aliases": {prefix + alias: prefix + name for alias, name in aliases.items()}, "converted_from": str(folder)}
-    write_checkpoint(destination, boxes=boxes, state=state, metadata=metadata)
+    write_checkpoint(destination, rectangles=rectangles, state=state, metadata=metadata)
 
 
 def to_huggingface(
@@ -191,7 +191,7 @@ def _our_config(family: Family, config: Mapping[str, Any], folder: Path) -> Any:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
 
 
-def _boxes(family: Family, config: Any, tensors: Mapping[str, torch.Tensor], prefix: str) -> Iterator[Box]:
+def _rectangles(family: Family, config: Any, tensors: Mapping[str, torch.Tensor], prefix: str) -> Iterator[LocalRectangle]:
     """Every tensor of theirs as a rectangle of one of ours."""
     aliases = family.aliases(config)
     bare = not any(name.startswith(family.base) for name in tensors)
@@ -209,13 +209,13 @@ def _boxes(family: Family, config: Any, tensors: Mapping[str, torch.Tensor], pre
             raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, which is not that of a matrix")
         values = value.t() if part.transposed else value
         if part.rows is None:
-            yield _whole_box(prefix + part.ours, values)
+            yield LocalRectangle.whole(prefix + part.ours, values)
             continue
         if values.shape[0] != part.rows:
             raise CheckpointError(f"{name!r} has {values.shape[0]} rows, but {CONFIG_FILE} says {part.rows}")
         full_rows = sum(other.rows or 0 for other in _siblings(family, part, config))
         offset = (part.start, *(0,) * (values.dim() - 1))
-        yield Box(name=prefix + part.ours, full_shape=(full_rows, *values.shape[1:]), offset=offset, values=values)
+        yield LocalRectangle(name=prefix + part.ours, full_shape=(full_rows, *values.shape[1:]), offset=offset, values=values)
     if unknown:
         raise CheckpointError(f"the table of {family.model_type!r} has no place for {', '.join(map(repr, unknown[:_SHOWN]))}")
 
@@ -227,17 +227,13 @@ def _siblings(family: Family, part: Part, config: Any) -> Iterator[Part]:
         yield place
 
 
-def _whole_box(name: str, values: torch.Tensor) -> Box:
-    return Box(name=name, full_shape=tuple(values.shape), offset=(0,) * values.dim(), values=values)
-
-
-def _check_complete(family: Family, config: Any, boxes: list[Box], prefix: str, folder: Path) -> None:
+def _check_complete(family: Family, config: Any, rectangles: list[LocalRectangle], prefix: str, folder: Path) -> None:
     """Compare with the model that the configuration describes."""
-    wanted = family.shapes(config, stored=len(boxes))
-    twice = [place for place, count in Counter((box.name, box.offset) for box in boxes).items() if count > 1]
+    wanted = family.shapes(config, stored=len(rectangles))
+    twice = [place for place, count in Counter((one.name, one.offset) for one in rectangles).items() if count > 1]
     if twice:
         raise CheckpointError(f"{folder} has {twice[0][0].removeprefix(prefix)!r} more than once, under different names")
-    found = {box.name.removeprefix(prefix): box.full_shape for box in boxes}
+    found = {one.name.removeprefix(prefix): one.full_shape for one in rectangles}
     missing, other = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or other:
         theirs = [next(family.names(name, config), name) for name in missing[:_SHOWN]]

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp.checkpoint import Box, CheckpointError, TensorEntry, TensorReader, files, read_full, write_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    LocalRectangle,
+    TensorEntry,
+    TensorReader,
+    files,
+    read_full,
+    write_checkpoint,
+)
 from lightning_ptdp.checkpoint.saved import check_saved, why_unread
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 
@@ -58,7 +66,7 @@ def from_state_dict(source: str | os.PathLike[str], destination: str | os.PathLi
         CheckpointError: The file cannot be read.
     """
     tensors, state = open_state_dict(source)
-    boxes: list[Box] = []
+    rectangles: list[LocalRectangle] = []
     aliases: dict[str, str] = {}
     first: dict[object, str] = {}
     for name, value in tensors.items():
@@ -67,9 +75,9 @@ def from_state_dict(source: str | os.PathLike[str], destination: str | os.PathLi
         if known != name:
             aliases[prefix + name] = prefix + known
             continue
-        boxes.append(Box(name=f"model/{prefix}{name}", full_shape=tuple(value.shape), offset=(0,) * value.dim(), values=value))
+        rectangles.append(LocalRectangle.whole(f"model/{prefix}{name}", value))
     metadata = {"aliases": aliases, "converted_from": str(source)}
-    write_checkpoint(destination, boxes=boxes, state={**weights_only_state({}), **state}, metadata=metadata)
+    write_checkpoint(destination, rectangles=rectangles, state={**weights_only_state({}), **state}, metadata=metadata)
 
 
 def to_state_dict(

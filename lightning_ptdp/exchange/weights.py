@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightning_ptdp.checkpoint import CheckpointError, TensorEntry, boxes_of
-from lightning_ptdp.checkpoint.boxes import Tensors
+from lightning_ptdp.checkpoint import CheckpointError, TensorEntry, rectangles_of
+from lightning_ptdp.checkpoint.local import Tensors
 from lightning_ptdp.exchange.huggingface import is_huggingface_folder, open_huggingface
 
 __all__ = ["HuggingFaceNames", "HuggingFaceWeights", "names_in", "reads_as_huggingface"]
@@ -66,9 +66,8 @@ class HuggingFaceWeights:
 
     def fill(self, tensors: Tensors) -> None:
         """Read this process's rectangles, converted to the dtype of their targets."""
-        for box in boxes_of(tensors):
-            place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.values.shape, strict=True))
-            box.values.copy_(self.values[box.name][place])
+        for rectangle in rectangles_of(tensors):
+            rectangle.values.copy_(self.values[rectangle.name][rectangle.place.slices])
 
 
 def reads_as_huggingface(path: str | os.PathLike[str]) -> bool:

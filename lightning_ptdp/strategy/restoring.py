@@ -15,13 +15,13 @@ from lightning_ptdp.checkpoint import (
     Stored,
     StoredOptimizers,
     StoredWeights,
+    TensorReader,
     choose_checkpoint,
     files,
     load_history,
     load_optimizer,
     load_tensors,
     local_path,
-    open_folder,
     read_state,
     same_outcome,
     verify_checkpoint,
@@ -188,7 +188,7 @@ class ModelSpaceRestoring(ModelSpace):
 
     def _opener(self, path: Any, rename: Mapping[str, str] | None) -> Callable[[Any], Stored]:
         if not reads_as_huggingface(path):
-            return open_folder
+            return TensorReader
         names = HuggingFaceNames(aliases={}) if rename else names_in(self.lightning_module, self.parallel.aliases)
         return partial(HuggingFaceWeights.open, names=names)
 

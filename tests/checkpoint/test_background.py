@@ -37,8 +37,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.opened, self.reached, self._error = threading.Event(), threading.Event(), error
-        self._write = _dcp.write_boxes
-        monkeypatch.setattr(_dcp, "write_boxes", self._wait)
+        self._write = _dcp.write_rectangles
+        monkeypatch.setattr(_dcp, "write_rectangles", self._wait)
 
     def _wait(self, *args: Any) -> Any:
         self.reached.set()
@@ -109,7 +109,7 @@ def test_a_lost_rank_is_told_as_torch_told_it(tmp_path: Path, monkeypatch: pytes
     def fail(*_: Any, **__: Any) -> None:
         raise lost
 
-    monkeypatch.setattr(background, "save_boxes", fail)
+    monkeypatch.setattr(background, "save_rectangles", fail)
     saver = BackgroundSaver(limit=LIMIT)
     _start(saver, tmp_path / "a", torch.ones(4))
     with pytest.raises(RuntimeError) as caught:

@@ -10,27 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.checkpoint.coverage import Rectangle, check_cover
+from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
 
 
 @st.composite
 def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Rectangle]]:
     """A shape, cut again and again at random."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    parts: list[Rectangle] = [((0,) * len(shape), shape)]
+    parts: list[Rectangle] = [Rectangle((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
         begin, end = parts.pop(draw(st.integers(0, len(parts) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
         at = draw(st.integers(begin[dim], end[dim]))
-        parts.append((begin, (*end[:dim], at, *end[dim + 1 :])))
-        parts.append(((*begin[:dim], at, *begin[dim + 1 :]), end))
+        parts.append(Rectangle(begin, (*end[:dim], at, *end[dim + 1 :])))
+        parts.append(Rectangle((*begin[:dim], at, *begin[dim + 1 :]), end))
     return shape, draw(st.permutations(parts))
 
 
 def _counts(shape: tuple[int, ...], parts: list[Rectangle]) -> torch.Tensor:
     counts = torch.zeros(shape, dtype=torch.int64)
-    for begin, end in parts:
-        counts[tuple(slice(first, last) for first, last in zip(begin, end, strict=True))] += 1
+    for part in parts:
+        counts[part.slices] += 1
     return counts
 
 
@@ -56,11 +56,11 @@ def test_it_agrees_with_counting(drawn: tuple[tuple[int, ...], list[Rectangle]],
 
 def test_what_reaches_beyond_is_said() -> None:
     with pytest.raises(CheckpointError, match=r"'w': of the rectangles to save, \[0:5, 0:3\] is not in the tensor of \(4, 3\)"):
-        check_cover("w", (4, 3), [((0, 0), (5, 3))], "to save")
+        check_cover("w", (4, 3), [Rectangle((0, 0), (5, 3))], "to save")
 
 
 def test_numbers_and_empty_tensors() -> None:
-    check_cover("w", (), [((), ())], "to save")
+    check_cover("w", (), [Rectangle((), ())], "to save")
     check_cover("w", (0, 3), [], "to save")
     with pytest.raises(CheckpointError, match=r"cover 0 of 1 elements"):
         check_cover("w", (), [], "to load")
@@ -68,7 +68,7 @@ def test_numbers_and_empty_tensors() -> None:
 
 def test_a_checkerboard_is_judged_at_once() -> None:
     side = 200
-    squares = [((row, column), (row + 1, column + 1)) for row in range(side) for column in range(side)]
+    squares = [Rectangle.at((row, column), (1, 1)) for row in range(side) for column in range(side)]
     check_cover("w", (side, side), squares, "to save")
     with pytest.raises(CheckpointError, match="the 20000 rectangles to save leave out elements or have some twice"):
         check_cover("w", (side, side), squares[::2], "to save")

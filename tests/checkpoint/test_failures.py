@@ -117,7 +117,7 @@ def test_rectangles_must_cover_in_one_process_too(tmp_path: Path, monkeypatch: p
     with pytest.raises(CheckpointError, match="the rectangles to save cover 10 of 20 elements"):
         save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
     with monkeypatch.context() as patch:
-        patch.setattr(_dcp, "_check_whole_tensors", lambda *_: None)
+        patch.setattr(_dcp, "_check_tensors", lambda *_: None)
         save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
     words = r"'model/w': the rectangles {} cover 10 of 20 elements; \[10:20\] is in none of them"
     with pytest.raises(CheckpointError, match=words.format("to load")):
@@ -197,14 +197,14 @@ def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_storage_that_vanishes_while_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, gone = tmp_path / "kept" / "a.ckpt", tmp_path / "gone" / "b.ckpt"
     _save_one(kept, 1.0)
-    write = _dcp.write_boxes
+    write = _dcp.write_rectangles
 
     def vanish(*args: Any) -> Any:
         entries = write(*args)
         shutil.rmtree(gone.parent)
         return entries
 
-    monkeypatch.setattr(_dcp, "write_boxes", vanish)
+    monkeypatch.setattr(_dcp, "write_rectangles", vanish)
     with pytest.raises(CheckpointError, match=r"saving the checkpoint .*b\.ckpt failed: FileNotFoundError: .*gone"):
         _save_one(gone, 2.0)
     assert not gone.parent.exists()

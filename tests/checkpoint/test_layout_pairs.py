@@ -20,8 +20,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptdp.checkpoint import Box, CheckpointMetadata, Placed, load_tensors, read_full, read_metadata
-from lightning_ptdp.checkpoint.boxes import boxes_of
+from lightning_ptdp.checkpoint import CheckpointMetadata, LocalRectangle, Placed, load_tensors, read_full, read_metadata
+from lightning_ptdp.checkpoint.local import rectangles_of
 from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.data_parallel.shards import FlatSharding, Shard
 from lightning_ptdp.schedule.partition import partition_layers
@@ -98,9 +98,9 @@ def _held(layout: Layout, stage: int, tensor_rank: int, replica: int) -> Tensors
     return found
 
 
-def _load(layout: Layout, source: Path | None) -> list[Box]:
+def _load(layout: Layout, source: Path | None) -> list[LocalRectangle]:
     """Every rank's rectangles: as they are at first, or as they come from a checkpoint; then all of them are compared."""
-    boxes = []
+    rectangles = []
     for coordinate in layout.coordinates():
         expected = _held(layout, *coordinate)
         tensors = expected
@@ -108,14 +108,14 @@ def _load(layout: Layout, source: Path | None) -> list[Box]:
             tensors = {name: (torch.full_like(tensor, PADDING), place) for name, (tensor, place) in expected.items()}
             load_tensors(source, tensors)
             for name, (tensor, place) in tensors.items():
-                for (_, found), (_, wanted) in zip(place.boxes(tensor), place.boxes(expected[name][0]), strict=True):
+                for (_, found), (_, wanted) in zip(place.held(tensor), place.held(expected[name][0]), strict=True):
                     assert torch.equal(found, wanted), f"{name} in {layout}"
-        boxes += boxes_of(tensors)
-    return boxes
+        rectangles += rectangles_of(tensors)
+    return rectangles
 
 
 def _save(path: Path, layout: Layout, source: Path | None) -> CheckpointMetadata:
-    write_checkpoint(path, boxes=_load(layout, source), state={}, metadata={"aliases": {"head.weight": "wte.weight"}})
+    write_checkpoint(path, rectangles=_load(layout, source), state={}, metadata={"aliases": {"head.weight": "wte.weight"}})
     return read_metadata(path)
 
 

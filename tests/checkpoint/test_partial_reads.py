@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.checkpoint import load_tensors, save_checkpoint
-from lightning_ptdp.checkpoint.boxes import boxes_of, cut_strips
+from lightning_ptdp.checkpoint.local import cut_strips, rectangles_of
 from lightning_ptdp.checkpoint.stored import runs
 from lightning_ptdp.sharding import Sharding, slice_full
 from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
@@ -64,14 +64,14 @@ def test_resharding_reads_what_it_needs(whole: tuple[Path, dict[str, torch.Tenso
 
 def test_strips_of_a_shard_lie_where_those_of_the_whole_lie() -> None:
     full = torch.arange(2048.0 * 1536).view(2048, 1536)
-    offsets = {box.offset for box in cut_strips(boxes_of({"w": (full, Sharding.replicated((2048, 1536)))}))}
+    offsets = {strip.offset for strip in cut_strips(rectangles_of({"w": (full, Sharding.replicated((2048, 1536)))}))}
     assert offsets == {(0, 192 * strip) for strip in range(8)}
     for index in range(2):
         sharding = shard_rows(full.shape, size=2, index=index)
-        boxes = list(cut_strips(boxes_of({"w": (full[:, index * 768 : index * 768 + 768], sharding)})))
-        assert {box.offset for box in boxes} == {(0, 192 * strip) for strip in range(4 * index, 4 * index + 4)}
-        for box in boxes:
-            assert torch.equal(box.values, full[:, box.offset[1] : box.offset[1] + 192])
+        strips = list(cut_strips(rectangles_of({"w": (full[:, index * 768 : index * 768 + 768], sharding)})))
+        assert {strip.offset for strip in strips} == {(0, 192 * number) for number in range(4 * index, 4 * index + 4)}
+        for strip in strips:
+            assert torch.equal(strip.values, full[:, strip.offset[1] : strip.offset[1] + 192])
 
 
 @settings(deadline=None)

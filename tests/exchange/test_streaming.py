@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint import Box, read_metadata, reshard_checkpoint, verify_checkpoint
+from lightning_ptdp.checkpoint import LocalRectangle, read_metadata, reshard_checkpoint, verify_checkpoint
 from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.exchange import FAMILIES, convert
 from lightning_ptdp.models import GPTConfig
@@ -28,8 +28,8 @@ LIMIT = 8 * LARGEST + 24 * 2**20
 def _write(path: Path) -> None:
     """A checkpoint whose values are made when they are written."""
     gpt2 = FAMILIES[0]
-    boxes = [
-        Box(
+    rectangles = [
+        LocalRectangle(
             name=f"model/model.{name}",
             full_shape=shape,
             offset=(0,) * len(shape),
@@ -39,7 +39,7 @@ def _write(path: Path) -> None:
         for name, shape in gpt2.shapes(CONFIG).items()
     ]
     state = {"hyper_parameters": {"config": asdict(CONFIG)}}
-    write_checkpoint(path, boxes=boxes, state=state, metadata={"aliases": {"model.head.weight": "model.wte.weight"}})
+    write_checkpoint(path, rectangles=rectangles, state=state, metadata={"aliases": {"model.head.weight": "model.wte.weight"}})
 
 
 def _anonymous_bytes() -> int:

@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.rectangles import Rectangle
 
-__all__ = ["Box", "Placed", "Tensors", "boxes_of", "cut_strips"]
+__all__ = ["LocalRectangle", "Placed", "Tensors", "cut_strips", "rectangles_of"]
 
 
 class Placed(Protocol):
@@ -25,7 +26,7 @@ class Placed(Protocol):
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the local tensor."""
 
-    def boxes(self, local: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    def held(self, local: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """(offset in the full tensor, view of ``local``) of every rectangle that is here."""
 
 
@@ -35,8 +36,8 @@ _STRIP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
-    """One rectangle of one full tensor.
+class LocalRectangle:
+    """One rectangle of one full tensor, with its values.
 
     Attributes:
         name: Global name of the full tensor.
@@ -53,49 +54,59 @@ class Box:
     values: torch.Tensor
     read: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor] | None = None
 
+    @classmethod
+    def whole(cls, name: str, values: torch.Tensor) -> LocalRectangle:
+        """All of a tensor."""
+        return cls(name=name, full_shape=tuple(values.shape), offset=(0,) * values.dim(), values=values)
+
+    @property
+    def place(self) -> Rectangle:
+        """Where it is in the full tensor."""
+        return Rectangle.at(self.offset, self.values.shape)
+
     def to_write(self) -> torch.Tensor:
         """The values, wherever they are and however they lie there."""
         return self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))
 
 
-def boxes_of(tensors: Tensors) -> list[Box]:
-    """The rectangles of local tensors; local elements that no piece covers (padding) are in none.
+def rectangles_of(tensors: Tensors) -> list[LocalRectangle]:
+    """The rectangles of local tensors; local elements that are in none of the sharding's (padding) are in none.
 
     Raises:
         CheckpointError: A tensor does not have its sharding's local shape.
     """
-    boxes = []
+    found = []
     for name, (tensor, sharding) in tensors.items():
         if tuple(tensor.shape) != sharding.local_shape:
             raise CheckpointError(
                 f"{name!r} has the local shape {tuple(tensor.shape)}, but its sharding says {sharding.local_shape}"
             )
-        for offset, values in sharding.boxes(tensor.detach()):
-            boxes.append(Box(name=name, full_shape=sharding.full_shape, offset=offset, values=values))
-    return boxes
+        for offset, values in sharding.held(tensor.detach()):
+            found.append(LocalRectangle(name=name, full_shape=sharding.full_shape, offset=offset, values=values))
+    return found
 
 
-def cut_strips(boxes: Iterable[Box]) -> Iterator[Box]:
+def cut_strips(rectangles: Iterable[LocalRectangle]) -> Iterator[LocalRectangle]:
     """The rectangles of large matrices cut along dimension 1 where their full tensors' eighths meet, if an eighth is a MiB or more (else
     quarters, else halves).
 
-    Rows lie one after the other in a file, so that any rows are read alone; columns would be small pieces of every row. With the strips
+    Rows lie one after the other in a file, so that any rows are read alone; columns would be small runs of every row. With the strips
     a rank of up to eight that split a matrix by columns reads its own only. Where a full tensor is cut does not depend on who holds it.
     A matrix that is twice as tall as it is wide, or more, is not cut: such are vocabularies and layers that widen, which ranks split by
     rows (arXiv 1909.08053, section 3), and strips cost the save a copy.
     """
-    for box in boxes:
-        rows, columns = box.full_shape[:2] if len(box.full_shape) > 1 else (1, 1)
-        full_bytes = math.prod(box.full_shape) * box.values.element_size()
+    for whole in rectangles:
+        rows, columns = whole.full_shape[:2] if len(whole.full_shape) > 1 else (1, 1)
+        full_bytes = math.prod(whole.full_shape) * whole.values.element_size()
         fitting = (n for n in _STRIPS if columns % n == 0 and full_bytes >= n * _STRIP_BYTES)
         strips = next(fitting, 1) if rows < 2 * columns else 1
         if strips == 1:
-            yield box
+            yield whole
             continue
         width = columns // strips
-        begin, end = box.offset[1], box.offset[1] + box.values.shape[1]
+        begin, end = whole.place.begin[1], whole.place.end[1]
         while begin < end:
             stop = min((begin // width + 1) * width, end)
-            values = box.values[:, begin - box.offset[1] : stop - box.offset[1]]
-            yield replace(box, offset=(box.offset[0], begin, *box.offset[2:]), values=values)
+            values = whole.values[:, begin - whole.offset[1] : stop - whole.offset[1]]
+            yield replace(whole, offset=(whole.offset[0], begin, *whole.offset[2:]), values=values)
             begin = stop
