@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from lightning_ptdp.checked_json import Json, Misfit
 from lightning_ptdp.checkpoint.errors import CheckpointError
@@ -17,6 +18,7 @@ from lightning_ptdp.checkpoint.sums import BLOCK, SummedFile
 
 __all__ = ["find_values", "parse_index"]
 
+T = TypeVar("T")
 _DCP = "torch.distributed.checkpoint"
 _RECORD = struct.Struct("<4s22xHH")  # in a zip archive: signature, …, length of the name and of what follows it
 
@@ -35,13 +37,13 @@ def parse_index(file: Path, content: bytes) -> tuple[list[str], dict[str, Json]]
         index = _state(read_pickle(content), f"{_DCP}.metadata.Metadata")
         shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         tensors: dict[str, Json] = {}
-        for name, entry in _pairs(index, "state_dict_metadata"):
+        for name, entry in _field(index, "state_dict_metadata", Pairs):
             tensors[_text(name)] = []
-            for chunk in _list(_state(entry, f"{_DCP}.metadata.TensorStorageMetadata"), "chunks"):
+            for chunk in _field(_state(entry, f"{_DCP}.metadata.TensorStorageMetadata"), "chunks", list):
                 fields = _state(chunk, f"{_DCP}.metadata.ChunkStorageMetadata")
                 shapes[name, _size(fields["offsets"])] = _size(fields["sizes"])
         numbers: dict[str, int] = {}
-        for key, place in _pairs(index, "storage_data"):
+        for key, place in _field(index, "storage_data", Pairs):
             where, fields = _state(key, f"{_DCP}.metadata.MetadataIndex"), _state(place, f"{_DCP}.filesystem._StorageInfo")
             name, offset = _text(where["fqn"]), _size(where["offset"])
             number = numbers.setdefault(_text(fields["relative_path"]), len(numbers))
@@ -76,38 +78,33 @@ def find_values(file: SummedFile, start: int) -> int:
     raise CheckpointError(f"{file.path} is damaged: there is no tensor at byte {start}")
 
 
-def _state(value: Any, kind: str) -> dict[str, Any]:
+def _state(value: object, kind: str) -> Mapping[str, object]:
     """The fields of an object of the class ``kind``."""
     if not isinstance(value, Made) or value.maker != Name(kind) or not isinstance(value.state, Pairs):
         raise Misfit(f"it holds {_called(value)}, which has no place there: expected {kind}")
     return {_text(key): item for key, item in value.state}
 
 
-def _called(value: Any) -> str:
+def _called(value: object) -> str:
     if isinstance(value, Made):
         return _called(value.maker)
     return value.text if isinstance(value, Name) else f"a {type(value).__name__}"
 
 
-def _pairs(fields: dict[str, Any], name: str) -> Pairs:
-    if not isinstance(fields[name], Pairs):
-        raise Misfit(f"its {name} is {_called(fields[name])}")
-    return fields[name]
+def _field(fields: Mapping[str, object], name: str, kind: type[T]) -> T:
+    value = fields[name]
+    if not isinstance(value, kind):
+        raise Misfit(f"its {name} is {_called(value)}")
+    return value
 
 
-def _list(fields: dict[str, Any], name: str) -> list[Any]:
-    if type(fields[name]) is not list:
-        raise Misfit(f"its {name} is {_called(fields[name])}")
-    return fields[name]
-
-
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if type(value) is not str:
         raise Misfit(f"it holds {_called(value)} where a name belongs")
     return value
 
 
-def _size(value: Any) -> tuple[int, ...]:
+def _size(value: object) -> tuple[int, ...]:
     if not isinstance(value, Made) or value.maker != Name("torch.Size") or type(value.arguments) is not tuple:
         raise Misfit(f"it holds {_called(value)} where a size belongs")
     extents = value.arguments[0] if len(value.arguments) == 1 else ()

@@ -6,8 +6,7 @@ would have been called with what, for the reader to judge.
 
 from __future__ import annotations
 
-import pickle
-import struct
+import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,46 +44,29 @@ class Pairs(list[tuple[Any, Any]]):
     """A dictionary, whose keys nobody has hashed yet."""
 
 
-def read_pickle(content: bytes) -> Any:
+def read_pickle(content: bytes) -> object:
     """The value that a pickle of protocol 2 to 4 describes.
 
     Raises:
         Misfit: It is cut off or damaged, or of a kind that neither torch nor this package writes.
     """
-    reader = _Reader(content)
+    reader, at = _Reader(), 0
     try:
-        while (code := content[reader.at]) != _STOP:
-            reader.at += 1
-            _STEPS[code](reader)
+        for code, argument, position in pickletools.genops(content):
+            at = position or 0
+            _STEPS[code.name](reader, argument)
         (value,) = reader.stack
     except Misfit:
         raise
-    except (ValueError, IndexError, KeyError, TypeError, struct.error) as error:
-        raise Misfit(f"is not a whole pickle of those that are read ({type(error).__name__} at byte {reader.at})") from error
+    except (ValueError, IndexError, KeyError, TypeError) as error:
+        raise Misfit(f"is not a whole pickle of those that are read ({type(error).__name__} at byte {at})") from error
     return value
 
 
 class _Reader:
-    def __init__(self, content: bytes) -> None:
-        self._content, self.at = content, 0
+    def __init__(self) -> None:
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-
-    def take(self, count: int) -> bytes:
-        part = self._content[self.at : self.at + count]
-        if len(part) != count:
-            raise ValueError
-        self.at += count
-        return part
-
-    def number(self, count: int) -> int:
-        return int.from_bytes(self.take(count), "little")
-
-    def line(self) -> str:
-        end = self._content.index(b"\n", self.at)
-        text = self._content[self.at : end].decode()
-        self.at = end + 1
-        return text
+        self.memo: dict[int, object] = {}
 
     def since_mark(self) -> list[Any]:
         place = len(self.stack) - 1
@@ -96,24 +78,31 @@ class _Reader:
         del self.stack[place:]
         return items
 
-    def make(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = Made(self.stack[-1], arguments)
+    def last(self, count: int) -> tuple[object, ...]:
+        if len(self.stack) < count:
+            raise IndexError
+        items = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        return items
 
-    def build(self) -> None:
-        state = self.stack.pop()
-        made = self.stack[-1]
+    def make(self, _: object) -> None:
+        maker, arguments = self.last(2)
+        self.stack.append(Made(maker, arguments))
+
+    def build(self, _: object) -> None:
+        made, state = self.last(2)
         if not isinstance(made, Made) or made.state is not None:
             raise Misfit("sets a state on what is not an object of its own")
         made.state = state
+        self.stack.append(made)
 
-    def name(self) -> None:
-        member = self.stack.pop()
-        if type(member) is not str or type(self.stack[-1]) is not str:
+    def name(self, _: object) -> None:
+        module, member = self.last(2)
+        if type(member) is not str or type(module) is not str:
             raise Misfit("names something without text")
-        self.stack[-1] = Name(f"{self.stack[-1]}.{member}")
+        self.stack.append(Name(f"{module}.{member}"))
 
-    def fill(self, kind: type[list[Any]], items: list[Any]) -> None:
+    def fill(self, kind: type[list[Any]], items: list[Any] | tuple[object, ...]) -> None:
         """Put items into the list or dictionary on top of the stack, or into an object that is filled like one."""
         into = self.stack[-1]
         if isinstance(into, Made):
@@ -124,62 +113,43 @@ class _Reader:
         into.extend(zip(items[::2], items[1::2], strict=True) if kind is Pairs else items)
 
 
-def _tuple(count: int) -> Callable[[_Reader], None]:
-    def step(reader: _Reader) -> None:
-        if len(reader.stack) < count:
-            raise IndexError
-        reader.stack[-count:] = [tuple(reader.stack[-count:])]
-
-    return step
+_Step = Callable[[_Reader, Any], object]
 
 
-def _pushed(value: Callable[[_Reader], Any]) -> Callable[[_Reader], None]:
-    return lambda reader: reader.stack.append(value(reader))
+def _push(make: Callable[[_Reader, Any], object]) -> _Step:
+    return lambda reader, argument: reader.stack.append(make(reader, argument))
 
 
 _MARK = object()
-_STOP = pickle.STOP[0]
-_STEPS: dict[int, Callable[[_Reader], None]] = {
-    code[0]: step
-    for code, step in {
-        pickle.PROTO: lambda r: r.take(1),
-        pickle.FRAME: lambda r: r.take(8),
-        pickle.MARK: _pushed(lambda r: _MARK),
-        pickle.NONE: _pushed(lambda r: None),
-        pickle.NEWTRUE: _pushed(lambda r: True),
-        pickle.NEWFALSE: _pushed(lambda r: False),
-        pickle.BININT: _pushed(lambda r: struct.unpack("<i", r.take(4))[0]),
-        pickle.BININT1: _pushed(lambda r: r.number(1)),
-        pickle.BININT2: _pushed(lambda r: r.number(2)),
-        pickle.LONG1: _pushed(lambda r: pickle.decode_long(r.take(r.number(1)))),
-        pickle.LONG4: _pushed(lambda r: pickle.decode_long(r.take(r.number(4)))),
-        pickle.BINFLOAT: _pushed(lambda r: struct.unpack(">d", r.take(8))[0]),
-        pickle.SHORT_BINUNICODE: _pushed(lambda r: r.take(r.number(1)).decode("utf-8", "surrogatepass")),
-        pickle.BINUNICODE: _pushed(lambda r: r.take(r.number(4)).decode("utf-8", "surrogatepass")),
-        pickle.BINUNICODE8: _pushed(lambda r: r.take(r.number(8)).decode("utf-8", "surrogatepass")),
-        pickle.SHORT_BINBYTES: _pushed(lambda r: r.take(r.number(1))),
-        pickle.BINBYTES: _pushed(lambda r: r.take(r.number(4))),
-        pickle.MEMOIZE: lambda r: r.memo.__setitem__(len(r.memo), r.stack[-1]),
-        pickle.BINPUT: lambda r: r.memo.__setitem__(r.number(1), r.stack[-1]),
-        pickle.LONG_BINPUT: lambda r: r.memo.__setitem__(r.number(4), r.stack[-1]),
-        pickle.BINGET: _pushed(lambda r: r.memo[r.number(1)]),
-        pickle.LONG_BINGET: _pushed(lambda r: r.memo[r.number(4)]),
-        pickle.EMPTY_TUPLE: _pushed(lambda r: ()),
-        pickle.TUPLE1: _tuple(1),
-        pickle.TUPLE2: _tuple(2),
-        pickle.TUPLE3: _tuple(3),
-        pickle.TUPLE: lambda r: r.stack.append(tuple(r.since_mark())),
-        pickle.EMPTY_LIST: _pushed(lambda r: []),
-        pickle.APPEND: lambda r: r.fill(list, [r.stack.pop()]),
-        pickle.APPENDS: lambda r: r.fill(list, r.since_mark()),
-        pickle.EMPTY_DICT: _pushed(lambda r: Pairs()),
-        pickle.SETITEM: lambda r: r.fill(Pairs, [r.stack.pop(-2), r.stack.pop()]),
-        pickle.SETITEMS: lambda r: r.fill(Pairs, r.since_mark()),
-        pickle.GLOBAL: _pushed(lambda r: Name(f"{r.line()}.{r.line()}")),
-        pickle.STACK_GLOBAL: _Reader.name,
-        pickle.REDUCE: _Reader.make,
-        pickle.NEWOBJ: _Reader.make,
-        pickle.BUILD: _Reader.build,
-        pickle.BINPERSID: lambda r: r.stack.append(Persistent(r.stack.pop())),
-    }.items()
+_ITSELF = (
+    *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"),
+)
+"""Operations whose argument is the value."""
+_STEPS: dict[str, _Step] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda r, a: None),
+    **dict.fromkeys(_ITSELF, _push(lambda r, a: a)),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda r, a: r.memo.__setitem__(a, r.stack[-1])),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _push(lambda r, a: r.memo[a])),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Reader.make),
+    "MARK": _push(lambda r, a: _MARK),
+    "NONE": _push(lambda r, a: None),
+    "NEWTRUE": _push(lambda r, a: True),
+    "NEWFALSE": _push(lambda r, a: False),
+    "MEMOIZE": lambda r, a: r.memo.__setitem__(len(r.memo), r.stack[-1]),
+    "EMPTY_TUPLE": _push(lambda r, a: ()),
+    "TUPLE1": _push(lambda r, a: r.last(1)),
+    "TUPLE2": _push(lambda r, a: r.last(2)),
+    "TUPLE3": _push(lambda r, a: r.last(3)),
+    "TUPLE": _push(lambda r, a: tuple(r.since_mark())),
+    "EMPTY_LIST": _push(lambda r, a: []),
+    "APPEND": lambda r, a: r.fill(list, r.last(1)),
+    "APPENDS": lambda r, a: r.fill(list, r.since_mark()),
+    "EMPTY_DICT": _push(lambda r, a: Pairs()),
+    "SETITEM": lambda r, a: r.fill(Pairs, r.last(2)),
+    "SETITEMS": lambda r, a: r.fill(Pairs, r.since_mark()),
+    "GLOBAL": _push(lambda r, a: Name(a.replace(" ", ".", 1))),
+    "STACK_GLOBAL": _Reader.name,
+    "BUILD": _Reader.build,
+    "BINPERSID": _push(lambda r, a: Persistent(r.last(1)[0])),
 }

@@ -87,7 +87,7 @@ class _Check:
     tensors: dict[Any, int] = field(default_factory=dict)
     _done: dict[int, int] = field(default_factory=dict)
 
-    def visit(self, value: Any, depth: int) -> int:
+    def visit(self, value: object, depth: int) -> int:
         """How many values it would be if nothing in it were shared."""
         if not isinstance(value, list | tuple | Made):
             return 1
@@ -133,7 +133,7 @@ class _Check:
             raise Misfit(f"has a tensor of {list(shape)} at {offset}, of which it stores {numel} elements")
         self.tensors[key, offset, shape, stride] = count * itemsize
 
-    def _storage(self, value: Any) -> tuple[int, int, str]:
+    def _storage(self, value: object) -> tuple[int, int, str]:
         """How many elements, their size, and the record's name."""
         parts = value.id if isinstance(value, Persistent) and type(value.id) is tuple and len(value.id) == 5 else (None,) * 5
         _, kind, key, _, numel = parts
@@ -148,7 +148,7 @@ class _Check:
         return numel, itemsize, key
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: object) -> bool:
     return isinstance(value, Sequence) and all(type(extent) is int and 0 <= extent < 2**62 for extent in value)
 
 
