@@ -15,6 +15,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from lightning_ptdp.cli.bounded_yaml import load_yaml_file
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder
 
-__all__ = ["BASE_KEY", "KeyPath", "ResolvedConfig", "resolve_config", "resolve_configs"]
+__all__ = ["BASE_KEY", "KeyPath", "ResolvedConfig", "has", "resolve_config", "resolve_configs", "value_at"]
 
 BASE_KEY = "base"
 
@@ -40,26 +41,47 @@ class ResolvedConfig:
 
     Attributes:
         values: The merged mapping, without ``base``.
-        origins: Which file each value that is no container (or an empty one) comes from: a recipe's name or a path.
-        files: The configuration's own file, its base, the base's base and so on.
+        layers: The configuration's own file, its base, the base's base and so on, with what each says itself.
     """
 
     values: Mapping[str, Any]
-    origins: Mapping[KeyPath, str]
-    files: tuple[Path, ...]
+    layers: tuple[tuple[Path, Mapping[str, Any]], ...]
 
     @property
     def text(self) -> str:
         """The merged mapping as YAML."""
         return yaml.safe_dump(dict(self.values), sort_keys=False, allow_unicode=True)
 
+    def origin(self, path: KeyPath) -> str | None:
+        """Which file the value at ``path`` comes from, a recipe's name or a path: the first that has it. None if there is no value."""
+        if not has(self.values, path):
+            return None
+        return next(_label(file) for file, values in self.layers if has(values, path))
 
-@dataclass(frozen=True)
-class _Given:
-    """A value that is no filled container, and the file that gives it."""
 
-    value: Any
-    origin: str
+def value_at(values: object, path: KeyPath) -> object:
+    """What stands at ``path``.
+
+    Raises:
+        LookupError: Nothing does.
+    """
+    for key in path:
+        if isinstance(values, dict):
+            values = values[key]
+        elif isinstance(values, list) and isinstance(key, int):
+            values = values[key]
+        else:
+            raise LookupError(key)
+    return values
+
+
+def has(values: object, path: KeyPath) -> bool:
+    """Whether something stands at ``path``."""
+    try:
+        value_at(values, path)
+    except LookupError:
+        return False
+    return True
 
 
 def resolve_config(file: Path) -> ResolvedConfig:
@@ -72,11 +94,8 @@ def resolve_config(file: Path) -> ResolvedConfig:
     while BASE_KEY in layers[-1]:
         files.append(_find_base(files, layers[-1].pop(BASE_KEY)))
         layers.append(_read(files[-1]))
-    merged: Any = {}
-    for path, layer in zip(reversed(files), reversed(layers), strict=True):
-        merged = _merge(merged, _marked(layer, _label(path)))
-    origins: dict[KeyPath, str] = {}
-    return ResolvedConfig(values=_unmarked(merged, (), origins), origins=origins, files=tuple(files))
+    values = functools.reduce(_merge, reversed(layers))
+    return ResolvedConfig(values=values, layers=tuple(zip(files, layers, strict=True)))
 
 
 def resolve_configs(arguments: list[str]) -> list[str]:
@@ -100,10 +119,10 @@ def resolve_configs(arguments: list[str]) -> list[str]:
 def _path_or_text(file: Path) -> str:
     config = resolve_config(file)
     # A file without a base stays a path: other files that it names are then found relative to it.
-    return str(file) if len(config.files) == 1 else config.text
+    return str(file) if len(config.layers) == 1 else config.text
 
 
-def _find_base(files: list[Path], name: Any) -> Path:
+def _find_base(files: list[Path], name: object) -> Path:
     file = files[-1]
     if not isinstance(name, str) or not name:
         raise UserError(f"{file}: {BASE_KEY}: {name!r} must be the name of one recipe or file, for example gpt/124m")
@@ -137,35 +156,12 @@ def _label(file: Path) -> str:
     return file.relative_to(folder).as_posix().removesuffix(".yaml") if file.is_relative_to(folder) else str(file)
 
 
-def _marked(value: Any, origin: str) -> Any:
-    if isinstance(value, dict) and value:
-        return {key: _marked(entry, origin) for key, entry in value.items()}
-    if isinstance(value, list) and value:
-        return [_marked(entry, origin) for entry in value]
-    return _Given(value, origin)
-
-
-def _unmarked(tree: Any, path: KeyPath, origins: dict[KeyPath, str]) -> Any:
-    if isinstance(tree, dict):
-        return {key: _unmarked(entry, (*path, key), origins) for key, entry in tree.items()}
-    if isinstance(tree, list):
-        return [_unmarked(entry, (*path, index), origins) for index, entry in enumerate(tree)]
-    if path:
-        origins[path] = tree.origin
-    return tree.value if path else {}
-
-
 def _merge(base: Any, over: Any) -> Any:
     """``over`` on top of ``base``: mappings of the same class key by key, anything else is replaced."""
-    if isinstance(base, dict) and isinstance(over, dict) and _is_same_class(base, over):
-        return base | {key: _merge(base[key], value) if key in base else value for key, value in over.items()}
-    if isinstance(base, dict) and isinstance(over, _Given) and over.value == {}:
-        return base
-    return over
+    if not isinstance(base, dict) or not isinstance(over, dict) or (over and not _is_same_class(base, over)):
+        return over
+    return base | {key: _merge(base[key], value) if key in base else value for key, value in over.items()}
 
 
-def _is_same_class(base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
-    names = [
-        str(tree["class_path"].value).rpartition(".")[2] for tree in (base, over) if isinstance(tree.get("class_path"), _Given)
-    ]
-    return len(set(names)) < 2
+def _is_same_class(*trees: Mapping[str, object]) -> bool:
+    return len({str(tree["class_path"]).rpartition(".")[2] for tree in trees if "class_path" in tree}) < 2

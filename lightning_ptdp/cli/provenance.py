@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_ptdp.callbacks import Throughput
 from lightning_ptdp.cli.generate import SampleOptions
-from lightning_ptdp.cli.inheritance import KeyPath, ResolvedConfig, resolve_config, resolve_configs
+from lightning_ptdp.cli.inheritance import KeyPath, ResolvedConfig, has, resolve_config, resolve_configs, value_at
 from lightning_ptdp.cli.lightning_cli import parsed_values
 
 __all__ = ["show_resolved"]
@@ -22,12 +22,6 @@ __all__ = ["show_resolved"]
 _OWNERS: Mapping[str, type] = {"trainer": Trainer, "throughput": Throughput, "sample": SampleOptions}
 _COLUMN = 72
 """Where comments start, if the line is shorter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Line:
-    text: str
-    origin: str
 
 
 def show_resolved(file: Path, overrides: Sequence[str] = ()) -> str:
@@ -43,8 +37,37 @@ def show_resolved(file: Path, overrides: Sequence[str] = ()) -> str:
     """
     values = parsed_values([*resolve_configs([f"--config={file}"]), *overrides])
     origins = _Origins(config=resolve_config(file), overrides=_override_paths(overrides), values=values)
-    lines = list(_block(values, (), origins))
-    return "".join(f"{line.text:{_COLUMN}}  # {line.origin}\n" if line.origin else f"{line.text}\n" for line in lines)
+    text = yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, width=10**6, sort_keys=False)
+    lines = text.splitlines()
+    for line, path in _places(values, yaml.compose(text, Loader=yaml.SafeLoader), ()):
+        lines[line] = f"{lines[line]:{_COLUMN}}  # {origins.of(path)}"
+    return "".join(f"{line}\n" for line in lines)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists are indented; those without mappings stand in one line."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, indentless=False)
+
+    def represent_list(self, data: Any) -> yaml.SequenceNode:
+        node = super().represent_list(data)
+        node.flow_style = not any(isinstance(entry, yaml.MappingNode) for entry in node.value)
+        return node
+
+
+_Dumper.add_representer(list, _Dumper.represent_list)
+
+
+def _places(value: Any, node: yaml.Node | None, path: KeyPath) -> Iterator[tuple[int, KeyPath]]:
+    """The line in which every value ends that does not take several, and its place."""
+    if not isinstance(node, yaml.CollectionNode) or node.flow_style:
+        assert node is not None
+        yield node.end_mark.line, path
+        return
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for (key, entry), child in zip(entries, node.value, strict=True):
+        yield from _places(entry, child[1] if isinstance(child, tuple) else child, (*path, key))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +89,15 @@ class _Origins:
         return self._default(path) if origin is None or (replaced and not self._is_as_given(path)) else origin
 
     def _file(self, path: KeyPath) -> str | None:
-        """The file that gives the value, or the first element of the list."""
-        origins = self.config.origins
-        if path[-1] == "class_path" and path[:-1] in origins:  # logger: CSVLogger, which the parser spells out
-            return origins[path[:-1]]
-        return next((origin for place, origin in origins.items() if place[: len(path)] == path), None)
+        """The file that gives the value."""
+        if path[-1] == "class_path" and not has(self.config.values, path):  # logger: CSVLogger, which the parser spells out
+            path = path[:-1]
+            if not has(self.config.values, path) or isinstance(value_at(self.config.values, path), dict):
+                return None
+        return self.config.origin(path)
 
     def _is_as_given(self, path: KeyPath) -> bool:
-        try:
-            return bool(_at(self.config.values, path) == _at(self.values, path))
-        except (KeyError, IndexError, TypeError):
-            return False
+        return has(self.config.values, path) and value_at(self.config.values, path) == value_at(self.values, path)
 
     def _default(self, path: KeyPath) -> str:
         owner = _owner(self.values, path)
@@ -87,7 +108,7 @@ def _owner(values: Mapping[str, Any], path: KeyPath) -> type | None:
     """The class whose argument ``path`` is."""
     owner: type | None = None
     for depth in range(1, len(path)):
-        here = _at(values, path[:depth])
+        here = value_at(values, path[:depth])
         if depth == 1 and path[0] in _OWNERS:
             owner = _OWNERS[str(path[0])]
         elif isinstance(here, dict) and "class_path" in here:
@@ -136,46 +157,3 @@ def _short(path: KeyPath) -> KeyPath:
     """As one writes it on the command line: --model.config.num_layers, --trainer.logger=CSVLogger."""
     kept = tuple(key for key in path if key != "init_args")
     return kept[:-1] if kept and kept[-1] == "class_path" else kept
-
-
-def _at(values: Any, path: KeyPath) -> Any:
-    for key in path:
-        values = values[key]
-    return values
-
-
-def _block(value: Any, path: KeyPath, origins: _Origins) -> Iterator[_Line]:
-    """The lines of a filled mapping, or of a list that holds mappings."""
-    indent = "  " * (len(path) - 1) if path else ""
-    inner = "  " * len(path)
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield from _entry(f"{inner}{_scalar(key)}:", entry, (*path, key), origins)
-        return
-    for index, entry in enumerate(value):
-        lines = list(_block(entry, (*path, index), origins)) if _is_block(entry) else []
-        if not lines:
-            yield _Line(text=f"{indent}  - {_scalar(entry)}", origin=origins.of((*path, index)))
-            continue
-        first, *others = lines
-        # The dash stands in the two spaces before the first key.
-        yield _Line(text=f"{inner}- {first.text[len(inner) + 2 :]}", origin=first.origin)
-        yield from others
-
-
-def _entry(head: str, value: Any, path: KeyPath, origins: _Origins) -> Iterator[_Line]:
-    if _is_block(value):
-        yield _Line(text=head, origin="")
-        yield from _block(value, path, origins)
-    else:
-        yield _Line(text=f"{head} {_scalar(value)}", origin=origins.of(path))
-
-
-def _is_block(value: Any) -> bool:
-    return (isinstance(value, dict) and bool(value)) or (isinstance(value, list) and any(isinstance(e, dict) for e in value))
-
-
-def _scalar(value: Any) -> str:
-    """YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")

@@ -57,7 +57,7 @@ def test_origins_follow_a_chain_of_bases(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "team" / "base.yaml", "base: gpt/124m\ntrainer: {max_steps: 7}\n")
     config = resolve_config(write(tmp_path / "mine.yaml", "base: team/base.yaml\nsample: null\n"))
-    assert [path.name for path in config.files] == [
+    assert [path.name for path, _ in config.layers] == [
         "mine.yaml",
         "base.yaml",
         "124m.yaml",
@@ -65,11 +65,15 @@ def test_origins_follow_a_chain_of_bases(tmp_path: Path, monkeypatch: pytest.Mon
         "common.yaml",
         "common.yaml",
     ]
-    origins = {key[-1]: config.origins[key] for key in config.origins if len(key) <= 2}
-    assert (origins["sample"], origins["max_steps"]) == (str(tmp_path / "mine.yaml"), str(tmp_path / "team" / "base.yaml"))
-    assert origins["seed_everything"] == "common"
-    assert config.origins["model", "init_args", "config", "hidden_size"] == "gpt/124m"
-    assert config.origins["trainer", "callbacks", 0, "init_args", "monitor"] == "common"
+    expected = {
+        ("sample",): str(tmp_path / "mine.yaml"),
+        ("trainer", "max_steps"): str(tmp_path / "team" / "base.yaml"),
+        ("seed_everything",): "common",
+        ("model", "init_args", "config", "hidden_size"): "gpt/124m",
+        ("trainer", "callbacks", 0, "init_args", "monitor"): "common",
+        ("sample", "prompt"): None,
+    }
+    assert {path: config.origin(path) for path in expected} == expected
 
 
 def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
