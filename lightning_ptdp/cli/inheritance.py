@@ -66,12 +66,10 @@ def value_at(values: object, path: KeyPath) -> object:
         LookupError: Nothing does.
     """
     for key in path:
-        if isinstance(values, dict):
-            values = values[key]
-        elif isinstance(values, list) and isinstance(key, int):
-            values = values[key]
-        else:
+        entries = dict(enumerate(values)) if isinstance(values, list) else values
+        if not isinstance(entries, dict):
             raise LookupError(key)
+        values = entries[key]
     return values
 
 
