@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -174,15 +174,8 @@ class PTDPConfig:
         Raises:
             ValueError: The degrees do not fit the world size.
         """
-        return ParallelLayout(
-            world_size=world_size,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            virtual_pipeline_size=self.virtual_pipeline_size,
-            context_parallel_size=self.context_parallel_size,
-            sequence_parallel=self.sequence_parallel,
-            placement=schedule_placement(self.schedule) if self.pipeline_parallel_size > 1 else "loop",
-        )
+        placement = schedule_placement(self.schedule) if self.pipeline_parallel_size > 1 else "loop"
+        return replace(ParallelLayout.chosen(vars(self), world_size=world_size), placement=placement)
 
     def build_schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """The proven schedule of a step of ``num_microbatches``.

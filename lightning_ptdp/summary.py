@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_ptdp.columns import columns
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["StageSummary", "StrategySummary", "render"]
@@ -73,11 +73,12 @@ def render(summary: StrategySummary) -> str:
         0  0-1    0       embedding
         1  2-3    1
     """
-    parts = [_columns([["layout", _degrees(summary.layout)], ["schedule", _schedule(summary)], *_parameters(summary)])]
+    facts = [["layout", _degrees(summary.layout)], ["schedule", _schedule(summary)], *_parameters(summary)]
+    parts = [columns(facts, words=(0, 1))]
     if summary.stages:
         header = ["stage", "ranks", "layers", "also"]
         rows = [[str(s.stage), _ranks_of(summary.layout, s.rank), s.layers, s.extra] for s in summary.stages]
-        parts.append(_columns([header, *rows], right_aligned=1))
+        parts.append(columns([header, *rows], words=(1, 2, 3)))
     if summary.notes:
         parts.append("\n".join(f"note: {note}" for note in summary.notes))
     return "\n\n".join(parts)
@@ -125,13 +126,3 @@ def _short(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {letter}"
     return str(number)
-
-
-def _columns(rows: Sequence[Sequence[str]], *, right_aligned: int = 0) -> str:
-    """Rows as aligned columns; the first ``right_aligned`` columns are numbers."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if i < right_aligned else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

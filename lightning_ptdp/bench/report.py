@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_ptdp.bench.result import BenchResult
+from lightning_ptdp.columns import columns
 
 __all__ = ["render"]
 
 
 def render(results: Sequence[BenchResult]) -> str:
     """A line a number and a column a layout; of several, the last line compares with the first."""
-    rows = list(_rows(results))
-    name = max(len(row[0]) for row in rows)
-    widths = [max(len(row[column]) for row in rows) for column in range(1, len(results) + 1)]
-    return "\n".join(
-        "  ".join([row[0].ljust(name), *(cell.rjust(width) for cell, width in zip(row[1:], widths, strict=True))]) for row in rows
-    )
+    return columns(list(_rows(results)), words=(0,))
 
 
 def _rows(results: Sequence[BenchResult]) -> Iterator[tuple[str, ...]]:

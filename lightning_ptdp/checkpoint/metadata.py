@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,19 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checked_json import (
-    FILE_NAME,
-    Json,
-    Misfit,
-    integer,
-    list_of,
-    map_of,
-    number,
-    one_of,
-    optional,
-    record,
-    text,
-)
+from lightning_ptdp.checked_json import FILE_NAME, Json, Misfit, integer, list_of, map_of, number, one_of, optional, record, text
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError, reading
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX, BlockSums, most_sums_bytes, parse_sums
@@ -35,7 +24,6 @@ from lightning_ptdp.version import __version__
 
 __all__ = [
     "DCP_FILE",
-    "DTYPES",
     "INDEX_FILE",
     "METADATA_FILE",
     "README_FILE",
@@ -55,35 +43,12 @@ __all__ = [
 FORMAT = "lightning-ptdp checkpoint"
 _MOST_JSON = 1 << 26  # bytes
 FORMAT_VERSION = 2  # 1 had no index.json: format_1.py
-METADATA_FILE, INDEX_FILE, STATE_FILE, DCP_FILE, README_FILE = (
-    "metadata.json",
-    "index.json",
-    "state.pt",
-    ".metadata",
-    "README.txt",
-)
-_PLAIN = (
-    "bool",
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "uint32",
-    "int32",
-    "uint64",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-)
-_RARE = (
-    "complex32",
-    "complex64",
-    "complex128",
-    *(f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")),
-)
-DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in (*_PLAIN, *_RARE)}
+METADATA_FILE, INDEX_FILE, STATE_FILE = "metadata.json", "index.json", "state.pt"
+DCP_FILE, README_FILE = ".metadata", "README.txt"
+_STORED = re.compile(r"bool|(u?int|b?float|complex)(8|16|32|64|128)(_e\w+)?")
+_DTYPES: Mapping[str, torch.dtype] = {
+    name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype) and _STORED.fullmatch(name)
+}
 """What tensors may be of, by name."""
 
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**56  # torch's limit; and what any number of bytes of it is told in 64 bits
@@ -152,7 +117,9 @@ def describe_folder(
         digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
         found[path.name] = FileEntry(size=path.stat().st_size, sha256=digest)
     created = min(created or time.time(), _LAST_SECOND)  # what is in the folder may say that it is from the end of days
-    return CheckpointMetadata(run=run, packages=_packages(), tensors=tensors, files=found, created=created)
+    versions = {"lightning": importlib.metadata.version("lightning"), "torch": torch.__version__}
+    packages = {"python": platform.python_version(), "lightning-ptdp": __version__, **versions}
+    return CheckpointMetadata(run=run, packages=packages, tensors=tensors, files=found, created=created)
 
 
 def write_metadata(folder: Path, metadata: CheckpointMetadata) -> None:
@@ -265,14 +232,8 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
         Misfit: It cannot.
     """
     fields = _FIELDS(content)
-    metadata = CheckpointMetadata(
-        created=fields["created"],
-        run=fields["run"],
-        packages=fields["packages"],
-        tensors=fields["tensors"],
-        files=fields["files"],
-        format_version=fields["version"],
-    )
+    del fields["format"]
+    metadata = CheckpointMetadata(format_version=fields.pop("version"), **fields)
     if (listed := INDEX_FILE if metadata.format_version > 1 else DCP_FILE) not in metadata.files:
         raise Misfit(f"does not list {listed}", "files")
     for name, file in metadata.files.items():
@@ -298,7 +259,7 @@ def _entry(value: Json) -> TensorEntry:
 
 
 _ENTRY = record(
-    shape=list_of(integer(most=_MOST_ELEMENTS), most=_MOST_DIMENSIONS), dtype=one_of(DTYPES, "a dtype that is stored")
+    shape=list_of(integer(most=_MOST_ELEMENTS), most=_MOST_DIMENSIONS), dtype=one_of(_DTYPES, "a dtype that is stored")
 )
 _FILE = record(size=integer(), sha256=optional(text(r"[0-9a-f]{64}", "a sha256")))
 _FIELDS = record(
@@ -338,12 +299,3 @@ def _plain(value: Json) -> Json:
 
 def _digest(content: Mapping[str, Json]) -> str:
     return files.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _packages() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "lightning-ptdp": __version__,
-        "lightning": importlib.metadata.version("lightning"),
-        "torch": torch.__version__,
-    }

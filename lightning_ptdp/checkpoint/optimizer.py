@@ -20,7 +20,7 @@ from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.load import load_tensors
 from lightning_ptdp.checkpoint.local import Placed
-from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
+from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, read_metadata
 from lightning_ptdp.sharding import Sharding
 
 __all__ = [
@@ -34,6 +34,12 @@ __all__ = [
 ]
 
 Names = Mapping[torch.nn.Parameter, str]
+Group = dict[str, Any]
+"""Hyperparameters of a parameter group by name, and its parameters, or their global names, as ``"params"``."""
+
+History = dict[int, Any]
+"""What an optimizer keeps of all parameters together, as its ``state_dict`` has it."""
+
 _NUMBER = ":number"
 # How this machine computes the update, not what the update is: kept from the optimizer at hand when a checkpoint is loaded.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -65,21 +71,15 @@ def optimizer_tensors(
         for key, value in {**optimizer.state.get(parameter, {}), **further}.items():
             if value is None:
                 continue
-            sharding = shardings[name]
             if isinstance(value, int | float):
-                key, value = key + _NUMBER, torch.tensor(value, dtype=_number_dtype(value))
+                key, value = key + _NUMBER, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
             if not isinstance(key, str) or "/" in key or not isinstance(value, torch.Tensor):
                 raise CheckpointError(_unsupported(optimizer, key, name, f"is a {type(value).__name__}"))
             if value.shape != parameter.shape and value.dim() > 0:
-                raise CheckpointError(
-                    _unsupported(
-                        optimizer, key, name, f"has the shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
-                    )
-                )
-            found[f"{_prefix(index)}{key}/{name}"] = (
-                value,
-                sharding if value.shape == parameter.shape else Sharding.replicated(()),
-            )
+                what = f"has the shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+                raise CheckpointError(_unsupported(optimizer, key, name, what))
+            like_it = value.shape == parameter.shape
+            found[f"{_prefix(index)}{key}/{name}"] = (value, shardings[name] if like_it else Sharding.replicated(()))
     return found
 
 
@@ -88,13 +88,13 @@ def keeps_history(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
-def optimizer_history(optimizer: Optimizer) -> dict[int, Any]:
+def optimizer_history(optimizer: Optimizer) -> History:
     """The state of an optimizer that keeps one of all parameters together, for ``load_history``."""
-    history: dict[int, Any] = optimizer.state_dict()["state"]
+    history: History = optimizer.state_dict()["state"]
     return history
 
 
-def load_history(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def load_history(optimizer: Optimizer, saved: Mapping[str, object]) -> None:
     """Restore an optimizer's history, if it keeps one.
 
     Args:
@@ -114,7 +114,7 @@ def load_history(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["history"]})
 
 
-def optimizer_groups(optimizer: Optimizer, names: Names) -> list[dict[str, Any]]:
+def optimizer_groups(optimizer: Optimizer, names: Names) -> list[Group]:
     """Hyperparameters of every parameter group, with the global names of its local parameters as ``"params"``."""
     _named(optimizer, names)
     groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
@@ -123,7 +123,7 @@ def optimizer_groups(optimizer: Optimizer, names: Names) -> list[dict[str, Any]]
     return groups
 
 
-def merge_groups(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
     """One list of groups from every rank's (pipeline ranks hold different parameters): the same hyperparameters, all the names.
 
     Raises:
@@ -135,16 +135,13 @@ def merge_groups(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             raise CheckpointError(f"the optimizer has {len(first)} parameter groups on rank 0, but {len(groups)} on rank {rank}")
         for position, (group, other) in enumerate(zip(first, groups, strict=True)):
             for key in sorted((group.keys() | other.keys()) - {"params"}):
-                if not _equal(group.get(key), other.get(key)):
+                here, there = group.get(key), other.get(key)
+                if not _equal(here, there):
                     raise CheckpointError(
-                        f"parameter group {position} has {key}={group.get(key)!r} on rank 0, "
-                        f"but {other.get(key)!r} on rank {rank}"
+                        f"parameter group {position} has {key}={here!r} on rank 0, but {there!r} on rank {rank}"
                     )
-    merged = []
-    for position, group in enumerate(first):
-        names = [name for groups in ranks for name in groups[position]["params"]]
-        merged.append({**group, "params": list(dict.fromkeys(names))})
-    return merged
+    every = [dict.fromkeys(name for group in same for name in group["params"]) for same in zip(*ranks, strict=True)]
+    return [{**group, "params": list(names)} for group, names in zip(first, every, strict=True)]
 
 
 def load_optimizer(
@@ -153,7 +150,7 @@ def load_optimizer(
     *,
     names: Names,
     shardings: Mapping[str, Placed],
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Group],
     index: int = 0,
 ) -> None:
     """Restore an optimizer from a checkpoint of any layout; collective over the default process group, if there is one.
@@ -178,14 +175,10 @@ def load_optimizer(
         named = _named(optimizer, names)
         _check_groups(optimizer, names, groups)
         states = _empty_states(read_metadata(path), optimizer, named, shardings, index)
-    tensors = {}
-    for parameter, state in states.items():
-        for key, (value, sharding) in state.items():
-            tensors[f"{_prefix(index)}{key}/{named[parameter]}"] = (value, sharding)
-    load_tensors(path, tensors, prefix=_prefix(index))
+    load_tensors(path, {name: (value, place) for name, (_, _, value, place) in states.items()}, prefix=_prefix(index))
     optimizer.state.clear()
-    for parameter, state in states.items():
-        optimizer.state[parameter] = {key.removesuffix(_NUMBER): _restored(key, value) for key, (value, _) in state.items()}
+    for parameter, key, value, _ in states.values():
+        optimizer.state[parameter][key.removesuffix(_NUMBER)] = value.item() if key.endswith(_NUMBER) else value
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         _restore_group(group, saved)
 
@@ -210,36 +203,30 @@ def _named(optimizer: Optimizer, names: Names) -> dict[torch.nn.Parameter, str]:
 
 
 def _empty_states(
-    metadata: CheckpointMetadata,
-    optimizer: Optimizer,
-    named: Names,
-    shardings: Mapping[str, Placed],
-    index: int,
-) -> dict[torch.nn.Parameter, dict[str, tuple[torch.Tensor, Placed]]]:
-    """Parameter -> state key -> tensor to fill, for all that the checkpoint has of this rank's parameters."""
-    stored: dict[str, dict[str, TensorEntry]] = {}
+    metadata: CheckpointMetadata, optimizer: Optimizer, named: Names, shardings: Mapping[str, Placed], index: int
+) -> dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placed]]:
+    """Parameter, state key and tensor to fill, for all that the checkpoint has of this rank's parameters, by its name there."""
+    parameters = {name: parameter for parameter, name in named.items()}
+    with_scalars = [group["params"] for group in optimizer.param_groups if group.get("capturable") or group.get("fused")]
+    on_device = set().union(*with_scalars)
+    found: dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placed]] = {}
     for full_name in sorted(metadata.names(_prefix(index))):
         key, _, name = full_name.removeprefix(_prefix(index)).partition("/")
-        stored.setdefault(name, {})[key] = metadata.tensors[full_name]
-    states: dict[torch.nn.Parameter, dict[str, tuple[torch.Tensor, Placed]]] = {}
-    for group in optimizer.param_groups:
-        scalars_on_device = bool(group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            sharding = shardings[named[parameter]]
-            states[parameter] = {}
-            for key, entry in stored.get(named[parameter], {}).items():
-                whole = entry.shape == () and sharding.full_shape != ()
-                if not whole and entry.shape != sharding.full_shape:
-                    raise CheckpointError(
-                        f"{key!r} of {named[parameter]!r} has the shape {entry.shape} in the checkpoint and {sharding.full_shape} here"
-                    )
-                record: Placed = Sharding.replicated(()) if whole else sharding
-                device = parameter.device if scalars_on_device or not whole else torch.device("cpu")
-                states[parameter][key] = (torch.zeros(record.local_shape, dtype=entry.dtype, device=device), record)
-    return {parameter: state for parameter, state in states.items() if state}
+        if name not in parameters:
+            continue
+        parameter, sharding, entry = parameters[name], shardings[name], metadata.tensors[full_name]
+        whole = entry.shape == () and sharding.full_shape != ()
+        if not whole and entry.shape != sharding.full_shape:
+            raise CheckpointError(
+                f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint and {sharding.full_shape} here"
+            )
+        place: Placed = Sharding.replicated(()) if whole else sharding
+        device = parameter.device if parameter in on_device or not whole else torch.device("cpu")
+        found[full_name] = parameter, key, torch.zeros(place.local_shape, dtype=entry.dtype, device=device), place
+    return found
 
 
-def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Group]) -> None:
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint's has {len(groups)}"
@@ -255,7 +242,7 @@ def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Mapping[s
                 )
 
 
-def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _restore_group(group: Group, saved: Group) -> None:
     for key, value in saved.items():
         if key == "params" or key in _IMPLEMENTATION:
             continue
@@ -266,22 +253,13 @@ def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value.item() if isinstance(here, float) and isinstance(value, torch.Tensor) else value
 
 
-def _restored(key: str, value: torch.Tensor) -> torch.Tensor | float:
-    return value.item() if key.endswith(_NUMBER) else value
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(one == other)
 
 
-def _number_dtype(value: float) -> torch.dtype:
-    kinds = {bool: torch.bool, int: torch.int64}
-    return kinds.get(type(value), torch.float64)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) == isinstance(other, torch.Tensor) and bool(torch.equal(one, other))
-    return bool(one == other)
-
-
-def _unsupported(optimizer: Optimizer, key: Any, name: str, what: str) -> str:
+def _unsupported(optimizer: Optimizer, key: object, name: str, what: str) -> str:
     return (
         f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of {name!r} {what}; only tensors of the "
         "parameter's shape, 0-d tensors and numbers are independent of the layout"

@@ -22,12 +22,14 @@ def parser(verb: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog=f"ptdp {verb}", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--devices", type=int, default=2, metavar="N", help="processes to start (default 2)")
+    options.add_argument("--devices", dest="processes", type=int, default=2, metavar="N", help="processes to start (default 2)")
     options.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if there are as many GPUs")
     options.add_argument("--root-dir", type=Path, default=Path(), metavar="DIR", help="where runs are written (default: here)")
     options.add_argument("--tracking-uri", metavar="URI", help="MLflow's store or server, such as http://host:5000")
     options.add_argument("--data-dir", type=Path, metavar="DIR", help="a folder that ptdp prepare made")
-    options.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that a part may take (default 60)")
+    options.add_argument(
+        "--timeout", dest="timeout_s", type=float, default=60.0, metavar="S", help="seconds that a part may take (default 60)"
+    )
     options.add_argument("--json", action="store_true", help="all of it as JSON")
     return options
 
@@ -38,24 +40,15 @@ def run(verb: str, arguments: list[str]) -> int:
     Raises:
         UserError: A number is out of range.
     """
-    given = parser(verb).parse_args(arguments)
-    if given.devices < 1:
-        raise UserError(f"--devices {given.devices} must be at least 1 process")
-    if given.timeout <= 0:
-        raise UserError(f"--timeout {given.timeout:g} must be more than 0 seconds")
+    given = vars(parser(verb).parse_args(arguments))
+    if given["processes"] < 1:
+        raise UserError(f"--devices {given['processes']} must be at least 1 process")
+    if given["timeout_s"] <= 0:
+        raise UserError(f"--timeout {given['timeout_s']:g} must be more than 0 seconds")
 
     from lightning_ptdp.doctor import Question, Status, as_json, inspect_all, render
 
-    inspection = inspect_all(
-        Question(
-            processes=given.devices,
-            backend=given.backend,
-            root_dir=given.root_dir,
-            tracking_uri=given.tracking_uri,
-            data_dir=given.data_dir,
-            timeout_s=given.timeout,
-        ),
-        recipes=recipe_names,
-    )
-    print(as_json(inspection) if given.json else render(inspection))
+    show = as_json if given.pop("json") else render
+    inspection = inspect_all(Question(**given), recipes=recipe_names)
+    print(show(inspection))
     return 1 if inspection.count(Status.FAILED) else 0

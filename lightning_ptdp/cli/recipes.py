@@ -8,6 +8,8 @@ import re
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder, recipe_names
+from lightning_ptdp.columns import columns
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["run"]
 
@@ -43,9 +45,7 @@ def run(verb: str, arguments: list[str]) -> int:
 
 def _list() -> None:
     rows = [("name", "parameters", "devices", "layout", "model"), *sorted(map(_row, recipe_names()), key=_by_family_and_size)]
-    name, count, devices, layout, _ = (max(len(row[column]) for row in rows) for column in range(5))
-    for row in rows:
-        print(f"{row[0]:{name}}  {row[1]:>{count}}  {row[2]:>{devices}}  {row[3]:{layout}}  {row[4]}")
+    print(columns(rows, words=(0, 3, 4)))
 
 
 def _by_family_and_size(row: tuple[str, ...]) -> tuple[str, float]:
@@ -61,7 +61,8 @@ def _row(name: str) -> tuple[str, str, str, str, str]:
     match = _FIRST_LINE.fullmatch(first)
     count, summary = match.group("count", "summary") if match else ("", first.removeprefix("#").strip())
     trainer = resolve_config(file).values["trainer"]
-    options = trainer["strategy"]["init_args"]
-    t, p, v = (options.get(f"{key}_size", 1) for key in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline"))
     devices = trainer["devices"] * trainer.get("num_nodes", 1)
-    return name, count, str(devices), f"t{t} p{p} v{v} d{devices // (t * p)}", summary
+    layout = ParallelLayout.chosen(trainer["strategy"]["init_args"], world_size=devices)
+    degrees = [f"{axis.letter}{layout.size(axis.name)}" for axis in layout.told()]
+    degrees.insert(2, f"v{layout.virtual_pipeline_size}")
+    return name, count, str(devices), " ".join(degrees), summary

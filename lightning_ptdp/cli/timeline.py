@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.columns import columns
 from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule, check_schedule
 from lightning_ptdp.schedule.simulate import Costs, simulate
@@ -136,12 +137,7 @@ def _table(timelines: Sequence[Timeline]) -> str:
         peaks = " ".join(f"{peak / v:g}" for peak in timeline.peak_in_flight)
         bubble = f"{float(timeline.bubble_fraction):.2%}"
         rows.append((timeline.schedule.name, str(v), f"{float(timeline.step_time):g}", bubble, peaks))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    name, *numbers = widths
-    return "\n".join(
-        "  ".join([row[0].ljust(name), *(cell.rjust(width) for cell, width in zip(row[1:4], numbers, strict=True)), row[4]])
-        for row in rows
-    )
+    return columns(rows, words=(0, 4))
 
 
 def _write(timelines: Sequence[Timeline], path: Path, options: argparse.Namespace) -> None:

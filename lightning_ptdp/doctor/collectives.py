@@ -24,16 +24,6 @@ class Place:
     size: int
     device: torch.device
 
-    @property
-    def next(self) -> int:
-        """The rank after this one, in a ring."""
-        return (self.rank + 1) % self.size
-
-    @property
-    def previous(self) -> int:
-        """The rank before this one, in a ring."""
-        return (self.rank - 1) % self.size
-
     def full(self, count: int, value: float) -> Tensor:
         """``count`` float32 numbers on this device."""
         return torch.full((count,), float(value), device=self.device)
@@ -72,29 +62,18 @@ def _all_to_all(place: Place) -> bool:
     return bool((output.cpu() == torch.arange(place.size) * place.size + place.rank).all())
 
 
-def _send_receive(place: Place) -> bool:
-    received = place.full(5, -1)
+def _exchange(place: Place, *steps: int) -> bool:
+    """Every rank sends its number to the one that is ``step`` after it in a ring, for all steps at once."""
+    arriving = {step: place.full(5, -1) for step in steps}
+    operations: list[dist.P2POp] = []
+    for tag, (step, into) in enumerate(arriving.items()):
+        after, before = ((place.rank + way) % place.size for way in (step, -step))
+        operations.append(dist.P2POp(dist.isend, place.full(5, place.rank), after, tag=tag))
+        operations.append(dist.P2POp(dist.irecv, into, before, tag=tag))
     # In one batch: the first message between two ranks holds both until they meet, and a ring of sends would be a ring of waits.
-    operations = [
-        dist.P2POp(dist.isend, place.full(5, place.rank), place.next),
-        dist.P2POp(dist.irecv, received, place.previous),
-    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return _is(received, place.previous)
-
-
-def _both_directions(place: Place) -> bool:
-    from_previous, from_next = place.full(5, -1), place.full(5, -1)
-    operations = [
-        dist.P2POp(dist.isend, place.full(5, place.rank), place.next, tag=0),
-        dist.P2POp(dist.irecv, from_previous, place.previous, tag=0),
-        dist.P2POp(dist.isend, place.full(5, -place.rank), place.previous, tag=1),
-        dist.P2POp(dist.irecv, from_next, place.next, tag=1),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return _is(from_previous, place.previous) and _is(from_next, -place.next)
+    return all(_is(into, (place.rank - step) % place.size) for step, into in arriving.items())
 
 
 def _objects(place: Place) -> bool:
@@ -132,8 +111,8 @@ COLLECTIVES: Mapping[str, Callable[[Place], bool]] = MappingProxyType(
         "reduce-scatter": _reduce_scatter,
         "all-gather": _all_gather,
         "all-to-all": _all_to_all,
-        "send and receive": _send_receive,
-        "both directions": _both_directions,
+        "send and receive": lambda place: _exchange(place, 1),
+        "both directions": lambda place: _exchange(place, 1, -1),
         "objects": _objects,
         "groups": _groups,
         "barrier": _barrier,

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_ptdp.models.gpt_size import layer_matrices
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.parameters import heads_a_rank, layer_matrices
+from lightning_ptdp.planner.parameters import matrix_elements
 
 __all__ = ["LayerActivations", "layer_activations", "logits_bytes"]
 
@@ -60,12 +61,12 @@ def layer_activations(job: Job, choice: Choice, *, fused_rms_norm: bool = True) 
     everything = _everything(job, choice, fused_rms_norm)
     cast = 0.0
     if job.precision.casts and choice.layout.tensor_parallel_size == 1:
-        cast = layer_matrices(job.model, 1) * job.precision.compute
+        cast = matrix_elements(job.model, 1) * job.precision.compute
     if choice.recompute == "full":
         return LayerActivations(kept=_block_input(job, choice), recomputed=everything + cast, cast_weights=0.0)
     if choice.recompute == "selective":
         # The core's inputs are kept to run it again, its output by the projection behind it.
-        inside = choice.tokens(job) * heads_a_rank(job.model, choice.layout.tensor_parallel_size)[0] * _LOG_SUM_EXP
+        inside = choice.tokens(job) * (job.model.num_heads // choice.layout.tensor_parallel_size) * _LOG_SUM_EXP
         return LayerActivations(kept=everything - inside, recomputed=inside, cast_weights=cast)
     return LayerActivations(kept=everything, recomputed=0.0, cast_weights=cast)
 
@@ -87,9 +88,8 @@ def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
 
 def _everything(job: Job, choice: Choice, fused_rms_norm: bool) -> float:
     model, precision, t = job.model, job.precision, choice.layout.tensor_parallel_size
-    tokens, h, f = choice.tokens(job), model.hidden_size, model.ffn_size / t
-    heads, kv_heads = heads_a_rank(model, t)
-    q, k = heads * model.head_dim, kv_heads * model.head_dim
+    tokens, h = choice.tokens(job), model.hidden_size
+    (qkv, _), (_, q), _, (_, f) = layer_matrices(model, t)
 
     norm_input, statistics = h * precision.residual, 2 * _STATISTIC
     if model.norm == "rms":
@@ -99,9 +99,9 @@ def _everything(job: Job, choice: Choice, fused_rms_norm: bool) -> float:
     alike = (2 * norm + masks) / (t if choice.layout.sequence_parallel else 1)
 
     # The values are a view of the fused product, so that rotated queries and keys come on top of the whole of it.
-    attention = (q + 2 * k) + (q + k if model.position == "rope" else 0) + q
+    attention = qkv + ((qkv + q) / 2 if model.position == "rope" else 0) + q
     inner = 2 * f if model.mlp == "gelu" else 4 * f
-    split = (attention + inner) * precision.compute + heads * _LOG_SUM_EXP
+    split = (attention + inner) * precision.compute + model.num_heads // t * _LOG_SUM_EXP
     return tokens * (alike + split) + _rotary_tables(job, choice)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from lightning_ptdp.option_types import check_types
@@ -130,21 +130,8 @@ _H100 = Device(
     # NVIDIA DGX H100 data sheet: eight 400 Gbps cards.
     between=Link(bandwidth=0.8 * 50e9, latency_s=15e-6),
 )
-_H200 = Device(
-    name="h200",
-    # NVIDIA H200 (SXM) data sheet: an H100 with 141 GB at 4.8 TB/s.
-    memory_bytes=139 * _GIB,
-    reserved_bytes=4 * _GIB,
-    flops_16=_H100.flops_16,
-    flops_32=_H100.flops_32,
-    memory_bandwidth=4.8e12,
-    gemm_efficiency=_H100.gemm_efficiency,
-    attention_efficiency=_H100.attention_efficiency,
-    kernel_s=_H100.kernel_s,
-    node_size=8,
-    inside=_H100.inside,
-    between=_H100.between,
-)
+# NVIDIA H200 (SXM) data sheet: an H100 with 141 GB at 4.8 TB/s.
+_H200 = replace(_H100, name="h200", memory_bytes=139 * _GIB, memory_bandwidth=4.8e12)
 _CPU = Device(
     name="cpu",
     # One core for each process, joined by gloo over the loopback device; orders of magnitude, no data sheet.

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.option_types import Count, Size, check_types
@@ -43,15 +42,11 @@ class Precision:
         return self.weight != self.compute
 
 
-PRECISIONS: Mapping[str, Precision] = MappingProxyType(
-    {
-        "32-true": Precision(name="32-true", weight=4, compute=4, residual=4, state=8),
-        "bf16-mixed": Precision(name="bf16-mixed", weight=4, compute=2, residual=4, state=8),
-        "bf16-true": Precision(name="bf16-true", weight=2, compute=2, residual=2, state=12),
-        "16-mixed": Precision(name="16-mixed", weight=4, compute=2, residual=4, state=8),
-        "16-true": Precision(name="16-true", weight=2, compute=2, residual=2, state=12),
-    }
-)
+_SINGLE = {"weight": 4, "compute": 4, "residual": 4, "state": 8}
+_MIXED = {"weight": 4, "compute": 2, "residual": 4, "state": 8}
+_HALF = {"weight": 2, "compute": 2, "residual": 2, "state": 12}
+_BYTES = {"32-true": _SINGLE, "bf16-mixed": _MIXED, "bf16-true": _HALF, "16-mixed": _MIXED, "16-true": _HALF}
+PRECISIONS: Mapping[str, Precision] = MappingProxyType({name: Precision(name=name, **sizes) for name, sizes in _BYTES.items()})
 """By Lightning's names. Half precision throughout takes 18 bytes a parameter, 6 + 12/d with a sharded optimizer; the others 16, 8 + 8/d."""
 
 
@@ -137,22 +132,19 @@ class Choice:
         """Tokens of a microbatch that one rank holds between blocks without sequence parallelism: b s / c."""
         return self.micro_batch_size * job.sequence_length / self.layout.context_parallel_size
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """The arguments of ``PTDPStrategy`` that are not the defaults, ``num_microbatches`` always among them."""
-        layout = self.layout
-        values = {
-            "tensor_parallel_size": (layout.tensor_parallel_size, 1),
-            "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
-            "virtual_pipeline_size": (layout.virtual_pipeline_size, 1),
-            "context_parallel_size": (layout.context_parallel_size, 1),
-            "sequence_parallel": (layout.sequence_parallel, False),
-            "num_microbatches": (self.num_microbatches, None),
-            "schedule": (self.schedule if layout.pipeline_parallel_size > 1 else "auto", "auto"),
-            "recompute": (self.recompute, "none"),
-            "distribute_saved_activations": (self.distribute_saved_activations, False),
-            "shard_optimizer": (self.shard_optimizer, False),
+        defaults = self.layout.options() | {
+            "schedule": "auto",
+            "recompute": "none",
+            "distribute_saved_activations": False,
+            "shard_optimizer": False,
         }
-        return {name: value for name, (value, default) in values.items() if value != default}
+        chosen = {**vars(self.layout), **vars(self)}
+        if self.layout.pipeline_parallel_size == 1:
+            chosen["schedule"] = "auto"
+        given = {name: chosen[name] for name, default in defaults.items() if chosen[name] != default}
+        return {**given, "num_microbatches": self.num_microbatches}
 
     def describe(self) -> str:
         """Short form: ``t8 p2 d4 sp b1 m16 1f1b full``."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_ptdp.models.gpt_size import layer_matrices
 from lightning_ptdp.planner.activations import layer_activations
 from lightning_ptdp.planner.communication import context_link, tensor_link
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.parameters import heads_a_rank
 
 __all__ = ["NOTHING", "PassTime", "head_time", "input_time", "layer_time"]
 
@@ -39,21 +39,11 @@ class PassTime:
     communication: float = 0.0
 
     def __add__(self, other: PassTime) -> PassTime:
-        return PassTime(
-            forward=self.forward + other.forward,
-            backward=self.backward + other.backward,
-            weight=self.weight + other.weight,
-            communication=self.communication + other.communication,
-        )
+        return PassTime(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     def times(self, count: int) -> PassTime:
         """``count`` of them after each other."""
-        return PassTime(
-            forward=count * self.forward,
-            backward=count * self.backward,
-            weight=count * self.weight,
-            communication=count * self.communication,
-        )
+        return PassTime(**{name: count * value for name, value in vars(self).items()})
 
 
 NOTHING = PassTime(forward=0.0, backward=0.0, weight=0.0)
@@ -98,12 +88,8 @@ def head_time(job: Job, choice: Choice) -> PassTime:
 
 def _products(job: Job, choice: Choice) -> Sequence[float]:
     """Forward seconds of a layer's matrix products: qkv, projection, up, down."""
-    model, t, tokens = job.model, choice.layout.tensor_parallel_size, choice.tokens(job)
-    heads, kv_heads = heads_a_rank(model, t)
-    h, f, q = model.hidden_size, model.ffn_size / t, heads * model.head_dim
-    up = f if model.mlp == "gelu" else 2 * f
-    shapes = ((q + 2 * kv_heads * model.head_dim, h), (h, q), (up, h), (h, f))
-    return [_gemm(job, tokens, outputs, inputs) for outputs, inputs in shapes]
+    shapes = layer_matrices(job.model, choice.layout.tensor_parallel_size)
+    return [_gemm(job, choice.tokens(job), outputs, inputs) for outputs, inputs in shapes]
 
 
 def _gemm(job: Job, tokens: float, outputs: float, inputs: float) -> float:
@@ -117,10 +103,10 @@ def _gemm(job: Job, tokens: float, outputs: float, inputs: float) -> float:
 def _attention(job: Job, choice: Choice) -> tuple[float, float]:
     """Seconds of the attention's forward, causal, and of sending keys and values around the ring of context parallelism."""
     model, device, width = job.model, job.device, job.precision.compute
-    heads, kv_heads = heads_a_rank(model, choice.layout.tensor_parallel_size)
-    work = 4 * choice.tokens(job) * job.sequence_length * heads * model.head_dim / 2
+    (qkv, _), (_, q), *_ = layer_matrices(model, choice.layout.tensor_parallel_size)
+    work = 4 * choice.tokens(job) * job.sequence_length * q / 2
     ring = context_link(choice.layout, device)
-    block = choice.tokens(job) * 2 * kv_heads * model.head_dim * width
+    block = choice.tokens(job) * (qkv - q) * width
     return work / (device.peak(width) * device.attention_efficiency), (ring.size - 1) * ring.send(block)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.parameters import layer_matrices, layers_by_stage, stage_parameters
+from lightning_ptdp.planner.parameters import layers_by_stage, matrix_elements, stage_parameters
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["RankMemory", "fullest_rank", "rank_memory", "static_bytes"]
@@ -122,4 +122,4 @@ def _between_operations(job: Job, choice: Choice) -> float:
     model, t = job.model, choice.layout.tensor_parallel_size
     widest = (1 if model.mlp == "gelu" else 2) * model.ffn_size / t
     gradients = choice.tokens(job) * (2 * widest + 2 * model.hidden_size) * job.precision.compute
-    return gradients + layer_matrices(model, t) / 3 * job.precision.compute
+    return gradients + matrix_elements(model, t) / 3 * job.precision.compute

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
 
+from lightning_ptdp.columns import columns
 from lightning_ptdp.models.gpt_size import num_parameters
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.search import Candidate, Plan
@@ -23,7 +23,7 @@ def table(plan: Plan) -> str:
     lines = [
         _job(plan.job),
         "",
-        _columns(rows),
+        columns(rows, words=(1, 4, 5, 6)),
         "",
         f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}), GiB of {_gib(plan.job.device.usable_bytes)}:",
         "  " + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
@@ -56,7 +56,7 @@ def explain_rejected(plan: Plan) -> str:
     return "\n".join(["rejected:", *(rows or ["  nothing"]), "slower:", *(slower or ["  nothing"])])
 
 
-def as_data(plan: Plan) -> dict[str, Any]:
+def as_data(plan: Plan) -> dict[str, object]:
     """The plan in plain dictionaries and lists, for JSON; times in seconds, memory in bytes."""
     job = plan.job
     return {
@@ -71,12 +71,12 @@ def as_data(plan: Plan) -> dict[str, Any]:
         },
         "examined": plan.examined,
         "best": [_candidate(candidate) for candidate in plan.best],
-        "rejected": [{"what": misfit.what, "reason": misfit.reason} for misfit in plan.rejected],
-        "slower": [{"what": misfit.what, "reason": misfit.reason} for misfit in plan.slower],
+        "rejected": [asdict(misfit) for misfit in plan.rejected],
+        "slower": [asdict(misfit) for misfit in plan.slower],
     }
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
+def _candidate(candidate: Candidate) -> dict[str, object]:
     layout, memory, time = candidate.choice.layout, candidate.memory, candidate.time
     return {
         "layout": layout.describe(),
@@ -119,17 +119,6 @@ def _row(index: int, candidate: Candidate) -> tuple[str, ...]:
         f"{time.bubble_fraction:.1%}",
         _gib(candidate.memory.total),
     )
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    """Words to the left, numbers to the right."""
-    words = (1, 4, 5, 6)
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = (
-        "  ".join(c.ljust(w) if i in words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _gib(nbytes: float) -> str:

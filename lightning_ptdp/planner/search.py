@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import stage_parameters
-from lightning_ptdp.planner.space import Degrees, Misfit, Pipeline, Space, degrees, pipelines
+from lightning_ptdp.planner.space import Misfit, Space, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 
 __all__ = ["Candidate", "Plan", "search"]
@@ -72,32 +72,25 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
     found: list[Candidate] = []
     rejected: list[Misfit] = []
     examined = 0
-    for sizes in degrees(job, space):
-        if isinstance(sizes, Misfit):
-            rejected.append(sizes)
+    for layout in layouts(job, space):
+        if isinstance(layout, Misfit):
+            rejected.append(layout)
             continue
-        smallest = _does_not_fit_at_all(job, space, sizes)
-        if smallest is not None:
-            rejected.append(smallest)
+        pipes = list(pipelines(job, space, layout))
+        choices = [one for one in pipes if isinstance(one, Choice)]
+        if choices and (need := _least_bytes(job, space, choices[0])) > job.device.usable_bytes:
+            what = "parameters, gradients and optimizer state alone take"
+            rejected.append(Misfit(what=layout.describe(), reason=f"{what} {_gib(need)} of {_gib(job.device.usable_bytes)}"))
             continue
-        misfits: dict[Misfit, None] = {}
-        nearest: tuple[float, Choice] | None = None
-        fitting = 0
-        for pipeline in pipelines(job, space, sizes):
-            if isinstance(pipeline, Misfit):
-                misfits[pipeline] = None
-                continue
-            examined += 1
-            outcome = _first_that_fits(job, space, pipeline)
-            if isinstance(outcome, Candidate):
-                found.append(outcome)
-                fitting += 1
-            elif nearest is None or outcome[0] < nearest[0]:
-                nearest = outcome
-        rejected += misfits
-        if nearest is not None and not fitting:
-            reason = f"needs {_gib(nearest[0])} of {_gib(job.device.usable_bytes)} at least ({nearest[1].describe()})"
-            rejected.append(Misfit(what=_name(sizes), reason=reason))
+        tried = [_first_that_fits(job, space, one) for one in choices]
+        fitting = [(choice, memory) for choice, memory in tried if memory.total <= job.device.usable_bytes]
+        found += [Candidate(choice=choice, memory=memory, time=step_time(job, choice)) for choice, memory in fitting]
+        examined += len(tried)
+        rejected += dict.fromkeys(one for one in pipes if isinstance(one, Misfit))
+        if tried and not fitting:
+            nearest, memory = min(tried, key=lambda one: one[1].total)
+            reason = f"needs {_gib(memory.total)} of {_gib(job.device.usable_bytes)} at least ({nearest.describe()})"
+            rejected.append(Misfit(what=layout.describe(), reason=reason))
     best = heapq.nsmallest(count, found, key=_order)
     slower = tuple(_slower(best, found))
     if simulate:
@@ -105,78 +98,49 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
     return Plan(job=job, best=tuple(best), rejected=tuple(rejected), slower=slower, examined=examined)
 
 
-def _does_not_fit_at_all(job: Job, space: Space, sizes: Degrees) -> Misfit | None:
-    """Whether weights, gradients and optimizer state alone are too much."""
-    pipeline = next((one for one in pipelines(job, space, sizes) if isinstance(one, Pipeline)), None)
-    if pipeline is None:
-        return None
-    choice = next(_choices(space, pipeline, last=True))
-    parameters = stage_parameters(job.model, choice.layout)
+def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
+    """Of weights, gradients and optimizer state alone, with the recomputation and sharding that hold least."""
+    *_, smallest = _choices(space, choice)
+    parameters = sum(stage_parameters(job.model, choice.layout))
+    # The fullest rank has no less than the mean.
+    return sum(static_bytes(job, smallest, parameters / choice.layout.pipeline_parallel_size))
+
+
+def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, RankMemory]:
+    """The first recomputation and sharding that fits in memory; if none does, that which needs least."""
+    tried: list[tuple[Choice, RankMemory]] = []
+    for one in _choices(space, choice):
+        tried.append((one, fullest_rank(job, one)))
+        if tried[-1][1].total <= job.device.usable_bytes:
+            return tried[-1]
+    return min(tried, key=lambda pair: pair[1].total)
+
+
+def _choices(space: Space, choice: Choice) -> Iterator[Choice]:
+    """Every recomputation and sharding, cheapest first."""
     layout = choice.layout
-    least = sum(parameters) / layout.pipeline_parallel_size  # the fullest rank has no less than the mean
-    need = sum(static_bytes(job, choice, least))
-    if need <= job.device.usable_bytes:
-        return None
-    reason = f"parameters, gradients and optimizer state alone take {_gib(need)} of {_gib(job.device.usable_bytes)}"
-    return Misfit(what=_name(sizes), reason=reason)
-
-
-def _first_that_fits(job: Job, space: Space, pipeline: Pipeline) -> Candidate | tuple[float, Choice]:
-    """The first recomputation and sharding that fits in memory; or what the smallest needs."""
-    smallest: tuple[float, Choice] | None = None
-    for choice in _choices(space, pipeline):
-        memory = fullest_rank(job, choice)
-        if memory.total <= job.device.usable_bytes:
-            return Candidate(choice=choice, memory=memory, time=step_time(job, choice))
-        if smallest is None or memory.total < smallest[0]:
-            smallest = memory.total, choice
-    assert smallest is not None
-    return smallest
-
-
-def _choices(space: Space, pipeline: Pipeline, *, last: bool = False) -> Iterator[Choice]:
-    """Every recomputation and sharding, cheapest first; ``last``: only the one that holds least."""
-    layout = pipeline.layout
-    shardings = _unique(shard and layout.size("replica_sum") > 1 for shard in space.shard_optimizer)
+    shardings = dict.fromkeys(shard and layout.size("replica_sum") > 1 for shard in space.shard_optimizer)
     parts = layout.tensor_parallel_size > 1 and not layout.sequence_parallel
-    for recompute in space.recompute[-1:] if last else space.recompute:
+    for recompute in space.recompute:
         for distribute in (False, True) if recompute == "full" and parts else (False,):
-            for shard in shardings[-1:] if last else shardings:
-                yield Choice(
-                    layout=layout,
-                    micro_batch_size=pipeline.micro_batch_size,
-                    num_microbatches=pipeline.num_microbatches,
-                    schedule=pipeline.schedule,
-                    recompute=recompute,
-                    distribute_saved_activations=distribute,
-                    shard_optimizer=shard,
-                )
-
-
-def _unique(values: Iterator[bool]) -> Sequence[bool]:
-    return list(dict.fromkeys(values))
+            for shard in shardings:
+                yield replace(choice, recompute=recompute, distribute_saved_activations=distribute, shard_optimizer=shard)
 
 
 def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[Misfit]:
     """The fastest of each (t, p, c) that is not among the best."""
-    shown = {_sizes(candidate) for candidate in best}
-    for sizes, candidate in {_sizes(one): one for one in sorted(found, key=_order, reverse=True)}.items():
-        if sizes not in shown:
+    shown = {_degrees(candidate) for candidate in best}
+    for degrees, candidate in {_degrees(one): one for one in sorted(found, key=_order, reverse=True)}.items():
+        if degrees not in shown:
             first, time = best[0].time, candidate.time
             more = {name: seconds - first.parts[name] for name, seconds in time.parts.items()}
             part = max(more, key=lambda name: more[name])
             reason = f"{time.total / first.total:.2f} times as long as the best: {part} takes {time.parts[part] / time.total:.0%} of it"
-            yield Misfit(what=_name(sizes), reason=f"{reason} ({candidate.choice.describe()})")
+            yield Misfit(what=degrees, reason=f"{reason} ({candidate.choice.describe()})")
 
 
-def _sizes(candidate: Candidate) -> Degrees:
-    layout = candidate.choice.layout
-    return Degrees(
-        t=layout.tensor_parallel_size,
-        c=layout.context_parallel_size,
-        p=layout.pipeline_parallel_size,
-        d=layout.data_parallel_size,
-    )
+def _degrees(candidate: Candidate) -> str:
+    return replace(candidate.choice.layout, virtual_pipeline_size=1, sequence_parallel=False).describe()
 
 
 def _simulated(job: Job, candidate: Candidate) -> Candidate:
@@ -184,18 +148,13 @@ def _simulated(job: Job, candidate: Candidate) -> Candidate:
     size = layout.num_stages * candidate.choice.num_microbatches
     if layout.pipeline_parallel_size == 1 or size > _SIMULATED:
         return candidate
-    time = simulated_step_time(job, candidate.choice)
-    return Candidate(choice=candidate.choice, memory=candidate.memory, time=time, simulated=True)
+    return replace(candidate, time=simulated_step_time(job, candidate.choice), simulated=True)
 
 
 def _order(candidate: Candidate) -> tuple[float, int, float]:
     """Faster first; of equals the plainer schedule, then the one that holds less."""
     schedules = list(CLOSED_FORMS)
     return candidate.time.total, schedules.index(candidate.choice.schedule), candidate.memory.total
-
-
-def _name(sizes: Degrees) -> str:
-    return f"t{sizes.t} p{sizes.p}" + (f" c{sizes.c}" if sizes.c > 1 else "") + f" d{sizes.d}"
 
 
 def _gib(nbytes: float) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_ptdp.option_types import Size, check_types
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, least_microbatches
-from lightning_ptdp.planner.job import Job
+from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout, divisors
 
-__all__ = ["Degrees", "Misfit", "Pipeline", "Space", "degrees", "pipelines"]
+__all__ = ["Misfit", "Space", "layouts", "pipelines"]
 
 _CONTEXT_FROM = 8192
 _MOST_CHUNKS = 8
@@ -74,28 +74,8 @@ class Misfit:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """t, c and p; the data-parallel size follows."""
-
-    t: int
-    c: int
-    p: int
-    d: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """A schedule with its layout, and a microbatch."""
-
-    layout: ParallelLayout
-    schedule: str
-    micro_batch_size: int
-    num_microbatches: int
-
-
-def degrees(job: Job, space: Space) -> Iterator[Degrees | Misfit]:
-    """All (t, c, p) of the space, and why some of them are none."""
+def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
+    """All (t, c, p) of the space, one chunk a rank, and why some of them are none."""
     for t in _tensor_sizes(job, space):
         misfit = _tensor_misfit(job, t)
         if misfit is not None:
@@ -110,33 +90,25 @@ def degrees(job: Job, space: Space) -> Iterator[Degrees | Misfit]:
             yield from _pipeline_sizes(job, space, t, c)
 
 
-def pipelines(job: Job, space: Space, sizes: Degrees) -> Iterator[Pipeline | Misfit]:
+def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice | Misfit]:
     """All schedules, chunks and microbatches for (t, c, p), and why some of them are none."""
-    of_replica = job.global_batch_size // sizes.d
-    split = sizes.t > 1 and job.sequence_length % (sizes.t * sizes.c) == 0
+    t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    of_replica = job.global_batch_size // layout.data_parallel_size
+    split = t > 1 and job.sequence_length % (t * layout.context_parallel_size) == 0
     if space.sequence_parallel is not None:
-        if space.sequence_parallel and sizes.t > 1 and not split:
-            yield Misfit(
-                what=f"t{sizes.t}", reason=f"sequence parallelism: {sizes.t} does not divide {job.sequence_length} tokens"
-            )
+        if space.sequence_parallel and t > 1 and not split:
+            yield Misfit(what=f"t{t}", reason=f"sequence parallelism: {t} does not divide {job.sequence_length} tokens")
             return
-        split = space.sequence_parallel and sizes.t > 1
-    for schedule, v in _schedules(job, space, sizes.p):
-        layout = ParallelLayout(
-            world_size=job.world_size,
-            tensor_parallel_size=sizes.t,
-            pipeline_parallel_size=sizes.p,
-            virtual_pipeline_size=v,
-            context_parallel_size=sizes.c,
-            sequence_parallel=split,
-            placement=schedule_placement(schedule) if sizes.p > 1 else "loop",
-        )
+        split = space.sequence_parallel and t > 1
+    for schedule, v in _schedules(job, space, p):
+        placement = schedule_placement(schedule) if p > 1 else "loop"
+        whole = replace(layout, virtual_pipeline_size=v, sequence_parallel=split, placement=placement)
         for b in _micro_batches(space, of_replica):
             m = of_replica // b
-            if sizes.p > 1 and m < least_microbatches(schedule, sizes.p):
-                yield Misfit(what=f"p{sizes.p} {schedule} m{m}", reason=_TOO_FEW)
+            if p > 1 and m < least_microbatches(schedule, p):
+                yield Misfit(what=f"p{p} {schedule} m{m}", reason=_TOO_FEW)
                 continue
-            yield Pipeline(layout=layout, schedule=schedule, micro_batch_size=b, num_microbatches=m)
+            yield Choice(layout=whole, schedule=schedule, micro_batch_size=b, num_microbatches=m)
 
 
 def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
@@ -161,18 +133,21 @@ def _context_sizes(job: Job, space: Space) -> Sequence[int]:
     return (1,) if job.sequence_length < _CONTEXT_FROM else (1, 2, 4, 8)
 
 
-def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Degrees | Misfit]:
+def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[ParallelLayout | Misfit]:
     rest = job.world_size // (t * c)
     for p in divisors(rest) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes:
         if rest % p:
-            yield Misfit(what=f"t{t} c{c} p{p}", reason=f"it does not divide the world of {job.world_size}")
+            reason = f"it does not divide the world of {job.world_size}"
         elif p > job.model.num_layers:
-            yield Misfit(what=f"t{t} c{c} p{p}", reason=f"{job.model.num_layers} layers cannot fill {p} stages")
+            reason = f"{job.model.num_layers} layers cannot fill {p} stages"
         elif job.global_batch_size % (rest // p):
             reason = f"the global batch of {job.global_batch_size} is not divisible by d = {rest // p} replicas"
-            yield Misfit(what=f"t{t} c{c} p{p}", reason=reason)
         else:
-            yield Degrees(t=t, c=c, p=p, d=rest // p)
+            yield ParallelLayout(
+                world_size=job.world_size, tensor_parallel_size=t, context_parallel_size=c, pipeline_parallel_size=p
+            )
+            continue
+        yield Misfit(what=f"t{t} c{c} p{p}", reason=reason)
 
 
 def _schedules(job: Job, space: Space, p: int) -> Iterator[tuple[str, int]]:

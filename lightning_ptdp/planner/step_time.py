@@ -80,16 +80,13 @@ def step_time(job: Job, choice: Choice) -> StepTime:
     """
     layout, m = choice.layout, choice.num_microbatches
     p, v = layout.pipeline_parallel_size, layout.virtual_pipeline_size
-    stages = _stages(job, choice)
-    ranks = [sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING) for rank in range(p)]
-    slowest = max(ranks, key=lambda rank: rank.forward + rank.backward)
     bubble = messages = 0.0
     if p > 1:
         form = CLOSED_FORMS[choice.schedule]
-        mean = sum(ranks, NOTHING)
+        mean = sum(_stages(job, choice), NOTHING)
         bubble = form.bubble(p, v, mean.forward / p, mean.backward / p, mean.weight / p)
         messages = form.waits(p, v, m) * _message(job, choice)
-    return _whole_step(job, choice, stages, slowest, bubble=bubble, messages=messages)
+    return _whole_step(job, choice, _slowest(job, choice), bubble=bubble, messages=messages)
 
 
 def simulated_step_time(job: Job, choice: Choice) -> StepTime:
@@ -117,17 +114,9 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
         )
         return float(simulate(schedule, costs).step_time)
 
-    ranks = [sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING) for rank in range(layout.pipeline_parallel_size)]
-    slowest = max(ranks, key=lambda rank: rank.forward + rank.backward)
-    without = length(0.0)
-    return _whole_step(
-        job,
-        choice,
-        stages,
-        slowest,
-        bubble=max(0.0, without - m * (slowest.forward + slowest.backward)),
-        messages=length(_message(job, choice)) - without,
-    )
+    slowest, without = _slowest(job, choice), length(0.0)
+    bubble = max(0.0, without - m * (slowest.forward + slowest.backward))
+    return _whole_step(job, choice, slowest, bubble=bubble, messages=length(_message(job, choice)) - without)
 
 
 def _stages(job: Job, choice: Choice) -> list[PassTime]:
@@ -138,16 +127,21 @@ def _stages(job: Job, choice: Choice) -> list[PassTime]:
     return stages
 
 
-def _whole_step(
-    job: Job, choice: Choice, stages: list[PassTime], slowest: PassTime, *, bubble: float, messages: float
-) -> StepTime:
+def _slowest(job: Job, choice: Choice) -> PassTime:
+    """Of the ranks, with all of its stages."""
+    stages, layout = _stages(job, choice), choice.layout
+    ranks = [sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING) for rank in range(layout.pipeline_parallel_size)]
+    return max(ranks, key=lambda rank: rank.forward + rank.backward)
+
+
+def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float) -> StepTime:
     layout, m = choice.layout, choice.num_microbatches
     parameters = stage_parameters(job.model, layout)
     fullest = max(sum(parameters[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_parallel_size))
     waiting = m * slowest.communication
-    model = job.global_batch_size * flops_per_sample(job.model, sequence_length=job.sequence_length)
-    hardware = job.global_batch_size * flops_per_sample(
-        job.model, sequence_length=job.sequence_length, recompute=choice.recompute == "full"
+    model, hardware = (
+        job.global_batch_size * flops_per_sample(job.model, sequence_length=job.sequence_length, recompute=again)
+        for again in (False, choice.recompute == "full")
     )
     return StepTime(
         compute=m * (slowest.forward + slowest.backward) - waiting,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from lightning_ptdp.columns import columns
 from lightning_ptdp.tensor_parallel.kinds import Kind
 from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
 from lightning_ptdp.tensor_parallel.linear_like import stores_outputs_last
@@ -40,8 +41,7 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
             counts[_general(name), shape_text(shape), local, fate] += 1
     rows = [("parameter", "shape", "on a rank", "what becomes of it")]
     rows += [(name + (f"  x{count}" if count > 1 else ""), *rest) for (name, *rest), count in counts.items()]  # type: ignore[misc]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return columns(rows, words=range(len(rows[0])))
 
 
 def _kind_above(name: str, kinds: Mapping[str, Kind]) -> Kind | None:

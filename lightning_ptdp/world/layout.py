@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 from lightning_ptdp.option_types import Size, check_types
 from lightning_ptdp.world.placement import Placement, Stages
@@ -131,6 +131,20 @@ class ParallelLayout(Stages):
                 "sequence_parallel=True splits activations over the tensor-parallel ranks, but tensor_parallel_size=1: "
                 "set tensor_parallel_size to 2 or more, or sequence_parallel=False"
             )
+
+    @classmethod
+    def options(cls) -> dict[str, int | bool]:
+        """What of a layout is a choice, and what it is where nothing is chosen: the degrees, and ``sequence_parallel``."""
+        return {field.name: getattr(cls, field.name) for field in fields(cls) if field.name not in ("world_size", "placement")}
+
+    @classmethod
+    def chosen(cls, options: Mapping[str, Any], *, world_size: int) -> ParallelLayout:
+        """The layout on ``world_size`` processes of a strategy that has these options, among others.
+
+        Raises:
+            ValueError: As of the constructor.
+        """
+        return cls(world_size=world_size, **{name: options.get(name, default) for name, default in cls.options().items()})
 
     @property
     def data_parallel_size(self) -> int:
