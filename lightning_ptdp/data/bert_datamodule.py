@@ -36,7 +36,7 @@ class BertDataModule(TextDataModule):
     def __init__(self, *, pairs: PairObjective = "swap", mask_probability: float = 0.15, **kwargs: Any) -> None:
         check_arguments(BertDataModule.__init__, locals())
         super().__init__(**kwargs)
-        check_options(sequence_length=self.sequence_length, pairs=pairs, mask_probability=mask_probability)
+        check_options(sequence_length=self.sequence_length, mask_probability=mask_probability)
         self.pairs, self.mask_probability = pairs, mask_probability
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:

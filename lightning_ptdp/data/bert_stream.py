@@ -16,26 +16,23 @@ every rank, after every resume, and with any number of workers.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.checks import check_fraction, check_integer
 from lightning_ptdp.data.draws import Draws
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.masking import choose_words, number_to_predict, replace_tokens
-from lightning_ptdp.data.order import sample_visits
 from lightning_ptdp.data.pairs import LEAST_TOKENS, PairObjective, draw_pair, find_windows
 from lightning_ptdp.data.store import ChunkMap
-from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
+from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.data.words import Vocabulary
+from lightning_ptdp.option_types import Count, Size, check_arguments
 
 __all__ = ["BertStream"]
 
@@ -44,7 +41,7 @@ _FACTS = 3  # of a row: end of the first segment, end of the second, sentence la
 _TRIES = 16
 
 
-class BertStream(Dataset[dict[str, torch.Tensor]]):
+class BertStream(SampleStream):
     """Random access to the samples of one split.
 
     Args:
@@ -68,28 +65,23 @@ class BertStream(Dataset[dict[str, torch.Tensor]]):
         folder: str | Path,
         *,
         split: SplitName = "train",
-        sequence_length: int,
-        max_samples: int | None = None,
+        sequence_length: Size,
+        max_samples: Size | None = None,
         pairs: PairObjective = "swap",
         mask_probability: float = 0.15,
-        seed: int = 0,
+        seed: Count = 0,
     ) -> None:
-        check_options(sequence_length=sequence_length, pairs=pairs, mask_probability=mask_probability)
-        if max_samples is not None:
-            check_integer("max_samples", max_samples)
-        check_integer("seed", seed, least=0)
-        self.sequence_length, self.pairs, self.mask_probability, self.seed = sequence_length, pairs, mask_probability, seed
+        check_arguments(BertStream.__init__, locals())
+        check_options(sequence_length=sequence_length, mask_probability=mask_probability)
+        self.pairs, self.mask_probability, self.seed = pairs, mask_probability, seed
+        self._room = sequence_length - _SPECIAL
         self.num_predictions = number_to_predict(self._room, mask_probability)
         manifest = Manifest.read(folder)
-        # Its samples are other ones than those of a TokenStream over the same files.
-        self.fingerprint = hashlib.sha256(f"{manifest.fingerprint(split)} pairs".encode()).hexdigest()
         self._vocabulary = Vocabulary.of(Tokenizer.load(folder))
-        self._folder = Path(folder, split)
-        self._chunks: tuple[int, ChunkMap] | None = None
-        self._record = manifest.splits[split]
-        chunks = self._open() if self._record.tokens else ()
         words = self._vocabulary
-        self._windows = find_windows(chunks, end=words.end, newline=words.newline, longest=self._room)
+        chunks = manifest.chunks(folder, split)
+        self._chunks = ChunkMap(chunks, manifest.splits[split].dtype, vocabulary_size=len(words.begins))
+        self._windows = find_windows(self._chunks, end=words.end, newline=words.newline, longest=self._room)
         windows = len(self._windows.starts)
         if not windows:
             raise StoreError(
@@ -100,19 +92,13 @@ class BertStream(Dataset[dict[str, torch.Tensor]]):
             raise StoreError(
                 f"{folder}: the {split} split holds one document, and pairs='next' needs segments of two: use pairs='swap' or more text"
             )
-        self._size = windows if max_samples is None else min(windows, max_samples)
-
-    def __len__(self) -> int:
-        """Number of samples in an epoch."""
-        return self._size
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Sample ``index`` of the first epoch."""
-        return {name: rows[0] for name, rows in self.as_batch(self.__getitems__([index])).items()}
-
-    def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
-        """Visits in the order of training."""
-        return sample_visits(numbers, size=self._size, seed=seed, shuffle=shuffle)
+        super().__init__(
+            samples=windows,
+            sequence_length=sequence_length,
+            max_samples=max_samples,
+            # Its samples are other ones than those of a TokenStream over the same files.
+            fingerprint=hashlib.sha256(f"{manifest.fingerprint(split)} pairs".encode()).hexdigest(),
+        )
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Rows, int32, which ``as_batch`` takes apart; visit ``epoch * len(self) + sample``, or ``PADDING`` for a row that fills up."""
@@ -133,13 +119,7 @@ class BertStream(Dataset[dict[str, torch.Tensor]]):
             "next_sentence_label": facts[:, 2].contiguous(),
         }
 
-    @property
-    def _room(self) -> int:
-        return self.sequence_length - _SPECIAL
-
     def _row(self, epoch: int, sample: int) -> np.ndarray:
-        if sample < 0 or epoch < 0:
-            raise IndexError(f"sample {sample} of epoch {epoch}")
         draws = Draws(self.seed, "bert sample", epoch, sample)
         other = self._window(self._elsewhere(sample, draws)) if self.pairs == "next" else None
         words = self._vocabulary
@@ -177,7 +157,7 @@ class BertStream(Dataset[dict[str, torch.Tensor]]):
         return row
 
     def _window(self, sample: int) -> np.ndarray:
-        return self._open().read(int(self._windows.starts[sample]), int(self._windows.lengths[sample]))
+        return self._chunks.read(int(self._windows.starts[sample]), int(self._windows.lengths[sample]))
 
     def _elsewhere(self, sample: int, draws: Draws) -> int:
         """A window of another document."""
@@ -189,24 +169,12 @@ class BertStream(Dataset[dict[str, torch.Tensor]]):
         others = np.flatnonzero(documents != documents[sample])
         return int(others[draws.below(len(others))[0]])
 
-    def _open(self) -> ChunkMap:
-        # Maps of files must not be shared by a forked worker with its parent.
-        if self._chunks is None or self._chunks[0] != os.getpid():
-            self._chunks = (os.getpid(), ChunkMap(self._folder, self._record.dtype, vocabulary_size=len(self._vocabulary.begins)))
-        return self._chunks[1]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_chunks": None}
-
-
-def check_options(*, sequence_length: int, pairs: str, mask_probability: float) -> None:
+def check_options(*, sequence_length: int, mask_probability: float) -> None:
     """Check what a user typed.
 
     Raises:
         ValueError: Names the field and what would work.
     """
     check_integer("sequence_length", sequence_length, least=_SPECIAL + LEAST_TOKENS)
-    if pairs not in ("next", "swap"):
-        raise ValueError(f"pairs={pairs!r} must be 'swap' (sentence order) or 'next' (next sentence)")
-    if isinstance(mask_probability, bool) or not 0 < mask_probability <= 0.5:
-        raise ValueError(f"mask_probability={mask_probability!r} must be more than 0 and at most 0.5; BERT's is 0.15")
+    check_fraction("mask_probability", mask_probability, note="; BERT's is 0.15")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["check_integer"]
+__all__ = ["check_fraction", "check_integer"]
 
 
 def check_integer(name: str, value: object, *, least: int = 1, most: int | None = None) -> None:
@@ -11,3 +11,9 @@ def check_integer(name: str, value: object, *, least: int = 1, most: int | None 
     good = isinstance(value, int) and not isinstance(value, bool) and value >= least and (most is None or value <= most)
     if not good:
         raise ValueError(f"{name}={value!r} must be an integer {limits}")
+
+
+def check_fraction(name: str, value: float, *, note: str = "") -> None:
+    """Raise ValueError naming the field unless ``value`` is a part of at most a half."""
+    if not 0 < value <= 0.5:
+        raise ValueError(f"{name}={value!r} must be more than 0 and at most 0.5{note}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.checks import check_fraction, check_integer
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES, Corpus, Source, Undecodable
 from lightning_ptdp.option_types import Size, check_types
 
@@ -77,8 +77,7 @@ class PrepareConfig:
         check_integer("seed", self.seed, least=0, most=(1 << 63) - 1)
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
         check_integer("document_bytes", self.document_bytes, least=1 << 10)
-        if not 0 < self.validation_fraction <= 0.5:
-            raise ValueError(f"validation_fraction={self.validation_fraction!r} must be more than 0 and at most 0.5")
+        check_fraction("validation_fraction", self.validation_fraction)
         self.corpus  # noqa: B018 - raises for suffixes and undecodable
 
     @property

@@ -59,6 +59,10 @@ class IndexedFile:
             raise StoreError(f"{error.filename or index} cannot be read: {error.strerror or error}") from error
         self._index, self._data = index, data
 
+    def __reduce__(self) -> tuple[type[IndexedFile], tuple[str]]:
+        """What is mapped is mapped anew."""
+        return IndexedFile, (self.prefix,)
+
     @property
     def documents(self) -> int:
         """Number of documents."""

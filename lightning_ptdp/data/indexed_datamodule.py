@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_ptdp.data.checks import check_fraction
 from lightning_ptdp.data.indexed import IndexedFile
-from lightning_ptdp.data.indexed_stream import IndexedStream, check_options
+from lightning_ptdp.data.indexed_stream import IndexedStream
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
-from lightning_ptdp.option_types import check_arguments
+from lightning_ptdp.option_types import Count, Size, check_arguments
 
 __all__ = ["IndexedDataModule"]
 
@@ -37,17 +38,17 @@ class IndexedDataModule(StreamDataModule):
         self,
         *,
         data_prefix: str,
-        vocabulary_size: int,
+        vocabulary_size: Size,
         validation_prefix: str | None = None,
         validation_fraction: float = 0.03,
-        split_seed: int = 0,
+        split_seed: Count = 0,
         verify_tokens: bool = True,
         **kwargs: Any,
     ) -> None:
         check_arguments(IndexedDataModule.__init__, locals())
         super().__init__(**kwargs)
         self.save_hyperparameters()
-        check_options(vocabulary_size=vocabulary_size, validation_fraction=validation_fraction, split_seed=split_seed)
+        check_fraction("validation_fraction", validation_fraction)
         self.data_prefix, self.validation_prefix = data_prefix, validation_prefix
         self.vocabulary_size = vocabulary_size
         self.validation_fraction, self.split_seed = validation_fraction, split_seed

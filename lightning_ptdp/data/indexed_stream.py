@@ -12,23 +12,23 @@ Blocks do not overlap, as in ``stream.py``; the last tokens, which fill no block
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from lightning_ptdp.data.checks import check_integer
+from lightning_ptdp.data.checks import check_fraction
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.indexed import IndexedFile
 from lightning_ptdp.data.order import sample_order
 from lightning_ptdp.data.stream import BlockStream
+from lightning_ptdp.option_types import Count, Size, check_arguments
 
 __all__ = ["IndexedStream"]
 
 
 class IndexedStream(BlockStream):
-    """Random access to the blocks of one split; the files are opened anew in every process that reads them.
+    """Random access to the blocks of one split.
 
     Args:
         prefix: Path of the files without ``.bin`` and ``.idx``.
@@ -50,21 +50,16 @@ class IndexedStream(BlockStream):
         prefix: str | Path,
         *,
         split: Literal["train", "validation", "all"] = "train",
-        sequence_length: int,
-        vocabulary_size: int,
+        sequence_length: Size,
+        vocabulary_size: Size,
         validation_fraction: float = 0.03,
-        split_seed: int = 0,
-        max_samples: int | None = None,
+        split_seed: Count = 0,
+        max_samples: Size | None = None,
     ) -> None:
-        check_options(vocabulary_size=vocabulary_size, validation_fraction=validation_fraction, split_seed=split_seed)
-        check_integer("sequence_length", sequence_length)
-        if max_samples is not None:
-            check_integer("max_samples", max_samples)
-        if split not in ("train", "validation", "all"):
-            raise ValueError(f"split={split!r} must be 'train', 'validation' or 'all'")
-        self.prefix, self.vocabulary_size = str(prefix), vocabulary_size
-        self._file: tuple[int, IndexedFile] | None = None
-        file = self._open()
+        check_arguments(IndexedStream.__init__, locals())
+        check_fraction("validation_fraction", validation_fraction)
+        self.vocabulary_size = vocabulary_size
+        self._file = file = IndexedFile(prefix)
         chosen = np.ones(file.documents, bool)
         if split != "all":
             validation = _validation_documents(file, validation_fraction, split_seed)
@@ -81,14 +76,14 @@ class IndexedStream(BlockStream):
             )
         division = "all" if split == "all" else f"{split} {validation_fraction!r} {split_seed}"
         super().__init__(
-            blocks=blocks,
+            samples=blocks,
             sequence_length=sequence_length,
             max_samples=max_samples,
             fingerprint=hashlib.sha256(f"{file.fingerprint()} {division}".encode()).hexdigest(),
         )
 
     def _read(self, index: int) -> np.ndarray:
-        file, length = self._open(), self.sequence_length + 1
+        file, length = self._file, self.sequence_length + 1
         place, stop = index * length, (index + 1) * length
         parts = []
         run = int(np.searchsorted(self._ends, place, side="right"))
@@ -102,27 +97,6 @@ class IndexedStream(BlockStream):
             parts.append(part)
             place, run = min(behind, stop), run + 1
         return np.concatenate(parts)
-
-    def _open(self) -> IndexedFile:
-        # Maps of files must not be shared by a forked worker with its parent.
-        if self._file is None or self._file[0] != os.getpid():
-            self._file = (os.getpid(), IndexedFile(self.prefix))
-        return self._file[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
-
-
-def check_options(*, vocabulary_size: int, validation_fraction: float, split_seed: int) -> None:
-    """Check what a user typed.
-
-    Raises:
-        ValueError: Names the field and what would work.
-    """
-    check_integer("vocabulary_size", vocabulary_size)
-    check_integer("split_seed", split_seed, least=0)
-    if isinstance(validation_fraction, bool) or not 0 < validation_fraction <= 0.5:
-        raise ValueError(f"validation_fraction={validation_fraction!r} must be more than 0 and at most 0.5")
 
 
 def _validation_documents(file: IndexedFile, fraction: float, seed: int) -> np.ndarray:

@@ -15,17 +15,19 @@ Ranks of one replica (tensor, context and pipeline peers) pass the same ``replic
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from lightning_ptdp.batch_size import RampUp
 from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.errors import DataError
 from lightning_ptdp.data.stream import PADDING, SampleStream
+from lightning_ptdp.option_types import Count, Size, check_types
 
 __all__ = ["EvaluationLoader", "TokenLoader"]
 
@@ -35,7 +37,38 @@ _AHEAD = 64
 _REMEMBERED = 8
 
 
-class TokenLoader:
+@dataclass(eq=False)
+class _Loader:
+    """What one replica reads of a stream."""
+
+    stream: SampleStream
+    _: KW_ONLY
+    batch_size: Size
+    num_replicas: Size = 1
+    replica_rank: Count = 0
+    num_workers: Count = 0
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_integer("replica_rank", self.replica_rank, least=0, most=self.num_replicas - 1)
+
+    def _read(self, visits: Iterable[list[int]]) -> Iterator[Batch]:
+        loader: DataLoader[Batch] = DataLoader(
+            self.stream,
+            batch_sampler=visits,
+            collate_fn=_as_read,
+            num_workers=self.num_workers,
+            # Else every iteration would draw from the global generator, and change what a model draws after it.
+            generator=torch.Generator(),
+        )
+        for rows in loader:
+            batch = self.stream.as_batch(rows)
+            yield {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
+
+
+@dataclass(eq=False)
+class TokenLoader(_Loader):
     """Endless training batches of one replica, an epoch's worth an iteration, resumable after any batch.
 
     Iterating hands out ``len(loader)`` batches from the current position on and runs over the end of an epoch into the next:
@@ -61,46 +94,29 @@ class TokenLoader:
         ValueError: A number is out of range, or ``ramp_up`` does not end at d·B samples, or d does not divide all its sizes.
     """
 
-    def __init__(
-        self,
-        stream: SampleStream,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        num_replicas: int = 1,
-        replica_rank: int = 0,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        in_flight: Callable[[], int] | None = None,
-        ramp_up: RampUp | None = None,
-    ) -> None:
-        _check_common(batch_size, num_replicas, replica_rank, num_workers)
-        check_integer("seed", seed, least=0)
-        full = batch_size * num_replicas
-        self.sizes = ramp_up or RampUp(start=full, stop=full, increment=1, samples=1)
+    seed: Count = 0
+    shuffle: bool = True
+    in_flight: Callable[[], int] | None = None
+    ramp_up: RampUp | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        full = self.step_samples
+        self.sizes = self.ramp_up or RampUp(start=full, stop=full, increment=1, samples=1)
         if self.sizes.stop != full:
             raise ValueError(
-                f"ramp_up ends at {self.sizes.stop} samples a step, but batch_size {batch_size} x {num_replicas} replicas = {full}"
+                f"ramp_up ends at {self.sizes.stop} samples a step, but batch_size {self.batch_size} x {self.num_replicas} replicas = "
+                f"{full}"
             )
-        self.sizes.plans(data_parallel_size=num_replicas, micro_batch_size=1)
-        self.stream = stream
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.num_replicas = num_replicas
-        self.replica_rank = replica_rank
+        self.sizes.plans(data_parallel_size=self.num_replicas, micro_batch_size=1)
         self.consumed_samples = 0
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
-        self._in_flight = in_flight
         # Where the batches handed out last began.
         self._begun: deque[int] = deque(maxlen=_REMEMBERED)
-        if len(stream) < self.step_samples:
+        if len(self.stream) < full:
             raise DataError(
-                f"one step takes batch_size {batch_size} x {num_replicas} replicas = {self.step_samples} samples, but the data "
-                f"hold {len(stream)} of sequence_length {stream.sequence_length}: use a batch of at most "
-                f"{len(stream) // num_replicas}, a shorter sequence_length, or more text"
+                f"one step takes batch_size {self.batch_size} x {self.num_replicas} replicas = {full} samples, but the data "
+                f"hold {len(self.stream)} of sequence_length {self.stream.sequence_length}: use a batch of at most "
+                f"{len(self.stream) // self.num_replicas}, a shorter sequence_length, or more text"
             )
 
     @property
@@ -122,7 +138,7 @@ class TokenLoader:
         return self.sizes.steps_of_epochs(epochs, samples=len(self.stream))
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in _read(self.stream, _TrainingRows(self), self._num_workers, self._pin_memory):
+        for batch in self._read(self._steps()):
             self._begun.append(self.consumed_samples)
             self.consumed_samples += self.sizes.global_batch(self.consumed_samples)
             yield batch
@@ -130,6 +146,14 @@ class TokenLoader:
     def visits(self, start: int, steps: int) -> np.ndarray:
         """This replica's visits of the stream for ``steps`` steps of one size from sample number ``start`` on; int64 (steps, B)."""
         return self.stream.visits(self._numbers(start, steps), seed=self.seed, shuffle=self.shuffle)
+
+    def _steps(self) -> Iterator[list[int]]:
+        start, left = self.consumed_samples, len(self)
+        while left:
+            size, alike = self.sizes.stretch(start)
+            steps = min(_AHEAD, left, left if alike is None else alike)
+            yield from self.visits(start, steps).tolist()
+            start, left = start + steps * size, left - steps
 
     def _numbers(self, start: int, steps: int) -> np.ndarray:
         size, alike = self.sizes.stretch(start)
@@ -140,7 +164,7 @@ class TokenLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position: equal on all ranks, and good for any number of replicas, batch size or workers."""
-        unfinished = min(self._in_flight(), len(self._begun)) if self._in_flight is not None else 0
+        unfinished = min(self.in_flight(), len(self._begun)) if self.in_flight is not None else 0
         return {
             "version": _STATE_VERSION,
             "consumed_samples": self._begun[-unfinished] if unfinished else self.consumed_samples,
@@ -173,7 +197,8 @@ class TokenLoader:
         self._begun.clear()
 
 
-class EvaluationLoader:
+@dataclass(eq=False)
+class EvaluationLoader(_Loader):
     """All samples once, in the same number of equally shaped batches on every replica.
 
     The samples are dealt evenly over all microbatches of all replicas, and each microbatch is filled up with rows whose labels
@@ -190,98 +215,38 @@ class EvaluationLoader:
         pin_memory: Put batches into page-locked memory, for CUDA.
     """
 
-    def __init__(
-        self,
-        stream: SampleStream,
-        *,
-        batch_size: int,
-        micro_batch_size: int | None = None,
-        num_replicas: int = 1,
-        replica_rank: int = 0,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        _check_common(batch_size, num_replicas, replica_rank, num_workers)
-        self.micro_batch_size = batch_size if micro_batch_size is None else micro_batch_size
-        check_integer("micro_batch_size", self.micro_batch_size)
-        if batch_size % self.micro_batch_size:
-            raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch_size={micro_batch_size}")
-        self.stream = stream
-        self.batch_size = batch_size
-        self.num_replicas = num_replicas
-        self.replica_rank = replica_rank
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
+    micro_batch_size: Size | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_size % (self.micro_batch_size or self.batch_size):
+            raise ValueError(f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}")
 
     def __len__(self) -> int:
         """Batches of every replica."""
         return -(-len(self.stream) // (self.batch_size * self.num_replicas))
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from _read(self.stream, _EvaluationRows(self), self._num_workers, self._pin_memory)
+        yield from self._read(map(self._visits, range(len(self))))
 
     def indices(self, step: int) -> list[int]:
         """Sample numbers of this replica's batch number ``step``, ``PADDING`` where a row fills up."""
-        microbatches = self.batch_size // self.micro_batch_size
+        micro_batch_size = self.micro_batch_size or self.batch_size
+        microbatches = self.batch_size // micro_batch_size
         slots = len(self) * self.num_replicas * microbatches
         first = (step * self.num_replicas + self.replica_rank) * microbatches
         rows: list[int] = []
         for slot in range(first, first + microbatches):
             samples = range(slot * len(self.stream) // slots, (slot + 1) * len(self.stream) // slots)
-            rows += [*samples, *[PADDING] * (self.micro_batch_size - len(samples))]
+            rows += [*samples, *[PADDING] * (micro_batch_size - len(samples))]
         return rows
 
-
-class _TrainingRows(Sampler[list[int]]):
-    def __init__(self, loader: TokenLoader) -> None:
-        self._loader, self._start, self._steps = loader, loader.consumed_samples, len(loader)
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start, left = self._start, self._steps
-        while left:
-            size, alike = self._loader.sizes.stretch(start)
-            steps = min(_AHEAD, left, left if alike is None else alike)
-            yield from self._loader.visits(start, steps).tolist()
-            start, left = start + steps * size, left - steps
+    def _visits(self, step: int) -> list[int]:
+        numbers = np.array(self.indices(step))
+        visits = self.stream.visits(numbers, seed=0, shuffle=False)
+        read: list[int] = np.where(numbers == PADDING, PADDING, visits).tolist()
+        return read
 
 
-class _EvaluationRows(Sampler[list[int]]):
-    def __init__(self, loader: EvaluationLoader) -> None:
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(len(self)):
-            numbers = np.array(self._loader.indices(step))
-            visits = self._loader.stream.visits(numbers, seed=0, shuffle=False)
-            yield np.where(numbers == PADDING, PADDING, visits).tolist()
-
-
-def _read(stream: SampleStream, rows: Sampler[list[int]], num_workers: int, pin_memory: bool) -> Iterator[Batch]:
-    loader: DataLoader[Any] = DataLoader(
-        cast(Dataset[Any], stream),
-        batch_sampler=rows,
-        collate_fn=_as_read,
-        num_workers=num_workers,
-        # Else every iteration would draw from the global generator, and change what a model draws after it.
-        generator=torch.Generator(),
-    )
-    for rows_read in loader:
-        batch = stream.as_batch(rows_read)
-        yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
-
-
-def _as_read(batch: Any) -> Any:
-    return batch
-
-
-def _check_common(batch_size: int, num_replicas: int, replica_rank: int, num_workers: int) -> None:
-    check_integer("batch_size", batch_size)
-    check_integer("num_replicas", num_replicas)
-    check_integer("replica_rank", replica_rank, least=0, most=num_replicas - 1)
-    check_integer("num_workers", num_workers, least=0)
+def _as_read(rows: object) -> object:
+    return rows

@@ -91,6 +91,19 @@ class Manifest:
         parts = [f"{name} {record.sha256}" for name, record in sorted(self.files.items()) if name.startswith(f"{split}/")]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    def chunks(self, folder: str | Path, split: SplitName) -> tuple[Chunk, ...]:
+        """The chunks of a split of ``folder``, which together hold its tokens.
+
+        Raises:
+            StoreError: The index or a chunk is missing or damaged.
+        """
+        held, place = self.splits[split], Path(folder, split)
+        chunks = read_chunks(place, held.dtype) if held.tokens else ()
+        tokens = sum(chunk.tokens for chunk in chunks)
+        if tokens != held.tokens:
+            raise StoreError(f"{place} holds {tokens} tokens, {held.tokens} were written: {_MEND}")
+        return chunks
+
     def write(self, folder: str | Path) -> None:
         """Write ``manifest.json`` into ``folder``, with a digest of itself."""
         values = {"format": FORMAT, **asdict(self)}
@@ -168,8 +181,8 @@ def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
     manifest = Manifest.read(folder)
     for name, record in manifest.files.items():
         check_file(_member(folder, name), record, hashes=hashes)
-    for split, held in manifest.splits.items():
-        named = {f"{split}/{chunk.path.name}" for chunk in _chunks(folder, split, held)}
+    for split in SPLITS:
+        named = {f"{split}/{chunk.path.name}" for chunk in manifest.chunks(folder, split)}
         unknown = ({f"{split}/{INDEX_FILE}", *named} if named else named) - set(manifest.files)
         if unknown:
             raise StoreError(f"{Path(folder, min(unknown))} is not listed in {MANIFEST_FILE}: {_MEND}")
@@ -217,15 +230,6 @@ def _member(folder: str | Path, name: str) -> Path:
         return inside(folder, name)
     except (ValueError, OSError) as error:
         raise StoreError(f"{Path(folder, MANIFEST_FILE)}: {error}; get the folder from whoever made it") from error
-
-
-def _chunks(folder: str | Path, split: str, held: SplitRecord) -> tuple[Chunk, ...]:
-    """Those of a split, which together hold the tokens of its record."""
-    chunks = read_chunks(Path(folder, split), held.dtype) if held.tokens else ()
-    tokens = sum(chunk.tokens for chunk in chunks)
-    if tokens != held.tokens:
-        raise StoreError(f"{Path(folder, split)} holds {tokens} tokens, {held.tokens} were written: {_MEND}")
-    return chunks
 
 
 def _check_types(record: Any) -> None:

@@ -11,18 +11,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from lightning_ptdp.data.checks import check_integer
 from lightning_ptdp.data.interleave import Turns
 from lightning_ptdp.data.order import sample_order
 from lightning_ptdp.data.stream import PADDING, SampleStream
+from lightning_ptdp.option_types import Size, check_arguments
 from lightning_ptdp.random import derive_seed
 
 __all__ = ["MixtureStream"]
 
 
-class MixtureStream(Dataset[dict[str, torch.Tensor]]):
+class MixtureStream(SampleStream):
     """Several streams as one.
 
     An epoch is as many samples as all streams hold together; with ``repeat=False``, for evaluation, the first samples of each, as
@@ -39,33 +38,25 @@ class MixtureStream(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(
-        self, streams: Sequence[SampleStream], weights: Sequence[float], *, repeat: bool = True, max_samples: int | None = None
+        self, streams: Sequence[SampleStream], weights: Sequence[float], *, repeat: bool = True, max_samples: Size | None = None
     ) -> None:
+        check_arguments(MixtureStream.__init__, locals())
         if len(streams) != len(weights) or not streams:
             raise ValueError(f"{len(streams)} streams and {len(weights)} weights: give every stream its weight")
         lengths = sorted({stream.sequence_length for stream in streams})
         if len(lengths) > 1:
             raise ValueError(f"the streams have sequence_length {lengths}: they must agree")
-        if max_samples is not None:
-            check_integer("max_samples", max_samples)
         self.streams = tuple(streams)
         self.turns = Turns.of(weights)
-        self.sequence_length = lengths[0]
         parts = [*(stream.fingerprint for stream in streams), repr(self.turns.counts)]
-        self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         sizes = [len(stream) for stream in streams]
-        size = sum(sizes) if repeat else self.turns.prefix(sizes)
-        self._size = size if max_samples is None else min(size, max_samples)
+        super().__init__(
+            samples=sum(sizes) if repeat else self.turns.prefix(sizes),
+            sequence_length=lengths[0],
+            max_samples=max_samples,
+            fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
+        )
         self._again = not repeat or max_samples is not None
-
-    def __len__(self) -> int:
-        """Number of samples in an epoch."""
-        return self._size
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Sample ``index`` of the mixture, not shuffled."""
-        rows = self.__getitems__(self.visits(np.array([index]), seed=0, shuffle=False).tolist())
-        return {name: tensor[0] for name, tensor in self.as_batch(rows).items()}
 
     def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
         """Visits in the order of training: those of the streams, times the number of streams, plus the stream."""

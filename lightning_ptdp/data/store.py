@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -125,23 +125,24 @@ class ChunkMap:
     A few chunks are mapped into memory at a time.
 
     Args:
-        folder: A split's folder.
+        chunks: A split's, in the order of writing.
         dtype: How a token is stored.
         vocabulary_size: What is read is compared with it.
         block_size: Tokens of a block; the tokens of a chunk that fill none are left out.
 
-    Attributes:
-        chunks: In the order of writing.
-
     Raises:
-        StoreError: The index or a chunk is missing or damaged; and from reading, a token is outside the vocabulary.
+        StoreError: From reading: a chunk cannot be read, or a token is outside the vocabulary.
     """
 
-    def __init__(self, folder: str | Path, dtype: str | np.dtype, *, vocabulary_size: int, block_size: int = 1) -> None:
-        self.chunks = read_chunks(folder, dtype)
-        self._dtype, self._vocabulary_size, self._block_size = np.dtype(dtype), vocabulary_size, block_size
-        self._ends = np.cumsum([chunk.tokens // block_size for chunk in self.chunks], dtype=np.int64)
+    def __init__(self, chunks: Sequence[Chunk], dtype: str | np.dtype, *, vocabulary_size: int, block_size: int = 1) -> None:
+        self._chunks, self._dtype, self._vocabulary_size, self._block_size = chunks, dtype, vocabulary_size, block_size
+        self._ends = np.cumsum([chunk.tokens // block_size for chunk in chunks], dtype=np.int64)
         self._map = lru_cache(_MAPPED)(self._open)
+
+    def __reduce__(self) -> tuple[partial[ChunkMap], tuple[object, ...]]:
+        """What is mapped is mapped anew."""
+        made = partial(ChunkMap, vocabulary_size=self._vocabulary_size, block_size=self._block_size)
+        return made, (self._chunks, self._dtype)
 
     def __len__(self) -> int:
         """How many blocks there are."""
@@ -149,25 +150,25 @@ class ChunkMap:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """The stored tokens of every chunk."""
-        return map(self._open, range(len(self.chunks)))
+        return map(self._open, range(len(self._chunks)))
 
     def read(self, start: int, count: int = 1) -> np.ndarray:
         """``count`` blocks of one chunk from block ``start`` on, counted over all chunks; 1-D, int32."""
         number = int(np.searchsorted(self._ends, start, side="right"))
         begin = (start - (int(self._ends[number - 1]) if number else 0)) * self._block_size
         stop = begin + count * self._block_size
-        assert stop <= self.chunks[number].tokens, "a run never spans two chunks"
+        assert stop <= self._chunks[number].tokens, "a run never spans two chunks"
         tokens: np.ndarray = self._map(number)[begin:stop].astype(np.int32)
         if count and not (tokens.min() >= 0 and tokens.max() < self._vocabulary_size):
             wrong = int(tokens[(tokens < 0) | (tokens >= self._vocabulary_size)][0])
             raise StoreError(
-                f"{self.chunks[number].path} holds token {wrong}, outside the vocabulary of {self._vocabulary_size}: the tokens are not "
+                f"{self._chunks[number].path} holds token {wrong}, outside the vocabulary of {self._vocabulary_size}: the tokens are not "
                 "of the tokenizer beside them; prepare the data again with overwrite"
             )
         return tokens
 
     def _open(self, number: int) -> np.ndarray:
-        chunk = self.chunks[number]
+        chunk = self._chunks[number]
         try:
             return np.memmap(chunk.path, self._dtype, "r", offset=_HEADER_BYTES, shape=(chunk.tokens,))
         except (OSError, ValueError) as error:

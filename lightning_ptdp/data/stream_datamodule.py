@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 
 from lightning_ptdp.batch_size import BatchPlan, RampUp
 from lightning_ptdp.data.batch_options import BatchOptions, RampUpOptions
@@ -15,6 +16,8 @@ from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.option_types import Count, Size, check_arguments
 
 __all__ = ["StreamDataModule"]
+
+Loader = TypeVar("Loader")
 
 
 class StreamDataModule(LightningDataModule):
@@ -69,7 +72,7 @@ class StreamDataModule(LightningDataModule):
         self.seed = seed
         self.num_workers = num_workers
         self._train: TokenLoader | None = None
-        self._train_for: Any = None
+        self._train_for: Trainer | None = None
         self._saved: dict[str, Any] = {}
 
     @property
@@ -123,17 +126,9 @@ class StreamDataModule(LightningDataModule):
 
     def val_dataloader(self) -> EvaluationLoader:
         """Every validation sample once, over all replicas."""
-        num_replicas, replica_rank = self._replica()
-        plan = self.batch_options.plan(num_replicas)
-        return EvaluationLoader(
-            self._stream("validation", max_samples=self.validation_samples),
-            batch_size=plan.replica_batch,
-            micro_batch_size=plan.micro_batch_size,
-            num_replicas=num_replicas,
-            replica_rank=replica_rank,
-            num_workers=self.num_workers,
-            pin_memory=self._on_cuda(),
-        )
+        stream = self._stream("validation", max_samples=self.validation_samples)
+        micro_batch_size = self.batch_options.plan(self._replica()[0]).micro_batch_size
+        return self._loader(EvaluationLoader, stream, micro_batch_size=micro_batch_size)
 
     def test_dataloader(self) -> EvaluationLoader:
         """The validation samples: there is no third split."""
@@ -165,17 +160,18 @@ class StreamDataModule(LightningDataModule):
         """The samples of a split, or the first so many of them."""
 
     def _train_loader(self, stream: SampleStream) -> TokenLoader:
+        return self._loader(TokenLoader, stream, ramp_up=self.step_sizes, seed=self.seed, in_flight=self._in_flight)
+
+    def _loader(self, made: Callable[..., Loader], stream: SampleStream, **options: object) -> Loader:
         num_replicas, replica_rank = self._replica()
-        return TokenLoader(
+        return made(
             stream,
-            batch_size=self.batch_options.plan(num_replicas).replica_batch,
-            ramp_up=self.batch_options.ramp(num_replicas),
-            seed=self.seed,
+            batch_size=self.batch_size,
             num_replicas=num_replicas,
             replica_rank=replica_rank,
             num_workers=self.num_workers,
-            pin_memory=self._on_cuda(),
-            in_flight=self._in_flight,
+            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+            **options,
         )
 
     def _prepare_ramp(self) -> None:
@@ -195,9 +191,6 @@ class StreamDataModule(LightningDataModule):
         strategy = self.trainer.strategy if self.trainer is not None else None
         kwargs = getattr(strategy, "distributed_sampler_kwargs", None)
         return (1, 0) if kwargs is None else (int(kwargs["num_replicas"]), int(kwargs["rank"]))
-
-    def _on_cuda(self) -> bool:
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     def _in_flight(self) -> int:
         """Batches that were handed out and not trained on: one, where an exception in a step makes a checkpoint."""

@@ -86,7 +86,7 @@ def test_the_parts_of_a_sample(folder: Path, vocabulary: Vocabulary) -> None:
 def test_windows_hold_whole_lines_of_one_document_and_cover_it(folder: Path, vocabulary: Vocabulary) -> None:
     """Unmasked and in order, the samples are the documents of the store."""
     made = stream(folder, split="validation")
-    chunks = [np.array(chunk) for chunk in made._open()]
+    chunks = [np.array(chunk) for chunk in made._chunks]
     documents = "|".join(" ".join(map(str, chunk)) for chunk in chunks)
     text = " ".join(map(str, np.concatenate(chunks)))
     batch = rows(made)
@@ -233,7 +233,7 @@ def test_rows_that_fill_up_count_for_nothing(folder: Path) -> None:
     ("changes", "words"),
     [
         ({"sequence_length": 10}, "sequence_length=10 .*at least 11"),
-        ({"pairs": "order"}, "pairs='order' must be 'swap'"),
+        ({"pairs": "order"}, "pairs='order' must be one of 'next', 'swap'"),
         ({"mask_probability": 0.0}, r"mask_probability=0\.0 must be more than 0"),
         ({"max_samples": 0}, "max_samples=0"),
     ],

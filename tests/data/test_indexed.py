@@ -29,7 +29,7 @@ def stream_of(prefix: Path, **changes: object) -> IndexedStream:
 
 
 def tokens_of(stream: IndexedStream) -> list[int]:
-    return stream.blocks(range(len(stream))).flatten().tolist()
+    return stream.__getitems__(range(len(stream))).flatten().tolist()
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64", "int16"])

@@ -39,12 +39,12 @@ def replicas(stream: TokenStream, d: int, **kwargs: object) -> list[TokenLoader]
     return [TokenLoader(stream, num_replicas=d, replica_rank=rank, seed=5, **kwargs) for rank in range(d)]  # type: ignore[arg-type]
 
 
-def test_blocks_are_consecutive_tokens_shifted_by_one(stream: TokenStream) -> None:
+def test_blocks_are_consecutive_tokens_shifted_by_one(stream: TokenStream, prepared: PreparedData) -> None:
     first, second = stream[0], stream[1]
     assert first["input_ids"].dtype == first["labels"].dtype == torch.int64
     assert first["input_ids"].shape == first["labels"].shape == (LENGTH,)
     assert torch.equal(first["input_ids"][1:], first["labels"][:-1])
-    longer = TokenStream(stream._folder.parent, sequence_length=2 * LENGTH + 1)[0]["input_ids"]
+    longer = TokenStream(prepared.folder, sequence_length=2 * LENGTH + 1)[0]["input_ids"]
     assert torch.equal(longer[:LENGTH], first["input_ids"])
     assert longer[LENGTH] == first["labels"][-1]
     assert torch.equal(longer[LENGTH + 1 :], second["input_ids"])

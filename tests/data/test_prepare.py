@@ -27,7 +27,7 @@ from lightning_ptdp.data import (
 from lightning_ptdp.data.build import Builder
 from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.progress import Reporter
-from lightning_ptdp.data.store import ChunkMap
+from lightning_ptdp.data.store import ChunkMap, read_chunks
 from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents, flip, with_old_manifest
 
@@ -36,7 +36,7 @@ def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Pat
     tokenizer = Tokenizer.load(prepared.folder)
     texts: dict[str, list[str]] = {}
     for split in ("train", "validation"):
-        reader = ChunkMap(prepared.folder / split, "uint16", vocabulary_size=320)
+        reader = ChunkMap(read_chunks(prepared.folder / split, "uint16"), "uint16", vocabulary_size=320)
         assert len(reader) == prepared.manifest.splits[split].tokens
         ids = np.concatenate(list(reader)).tolist()
         assert ids[-1] == tokenizer.eos_id

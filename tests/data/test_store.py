@@ -32,7 +32,7 @@ def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]
     own = Path(folder, str(rank))
     environment = dict(os.environ)
     written = write(own, [1, 250, 0, 80, 1000], chunk_tokens=100, dtype=np.dtype(np.uint16))
-    reader = ChunkMap(own, "uint16", vocabulary_size=1331, block_size=30)
+    reader = ChunkMap(read_chunks(own, "uint16"), "uint16", vocabulary_size=1331, block_size=30)
     # 13 chunks of 100 tokens and one of 31: three whole blocks a chunk, then one.
     blocks = [reader.read(number) for number in range(len(reader))]
     starts = [100 * chunk + 30 * block for chunk in range(13) for block in range(3)] + [1300]
@@ -68,7 +68,7 @@ def test_equal_tokens_are_equal_files_however_they_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize("total", [99, 100, 101, 200])
 def test_chunks_at_their_edges(tmp_path: Path, total: int) -> None:
     assert write(tmp_path / "x", [total], chunk_tokens=100, dtype=np.dtype(np.int32)) == total
-    reader = ChunkMap(tmp_path / "x", "int32", vocabulary_size=total)
+    reader = ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=total)
     assert [int(reader.read(number)[0]) for number in range(len(reader))] == list(range(total))
 
 
@@ -78,9 +78,13 @@ def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     writer = ChunkWriter(tmp_path / "x", chunk_tokens=100, dtype=token_dtype(200_000))
     writer.add([0, 70_000, 199_999])
     writer.close()
-    assert ChunkMap(tmp_path / "x", "int32", vocabulary_size=200_000).read(0, 3).tolist() == [0, 70_000, 199_999]
+    assert ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=200_000).read(0, 3).tolist() == [
+        0,
+        70_000,
+        199_999,
+    ]
     with pytest.raises(StoreError, match=r"chunk-0-0\.bin holds token 199999, outside the vocabulary of 199999"):
-        ChunkMap(tmp_path / "x", "int32", vocabulary_size=199_999).read(0, 3)
+        ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=199_999).read(0, 3)
 
 
 def test_nothing_written_and_damaged_indices(tmp_path: Path) -> None:
@@ -140,7 +144,7 @@ def test_an_index_that_lies_is_named(tmp_path: Path, damage: Callable[[Path], ob
 def test_more_chunks_than_open_files(tmp_path: Path) -> None:
     write(tmp_path / "x", [300], chunk_tokens=2, dtype=np.dtype(np.uint16))
     before = len(os.listdir("/proc/self/fd"))
-    reader = ChunkMap(tmp_path / "x", "uint16", vocabulary_size=300)
+    reader = ChunkMap(read_chunks(tmp_path / "x", "uint16"), "uint16", vocabulary_size=300)
     assert [int(reader.read(number)[0]) for number in range(300)] == list(range(300))
     assert len(os.listdir("/proc/self/fd")) - before < 100
     assert np.concatenate(list(reader)).tolist() == list(range(300))

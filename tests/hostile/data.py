@@ -219,7 +219,7 @@ def _stream(folder: Path) -> None:
     data.setup()
     for split in ("train", "validation"):
         stream = TokenStream(folder / "store", split=split, sequence_length=32)
-        assert stream.blocks(range(len(stream))).max() < _VOCABULARY
+        assert stream.__getitems__(range(len(stream))).max() < _VOCABULARY
 
 
 _READERS = {"verify": _verify, "fetch": _fetch}
@@ -306,4 +306,4 @@ def _read_indexed(folder: Path) -> None:
         stream = IndexedStream(
             folder / "tokens", split=split, sequence_length=4, vocabulary_size=_VOCABULARY, validation_fraction=0.2
         )
-        stream.blocks(range(len(stream)))
+        stream.__getitems__(range(len(stream)))
