@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +21,12 @@ import numpy as np
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.errors import CorpusError
-from lightning_ptdp.data.manifest import SplitRecord
+from lightning_ptdp.data.manifest import SPLITS, SplitRecord
 from lightning_ptdp.data.pieces import Piece, grouped
 from lightning_ptdp.data.processes import apart, ordered_map
 from lightning_ptdp.data.progress import Reporter
 from lightning_ptdp.data.split import Scan, Split, Survey, scan, survey
-from lightning_ptdp.data.store import ChunkWriter, token_dtype
+from lightning_ptdp.data.store import ChunkWriter, TokenType, token_dtype
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.data.work_folder import read_record, write_record
 
@@ -34,7 +34,6 @@ __all__ = ["Builder"]
 
 Part = tuple[Piece, ...]
 Result = TypeVar("Result")
-_SPLITS = ("train", "validation")
 _BATCH_CHARACTERS = 4_000_000
 
 
@@ -44,21 +43,18 @@ class Builder:
 
     Attributes:
         config: What is made.
-        parts: The text.
         work: The work folder.
         report: Tells how far it is.
     """
 
     config: PrepareConfig
-    parts: Sequence[Part]
     work: Path
     report: Reporter
 
-    @classmethod
-    def of(cls, config: PrepareConfig, work: Path, report: Reporter) -> Builder:
-        """For the files of the configuration."""
-        pieces = config.corpus.pieces(config.corpus.files())
-        return cls(config=config, parts=tuple(grouped(pieces, config.part_bytes)), work=work, report=report)
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The text."""
+        return tuple(grouped(self.config.pieces(self.config.files()), self.config.part_bytes))
 
     def survey(self) -> tuple[Survey, int]:
         """The division, and the number of texts that are not UTF-8."""
@@ -69,7 +65,7 @@ class Builder:
         undecodable = ReadReport()
 
         def scans() -> Iterator[Scan]:
-            task = partial(_scan_part, self.config.corpus, self.config.seed)
+            task = partial(_scan_part, self.config, self.config.seed)
             for found, names in self._each(task, "read"):
                 undecodable.undecodable += names
                 yield found
@@ -102,7 +98,7 @@ class Builder:
         """The training text for the tokenizer: all, or as many lines as allowed, drawn evenly over the corpus."""
         left = self.config.tokenizer_characters
         keep = left / found.characters
-        task = partial(_sample_part, self.config.corpus, self.config.seed, found.split, keep)
+        task = partial(_sample_part, self.config, self.config.seed, found.split, keep)
         with closing(self._each(task, "sample")) as samples:
             for texts in samples:
                 for text in texts:
@@ -119,21 +115,21 @@ class Builder:
         """
         dtype = token_dtype(tokenizer.vocabulary_size)
         threads = (os.cpu_count() or 1) if self.config.num_workers == 1 else 1
-        task = partial(_tokenize_part, self.config.corpus, found.split, tokenizer, dtype, self.work / "parts", threads)
+        task = partial(_tokenize_part, self.config, found.split, tokenizer, dtype, self.work / "parts", threads)
         records = list(self._each(task, "tokenize"))
         seen = sum(record["seen"] for record in records)
         if seen != found.documents:
             raise CorpusError(
                 f"source={self.config.source!r} changed while it was read: {found.documents} documents, then {seen}"
             )
-        splits = {}
-        for split in _SPLITS:
+        splits: dict[str, SplitRecord] = {}
+        for split in SPLITS:
             writer = ChunkWriter(folder / split, chunk_tokens=self.config.chunk_tokens, dtype=dtype)
             for number in range(len(records)):
                 writer.add(np.fromfile(_part_file(self.work / "parts", number, split), dtype))
             writer.close()
             documents = sum(record["documents"][split] for record in records)
-            splits[split] = SplitRecord(documents=documents, tokens=writer.tokens, dtype=dtype.name)
+            splits[split] = SplitRecord(documents=documents, tokens=writer.tokens, dtype=dtype)
         tokens = sum(record.tokens for record in splits.values())
         self.report.say(f"tokenized {seen:,} of {found.documents:,} documents: {tokens:,} tokens")
         return splits
@@ -175,16 +171,16 @@ def _learn(vocabulary_size: int, control_symbols: tuple[str, ...], sample: Path)
 
 
 def _tokenize_part(
-    corpus: Corpus, split: Split, tokenizer: Tokenizer, dtype: np.dtype, folder: Path, threads: int, item: tuple[int, Part]
+    corpus: Corpus, split: Split, tokenizer: Tokenizer, dtype: TokenType, folder: Path, threads: int, item: tuple[int, Part]
 ) -> dict[str, Any]:
     """Write the tokens of one part, unless they are there."""
     number, part = item
-    files = {name: _part_file(folder, number, name) for name in _SPLITS}
+    files: dict[str, Path] = {name: _part_file(folder, number, name) for name in SPLITS}
     record_file = folder / f"{number:06}.json"
     record = read_record(record_file)
     if record is not None and record["bytes"] == _sizes(files):
         return dict(record)
-    documents = dict.fromkeys(_SPLITS, 0)
+    documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
     seen = 0
     with ExitStack() as stack:
         streams = {name: stack.enter_context(open(file, "wb")) for name, file in files.items()}
@@ -206,7 +202,7 @@ def _documents(corpus: Corpus, part: Part, report: ReadReport) -> Iterator[Docum
 
 def _batches(documents: Iterable[Document], split: Split) -> Iterator[tuple[dict[str, list[str]], int]]:
     """Texts by split and the number of documents behind them, a few megabytes at a time."""
-    batch: dict[str, list[str]] = {name: [] for name in _SPLITS}
+    batch: dict[str, list[str]] = {name: [] for name in SPLITS}
     characters = count = 0
     for document in documents:
         for texts, part in zip(batch.values(), split.parts(document), strict=True):
@@ -216,7 +212,7 @@ def _batches(documents: Iterable[Document], split: Split) -> Iterator[tuple[dict
         count += 1
         if characters >= _BATCH_CHARACTERS:
             yield batch, count
-            batch, characters, count = {name: [] for name in _SPLITS}, 0, 0
+            batch, characters, count = {name: [] for name in SPLITS}, 0, 0
     if count:
         yield batch, count
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.data.checks import check_fraction, check_integer
-from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES, Corpus, Source, Undecodable
-from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.data.corpus import Corpus
+from lightning_ptdp.option_types import Size
 
 __all__ = ["PrepareConfig"]
 
@@ -18,15 +18,11 @@ _LATER = {"control_symbols": (), "tokenizer_dir": None, "document_bytes": 1 << 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareConfig:
-    """What to prepare, and where.
+class PrepareConfig(Corpus):
+    """Which text to prepare, where, and how.
 
     Args:
         output: The folder to make.
-        source: A text file, a JSON-lines file, a folder, or several; None is the standard library's sources.
-        suffixes: Which files of a folder are read.
-        text_field: The key that holds the text in JSON-lines.
-        undecodable: ``replace``, ``skip`` or ``error``, for text that is not UTF-8.
         vocabulary_size: Number of ids of the tokenizer, special ones included.
         validation_fraction: Part of the characters that is kept for validation, more than 0 and at most 0.5.
         seed: Of the division and of the sample that the tokenizer learns from.
@@ -34,21 +30,17 @@ class PrepareConfig:
         control_symbols: Pieces such as ``[MASK]`` that no text produces; they count into ``vocabulary_size``.
         tokenizer_dir: Another prepared folder, whose tokenizer is taken, so that the two can be mixed. Default: learn one from the text.
         tokenizer_characters: How much of the training text the tokenizer learns from at most (lines drawn at random).
-        document_bytes: A text file that is bigger is cut between lines into documents of about this size.
         overwrite: Replace a folder that was prepared with other settings or is damaged.
         num_workers: Processes that read and tokenize. With 1 it is this one, whose tokenizer takes as many threads as there are
             processors. The result does not depend on it.
         part_bytes: Text that a process takes at a time: more takes more memory, and is lost where one is killed.
+        source, suffixes, text_field, undecodable, document_bytes: Those of ``Corpus``.
 
     Raises:
         ValueError: A number is out of range; the message names it.
     """
 
     output: str | Path
-    source: Source = None
-    suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
-    text_field: str = "text"
-    undecodable: Undecodable = "replace"
     vocabulary_size: int = 8192
     validation_fraction: float = 0.03
     seed: int = 0
@@ -56,13 +48,12 @@ class PrepareConfig:
     control_symbols: tuple[str, ...] = ()
     tokenizer_dir: str | Path | None = None
     tokenizer_characters: Size = 20_000_000
-    document_bytes: int = 1 << 22
     overwrite: bool = False
     num_workers: Size = 1
     part_bytes: Size = 1 << 24
 
     def __post_init__(self) -> None:
-        check_types(self)
+        super().__post_init__()
         if not str(self.output):
             raise ValueError("output='' (data_dir) must be the path of a folder")
         if "://" in str(self.output):
@@ -78,18 +69,6 @@ class PrepareConfig:
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
         check_integer("document_bytes", self.document_bytes, least=1 << 10)
         check_fraction("validation_fraction", self.validation_fraction)
-        self.corpus  # noqa: B018 - raises for suffixes and undecodable
-
-    @property
-    def corpus(self) -> Corpus:
-        """The documents to read."""
-        return Corpus(
-            source=self.source,
-            suffixes=self.suffixes,
-            text_field=self.text_field,
-            undecodable=self.undecodable,
-            document_bytes=self.document_bytes,
-        )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -100,4 +79,4 @@ class PrepareConfig:
             values["tokenizer_dir"] = str(self.tokenizer_dir)
         if self.control_symbols:
             values["control_symbols"] = list(self.control_symbols)
-        return {**values, "source": list(self.corpus.roots), "suffixes": list(self.suffixes)}
+        return {**values, "source": list(self.roots), "suffixes": list(self.suffixes)}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from lightning_ptdp.data.batch_options import RampUpOptions
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
 from lightning_ptdp.data.errors import StoreError
@@ -25,9 +24,6 @@ class TextDataModule(StreamDataModule):
     """Any text as batches of tokens.
 
     The text is tokenized into ``data_dir`` by the first process that trains (or by ``ptdp prepare``) and found there afterwards.
-    A replica's batch holds ``micro_batch_size * num_microbatches`` samples: ``{"input_ids", "labels"}``, int64 of shape
-    (batch, sequence_length), labels shifted by one and -100 where nothing is to be learned. Of ``global_batch_size = micro_batch_size *
-    num_microbatches * replicas`` give any two, the third follows.
 
     Args:
         data_dir: Folder of the prepared data.
@@ -42,17 +38,9 @@ class TextDataModule(StreamDataModule):
         overwrite: Prepare again where data_dir was made with other settings or is damaged.
         remote: Address of a prepared folder in a store (s3://, gs://, …: what litdata has a downloader for), which is copied to
             ``data_dir`` instead of preparing one; ``local:/path`` for a mounted one.
-        sequence_length: Tokens of a sample.
-        global_batch_size: Samples of a step of all replicas.
-        micro_batch_size: Samples of a microbatch. Default: 8, or what follows.
-        num_microbatches: Microbatches of a step of one replica. Default: 1, or what follows.
-        ramp_up: Begin with a global batch of ``start`` samples, which grows by ``increment`` at a time to the full one over the first
-            ``samples`` samples (arXiv 2005.14165, section 2.3). The strategy follows with ``PTDPStrategy(micro_batch_size=...)``.
-        validation_samples: Validate on the first so many samples; none is all.
-        seed: Of the order of the training samples.
-        num_workers: Processes that read ahead, for each rank.
         prepare_workers: Processes that tokenize the text, once.
         verify_hashes: Compare every file's hash before training, not only its size.
+        kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
     """
 
     control_symbols: tuple[str, ...] = ()
@@ -72,28 +60,12 @@ class TextDataModule(StreamDataModule):
         tokenizer_dir: str | None = None,
         overwrite: bool = False,
         remote: str | None = None,
-        sequence_length: int = 256,
-        global_batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        num_microbatches: int | None = None,
-        ramp_up: RampUpOptions | None = None,
-        validation_samples: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
         prepare_workers: int = 1,
         verify_hashes: bool = True,
+        **kwargs: Any,
     ) -> None:
         check_arguments(TextDataModule.__init__, locals())
-        super().__init__(
-            sequence_length=sequence_length,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            num_microbatches=num_microbatches,
-            ramp_up=ramp_up,
-            validation_samples=validation_samples,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(**kwargs)
         # Checkpoints name the data folder, in which the tokenizer is.
         self.save_hyperparameters()
         self.prepare_config = PrepareConfig(
@@ -110,9 +82,9 @@ class TextDataModule(StreamDataModule):
             num_workers=prepare_workers,
             control_symbols=self.control_symbols,
         )
-        if sequence_length >= self.prepare_config.chunk_tokens:
+        if self.sequence_length >= self.prepare_config.chunk_tokens:
             raise ValueError(
-                f"sequence_length={sequence_length} must be less than {self.prepare_config.chunk_tokens} tokens, a chunk"
+                f"sequence_length={self.sequence_length} must be less than {self.prepare_config.chunk_tokens} tokens, a chunk"
             )
         self.data_dir = Path(data_dir)
         self.vocabulary_size = vocabulary_size

@@ -12,13 +12,14 @@ import logging
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ptdp.data.errors import StoreError
-from lightning_ptdp.data.store import INDEX_FILE, TOKEN_TYPES, Chunk, read_chunks
+from lightning_ptdp.data.store import INDEX_FILE, Chunk, TokenType, read_chunks
 from lightning_ptdp.data.tokenizer import MODEL_FILE, RECORD_FILE, Tokenizer
+from lightning_ptdp.option_types import Count, check_types
 from lightning_ptdp.untrusted import inside, read_json, reason
 
 __all__ = ["CorpusRecord", "FileRecord", "Manifest", "SplitName", "SplitRecord", "check_file", "record_files", "verify_store"]
@@ -38,7 +39,7 @@ SPLITS: tuple[SplitName, ...] = ("train", "validation")
 class FileRecord:
     """Size in bytes and hash of one file."""
 
-    size: int
+    size: Count
     sha256: str
 
 
@@ -46,9 +47,9 @@ class FileRecord:
 class SplitRecord:
     """One split: its documents, its tokens (every document ends with one end token) and how a token is stored."""
 
-    documents: int
-    tokens: int
-    dtype: str
+    documents: Count
+    tokens: Count
+    dtype: TokenType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,12 @@ class CorpusRecord:
     """The text that was read: the source as it was given, hashes of its file list and of its contents."""
 
     source: list[str]
-    files: int
+    files: Count
     listing: str
-    documents: int
-    characters: int
+    documents: Count
+    characters: Count
     content: str
-    undecodable: int
+    undecodable: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class Manifest:
     python: str
     corpus: CorpusRecord
     tokenizer_fingerprint: str
-    vocabulary_size: int
+    vocabulary_size: Count
     splits: Mapping[str, SplitRecord]
     files: Mapping[str, FileRecord]
 
@@ -152,12 +153,12 @@ class Manifest:
             }
         )
         for record in (manifest, manifest.corpus, *manifest.splits.values(), *manifest.files.values()):
-            _check_types(record)
+            check_types(record)
         wrong = {name for name, record in manifest.files.items() if not _SHA256.fullmatch(record.sha256) or name == MANIFEST_FILE}
         if wrong:
             raise ValueError(f"it has no sha256 of {min(wrong)!r}")
-        if set(manifest.splits) != set(SPLITS) or any(split.dtype not in TOKEN_TYPES for split in manifest.splits.values()):
-            raise ValueError(f"its splits are not {' and '.join(SPLITS)} of {' or '.join(TOKEN_TYPES)}")
+        if set(manifest.splits) != set(SPLITS):
+            raise ValueError(f"its splits are not {' and '.join(SPLITS)}")
         return manifest
 
 
@@ -230,17 +231,6 @@ def _member(folder: str | Path, name: str) -> Path:
         return inside(folder, name)
     except (ValueError, OSError) as error:
         raise StoreError(f"{Path(folder, MANIFEST_FILE)}: {error}; get the folder from whoever made it") from error
-
-
-def _check_types(record: Any) -> None:
-    """Raise ValueError for what is no size, text, list or mapping where one belongs."""
-    kinds: dict[str, type] = {"int": int, "str": str, "list[str]": list, "Mapping[str, Any]": dict}
-    for field in fields(record):
-        value, kind = getattr(record, field.name), kinds.get(str(field.type))
-        if kind is None:
-            continue
-        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
-            raise ValueError(f"its {field.name} is {str(value)[:60]!r}")
 
 
 def _digest(values: Mapping[str, Any]) -> str:

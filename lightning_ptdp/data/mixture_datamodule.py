@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypedDict
 
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.interleave import Turns
-from lightning_ptdp.data.manifest import Manifest, SplitName, verify_store
+from lightning_ptdp.data.manifest import SplitName, verify_store
 from lightning_ptdp.data.mixture_stream import MixtureStream
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
@@ -52,7 +51,9 @@ class MixtureDataModule(StreamDataModule):
         check_arguments(MixtureDataModule.__init__, locals())
         super().__init__(**kwargs)
         self.save_hyperparameters()
-        _check_corpora(corpora)
+        if not corpora:
+            raise ValueError(f"corpora={corpora!r} is empty: give a list of {{{', '.join(CorpusOptions.__annotations__)}}}")
+        Turns.of([corpus["weight"] for corpus in corpora])
         self.corpora = [CorpusOptions(data_dir=str(corpus["data_dir"]), weight=corpus["weight"]) for corpus in corpora]
         self.vocabulary_size = vocabulary_size
         self.verify_hashes = verify_hashes
@@ -84,11 +85,19 @@ class MixtureDataModule(StreamDataModule):
         self._verify(hashes=False)
 
     def _verify(self, *, hashes: bool) -> None:
-        manifests = [verify_store(corpus["data_dir"], hashes=hashes) for corpus in self.corpora]
-        _check_tokenizers([corpus["data_dir"] for corpus in self.corpora], manifests)
-        if manifests[0].vocabulary_size != self.vocabulary_size:
+        manifests = {corpus["data_dir"]: verify_store(corpus["data_dir"], hashes=hashes) for corpus in self.corpora}
+        first, *others = manifests
+        wanted = manifests[first].tokenizer_fingerprint
+        for folder in others:
+            found = manifests[folder].tokenizer_fingerprint
+            if found != wanted:
+                raise StoreError(
+                    f"{folder} has tokenizer {found[:12]}, but {first} has {wanted[:12]}: a mixture needs one; "
+                    f"prepare {folder} again with tokenizer_dir={first}"
+                )
+        if manifests[first].vocabulary_size != self.vocabulary_size:
             raise StoreError(
-                f"data_dir={self.corpora[0]['data_dir']} has a vocabulary of {manifests[0].vocabulary_size}, not vocabulary_size="
+                f"data_dir={first} has a vocabulary of {manifests[first].vocabulary_size}, not vocabulary_size="
                 f"{self.vocabulary_size}: use that number"
             )
 
@@ -96,19 +105,3 @@ class MixtureDataModule(StreamDataModule):
         streams = [TokenStream(corpus["data_dir"], split=split, sequence_length=self.sequence_length) for corpus in self.corpora]
         weights = [corpus["weight"] for corpus in self.corpora]
         return MixtureStream(streams, weights, repeat=split == "train", max_samples=max_samples)
-
-
-def _check_corpora(corpora: Sequence[CorpusOptions]) -> None:
-    if not corpora:
-        raise ValueError(f"corpora={corpora!r} is empty: give a list of {{{', '.join(CorpusOptions.__annotations__)}}}")
-    Turns.of([corpus["weight"] for corpus in corpora])
-
-
-def _check_tokenizers(folders: Sequence[str], manifests: Sequence[Manifest]) -> None:
-    first = manifests[0].tokenizer_fingerprint
-    for folder, manifest in zip(folders, manifests, strict=True):
-        if manifest.tokenizer_fingerprint != first:
-            raise StoreError(
-                f"{folder} has tokenizer {manifest.tokenizer_fingerprint[:12]}, but {folders[0]} has {first[:12]}: a mixture needs one; "
-                f"prepare {folder} again with tokenizer_dir={folders[0]}"
-            )

@@ -90,7 +90,7 @@ def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | N
                 raise
     elif output.exists() and any(output.iterdir()):
         raise StoreError(f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder")
-    config.corpus.files()
+    config.files()
     _given_tokenizer(config)
     parent = next(parent for parent in output.absolute().parents if parent.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -145,8 +145,8 @@ def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
             "use those, another folder, or overwrite (--overwrite)"
         )
     # The folder stands for itself: a source that is gone, or another Python's library, does not matter any more.
-    if config.source is not None and all(Path(root).exists() for root in config.corpus.roots):
-        files = config.corpus.files()
+    if config.source is not None and all(Path(root).exists() for root in config.roots):
+        files = config.files()
         if listing_digest(files) != manifest.corpus.listing:
             raise StoreError(
                 f"output={output} was prepared from {manifest.corpus.files} files that have changed since (now {len(files)}): "
@@ -178,9 +178,9 @@ def _given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
 
 def _build(config: PrepareConfig, work: Path, report: Reporter) -> tuple[Path, Manifest]:
     """The finished folder, in the work folder."""
-    files = config.corpus.files()
+    files = config.files()
     report.say(f"reading {len(files):,} files, {sum(file.size for file in files) / 1e6:.1f} MB")
-    builder = Builder.of(config, work, report)
+    builder = Builder(config=config, work=work, report=report)
     found, undecodable = builder.survey()
     tokenizer = _given_tokenizer(config) or builder.tokenizer(found)
     folder = work / "store"
@@ -191,7 +191,7 @@ def _build(config: PrepareConfig, work: Path, report: Reporter) -> tuple[Path, M
         settings=config.settings,
         python=platform.python_version(),
         corpus=CorpusRecord(
-            source=list(config.corpus.roots) or ["standard library"],
+            source=list(config.roots) or ["standard library"],
             files=len(files),
             listing=listing_digest(files),
             documents=found.documents,
@@ -210,7 +210,7 @@ def _build(config: PrepareConfig, work: Path, report: Reporter) -> tuple[Path, M
 
 def _key(config: PrepareConfig) -> dict[str, Any]:
     """What finished parts of a preparation depend on."""
-    files, tokenizer = config.corpus.files(), _given_tokenizer(config)
+    files, tokenizer = config.files(), _given_tokenizer(config)
     times = "\n".join(str(file.path.stat().st_mtime_ns) for file in files)
     return {
         "format": FORMAT,

@@ -30,6 +30,21 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, nu
     if num_workers == 1:
         yield from map(function, items)
         return
+    yield from _over_processes(function, items, num_workers)
+
+
+def apart(function: Callable[[Item], Result], item: Item) -> Result:
+    """``function(item)`` in a process of its own: what it takes goes back to the system, which an allocator seldom gives anything.
+
+    Raises:
+        DataError: The process ended without a result.
+        Exception: What ``function`` raised.
+    """
+    (result,) = _over_processes(function, [item], 1)
+    return result
+
+
+def _over_processes(function: Callable[[Item], Result], items: Iterable[Item], num_workers: int) -> Generator[Result, None, None]:
     executor = _pool(num_workers)
     waiting: deque[Future[Result]] = deque()
     try:
@@ -40,25 +55,10 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, nu
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise DataError(
-            f"one of num_workers={num_workers} processes was killed, perhaps for its memory; use fewer. What was finished is kept"
-        ) from error
+        fewer = f"; use fewer than num_workers={num_workers}" if num_workers > 1 else ""
+        raise DataError(f"a process was killed, perhaps for its memory{fewer}. What was finished is kept") from error
     finally:
         executor.shutdown(cancel_futures=True)
-
-
-def apart(function: Callable[[Item], Result], item: Item) -> Result:
-    """``function(item)`` in a process of its own: what it takes goes back to the system, which an allocator seldom gives anything.
-
-    Raises:
-        DataError: The process ended without a result.
-        Exception: What ``function`` raised.
-    """
-    with _pool(1) as executor:
-        try:
-            return executor.submit(function, item).result()
-        except BrokenProcessPool as error:
-            raise DataError("a process was killed, perhaps for its memory. What was finished is kept") from error
 
 
 def _pool(num_workers: int) -> ProcessPoolExecutor:

@@ -15,26 +15,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.untrusted import inside, read_json, reason
 
-__all__ = ["TOKEN_TYPES", "Chunk", "ChunkMap", "ChunkWriter", "read_chunks", "token_dtype"]
+__all__ = ["Chunk", "ChunkMap", "ChunkWriter", "TokenType", "read_chunks", "token_dtype"]
 
 INDEX_FILE = "index.json"
-TOKEN_TYPES = ("uint16", "int32")
+TokenType = Literal["uint16", "int32"]
 _HEADER_BYTES = 12  # number of items (one), its first byte and the byte behind it, four bytes each; then the tokens
 _MOST_TOKENS = 1 << 30  # of a chunk, whose bytes are counted in four
 _MAPPED = 64  # chunks at a time: each takes an open file
 _ALONE = {"DATA_OPTIMIZER_GLOBAL_RANK": "0", "DATA_OPTIMIZER_NUM_WORKERS": "1", "DATA_OPTIMIZER_NUM_NODES": "1"}
 
 
-def token_dtype(vocabulary_size: int) -> np.dtype:
+def token_dtype(vocabulary_size: int) -> TokenType:
     """How a token is stored: two bytes where the vocabulary allows it, else four."""
-    return np.dtype(np.uint16 if vocabulary_size <= 65535 else np.int32)
+    return "uint16" if vocabulary_size <= 65535 else "int32"
 
 
 class ChunkWriter:
@@ -43,7 +43,7 @@ class ChunkWriter:
     The folder appears with the first chunk; ``tokens`` counts what was added.
     """
 
-    def __init__(self, folder: str | Path, *, chunk_tokens: int, dtype: np.dtype) -> None:
+    def __init__(self, folder: str | Path, *, chunk_tokens: int, dtype: TokenType) -> None:
         self.tokens = 0
         self._folder = Path(folder)
         self._size = chunk_tokens
@@ -97,7 +97,7 @@ class Chunk:
     tokens: int
 
 
-def read_chunks(folder: str | Path, dtype: str | np.dtype) -> tuple[Chunk, ...]:
+def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
     """The chunks that the index of a split names, in the order of writing; each is there, in the folder, and of its size.
 
     Raises:
@@ -134,7 +134,7 @@ class ChunkMap:
         StoreError: From reading: a chunk cannot be read, or a token is outside the vocabulary.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], dtype: str | np.dtype, *, vocabulary_size: int, block_size: int = 1) -> None:
+    def __init__(self, chunks: Sequence[Chunk], dtype: TokenType, *, vocabulary_size: int, block_size: int = 1) -> None:
         self._chunks, self._dtype, self._vocabulary_size, self._block_size = chunks, dtype, vocabulary_size, block_size
         self._ends = np.cumsum([chunk.tokens // block_size for chunk in chunks], dtype=np.int64)
         self._map = lru_cache(_MAPPED)(self._open)

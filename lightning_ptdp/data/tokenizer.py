@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from lightning_ptdp.data.errors import TokenizerError
 from lightning_ptdp.untrusted import inside, read_bytes, read_json, reason
@@ -26,7 +25,6 @@ _RECORD_BYTES = 1 << 16
 _MODEL_BYTES = 1 << 23  # about 450,000 pieces
 _MEND = "copy it again, or prepare the data again with overwrite"
 _PAD, _UNKNOWN, _BOS, _EOS = 0, 1, 2, 3
-# sentencepiece marks spaces with this character, and would read it in a text as a space.
 _SPACE_MARK = "\u2581"
 # Every ASCII character, spaces where a normalizer would take them away, and characters of two, three and four bytes.
 _PROBE = " " + "".join(map(chr, range(1, 128))) + "  a  B\u00e9\u2581\u4e00\U0001f600 \n "
@@ -83,13 +81,15 @@ class Tokenizer:
         """
         import sentencepiece
 
-        lines = _Guarded(_sentences(texts))
-        if not lines:
+        failed: list[BaseException] = []
+        lines = _noting(_sentences(texts), failed)
+        first = next(lines, None)
+        if first is None:
             raise TokenizerError("no text to train the tokenizer on")
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=lines,
+                sentence_iterator=chain([first], lines),
                 model_writer=model,
                 model_type="bpe",
                 vocab_size=vocabulary_size,
@@ -109,8 +109,8 @@ class Tokenizer:
                 minloglevel=2,
             )
         except Exception as error:
-            if lines.error is not None:
-                raise lines.error from None
+            if failed:
+                raise failed[0] from None
             if not isinstance(error, RuntimeError):
                 raise
             raise TokenizerError(_training_message(error, vocabulary_size)) from error
@@ -204,15 +204,17 @@ class Tokenizer:
 
     def encode_many(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
         """Ids of each text; the result does not depend on the number of threads."""
-        segments, owners = [], []
-        for owner, text in enumerate(texts):
-            for segment in _segments(text):
-                segments.append(segment)
-                owners.append(owner)
-        encoded = self._encode_segments(segments, num_threads)
+        # sentencepiece takes its own mark of a space for one, so that the text is cut there.
+        parts = [
+            (owner, number, part)
+            for owner, text in enumerate(texts)
+            for segment in _segments(text)
+            for number, part in enumerate(segment.split(_SPACE_MARK))
+        ]
+        encoded = self._processor.encode([part for _, _, part in parts], out_type=int, num_threads=num_threads)
         results: list[list[int]] = [[] for _ in texts]
-        for owner, ids in zip(owners, encoded, strict=True):
-            results[owner].extend(ids)
+        for (owner, number, _), ids in zip(parts, encoded, strict=True):
+            results[owner] += [*(self._mark_ids if number else ()), *ids]
         return results
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -235,19 +237,6 @@ class Tokenizer:
             return self.decode(self.encode(_PROBE)) == _PROBE
         except (RuntimeError, ValueError):
             return False
-
-    def _encode_segments(self, segments: list[str], num_threads: int) -> list[list[int]]:
-        encoded: Any = self._processor.encode(segments, out_type=int, num_threads=num_threads)
-        for index, segment in enumerate(segments):
-            if _SPACE_MARK in segment:
-                encoded[index] = self._encode_marked(segment)
-        return list(encoded)
-
-    def _encode_marked(self, segment: str) -> list[int]:
-        ids: list[int] = []
-        for position, part in enumerate(segment.split(_SPACE_MARK)):
-            ids.extend((self._mark_ids if position else []) + self._processor.encode(part, out_type=int))
-        return ids
 
 
 def _segments(text: str) -> Iterator[str]:
@@ -273,28 +262,13 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
                 yield line[start : start + _MAX_SENTENCE]
 
 
-class _Guarded(Iterator[str]):
-    """Lines for sentencepiece, which keeps its own copy; an exception inside, which it would make one of its own of, is kept.
-
-    False if there are none.
-    """
-
-    def __init__(self, lines: Iterator[str]) -> None:
-        self.error: BaseException | None = None
-        self._first = next(lines, None)
-        self._lines = chain([] if self._first is None else [self._first], lines)
-
-    def __bool__(self) -> bool:
-        return self._first is not None
-
-    def __next__(self) -> str:
-        try:
-            return next(self._lines)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.error = error
-            raise
+def _noting(lines: Iterator[str], failed: list[BaseException]) -> Iterator[str]:
+    """The lines; an exception among them, which sentencepiece would make one of its own of, is noted."""
+    try:
+        yield from lines
+    except BaseException as error:
+        failed.append(error)
+        raise
 
 
 def _training_message(error: RuntimeError, wanted: int) -> str:

@@ -175,10 +175,10 @@ def test_the_tokenizer_learns_from_a_bounded_sample_of_the_training_text(tmp_pat
     assert sample.manifest.tokenizer_fingerprint == again.manifest.tokenizer_fingerprint
     assert sample.manifest.tokenizer_fingerprint != whole.manifest.tokenizer_fingerprint
     config = config_of(corpus, tmp_path / "new", tokenizer_characters=2000)
-    builder = Builder.of(config, tmp_path, Reporter(say=print, bars=False))
+    builder = Builder(config=config, work=tmp_path, report=Reporter(say=print, bars=False))
     lines = list(builder.sample(builder.survey()[0]))
     assert 1000 < sum(map(len, lines)) <= 2000
-    assert len({document.name for document in config.corpus.documents() for line in lines if line in document.text}) > 10
+    assert len({document.name for document in config.documents() for line in lines if line in document.text}) > 10
 
 
 def truncate(path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ptdp.data import StoreError
-from lightning_ptdp.data.store import ChunkMap, ChunkWriter, read_chunks, token_dtype
+from lightning_ptdp.data.store import ChunkMap, ChunkWriter, TokenType, read_chunks, token_dtype
 from tests.pool import Pool
 
 
-def write(folder: Path, runs: list[int], *, chunk_tokens: int, dtype: np.dtype) -> int:
+def write(folder: Path, runs: list[int], *, chunk_tokens: int, dtype: TokenType) -> int:
     """Runs of consecutive numbers of these lengths."""
     writer = ChunkWriter(folder, chunk_tokens=chunk_tokens, dtype=dtype)
     start = 0
@@ -31,7 +31,7 @@ def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]
     """Write as one of several processes, each its own folder, and read every block."""
     own = Path(folder, str(rank))
     environment = dict(os.environ)
-    written = write(own, [1, 250, 0, 80, 1000], chunk_tokens=100, dtype=np.dtype(np.uint16))
+    written = write(own, [1, 250, 0, 80, 1000], chunk_tokens=100, dtype="uint16")
     reader = ChunkMap(read_chunks(own, "uint16"), "uint16", vocabulary_size=1331, block_size=30)
     # 13 chunks of 100 tokens and one of 31: three whole blocks a chunk, then one.
     blocks = [reader.read(number) for number in range(len(reader))]
@@ -58,7 +58,7 @@ def test_litdata_sees_one_process_on_every_rank(pool: Pool, tmp_path: Path, env:
 
 
 def test_equal_tokens_are_equal_files_however_they_come(tmp_path: Path) -> None:
-    dtype = np.dtype(np.uint16)
+    dtype: TokenType = "uint16"
     write(tmp_path / "a", [331], chunk_tokens=100, dtype=dtype)
     write(tmp_path / "b", [1] * 331, chunk_tokens=100, dtype=dtype)
     for name in os.listdir(tmp_path / "a"):
@@ -67,14 +67,14 @@ def test_equal_tokens_are_equal_files_however_they_come(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("total", [99, 100, 101, 200])
 def test_chunks_at_their_edges(tmp_path: Path, total: int) -> None:
-    assert write(tmp_path / "x", [total], chunk_tokens=100, dtype=np.dtype(np.int32)) == total
+    assert write(tmp_path / "x", [total], chunk_tokens=100, dtype="int32") == total
     reader = ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=total)
     assert [int(reader.read(number)[0]) for number in range(len(reader))] == list(range(total))
 
 
 def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
-    assert token_dtype(65535) == np.uint16
-    assert token_dtype(65536) == np.int32
+    assert token_dtype(65535) == "uint16"
+    assert token_dtype(65536) == "int32"
     writer = ChunkWriter(tmp_path / "x", chunk_tokens=100, dtype=token_dtype(200_000))
     writer.add([0, 70_000, 199_999])
     writer.close()
@@ -88,7 +88,7 @@ def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
 
 
 def test_nothing_written_and_damaged_indices(tmp_path: Path) -> None:
-    assert write(tmp_path / "x", [0], chunk_tokens=100, dtype=np.dtype(np.uint16)) == 0
+    assert write(tmp_path / "x", [0], chunk_tokens=100, dtype="uint16") == 0
     assert not (tmp_path / "x").exists()
     with pytest.raises(StoreError, match=r"index\.json cannot be read"):
         read_chunks(tmp_path / "x", "uint16")
@@ -135,14 +135,14 @@ def link_chunk(folder: Path) -> None:
 )  # fmt: skip
 def test_an_index_that_lies_is_named(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
     folder = tmp_path / "x"
-    write(folder, [250], chunk_tokens=100, dtype=np.dtype(np.uint16))
+    write(folder, [250], chunk_tokens=100, dtype="uint16")
     damage(folder)
     with pytest.raises(StoreError, match=words):
         read_chunks(folder, "uint16")
 
 
 def test_more_chunks_than_open_files(tmp_path: Path) -> None:
-    write(tmp_path / "x", [300], chunk_tokens=2, dtype=np.dtype(np.uint16))
+    write(tmp_path / "x", [300], chunk_tokens=2, dtype="uint16")
     before = len(os.listdir("/proc/self/fd"))
     reader = ChunkMap(read_chunks(tmp_path / "x", "uint16"), "uint16", vocabulary_size=300)
     assert [int(reader.read(number)[0]) for number in range(300)] == list(range(300))
