@@ -55,11 +55,5 @@ def to_lightning_file(source: str | os.PathLike[str], destination: str | os.Path
     checkpoint = {key: value for key, value in read_state(source).items() if key not in ("optimizer_states", "lr_schedulers")}
     checkpoint.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))
     checkpoint["state_dict"] = read_full(source)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(files.part_name(target))
-    try:
-        with files.open_synced(part) as stream:
-            torch.save(checkpoint, stream)
-        files.replace(part, target)
-    finally:
-        files.remove(part)
+    with files.replacing(target) as part, files.open_synced(part) as stream:
+        torch.save(checkpoint, stream)

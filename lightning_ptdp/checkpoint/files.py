@@ -29,6 +29,7 @@ __all__ = [
     "part_name",
     "remove",
     "replace",
+    "replacing",
     "settled",
     "sha256",
     "sync_folder",
@@ -191,6 +192,24 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
     for path in leftovers(target):
         if not lock_name(path).exists():
             remove(path)
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary name to write under; at the end it is put in the place of ``target``, after an error nothing is left of it.
+
+    Raises:
+        CheckpointError: The disk does not take it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(part_name(target))
+    try:
+        yield part
+        replace(part, target)
+    except OSError as error:
+        raise CheckpointError(f"writing {target} failed: {error}") from error
+    finally:
+        remove(part)
 
 
 def discard(path: Path) -> None:

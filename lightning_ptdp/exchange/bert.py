@@ -7,11 +7,10 @@ the heads for masked tokens and for the order of two sentences.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.exchange.tables import Family, Row, check_choices
+from lightning_ptdp.checked_json import one_of
+from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, Family, Field, Row
 from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.bert_config import BertConfig
 
@@ -52,54 +51,36 @@ _PRE_ROWS = (
     Row(ours="norm", theirs="bert.encoder.ln"),
 )
 _GELU: Mapping[str, Literal["exact", "tanh"]] = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+_FIELDS = (
+    Field(theirs="vocab_size", ours="vocabulary_size", check=SIZE),
+    Field(theirs="max_position_embeddings", ours="sequence_length", check=SIZE),
+    Field(theirs="num_hidden_layers", ours="num_layers", check=SIZE),
+    Field(theirs="hidden_size", ours="hidden_size", check=SIZE),
+    Field(theirs="num_attention_heads", ours="num_heads", check=SIZE),
+    Field(theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="ffn_size"),
+    Field(theirs="type_vocab_size", ours="num_segments", check=SIZE, default=2),
+    Field(theirs="hidden_act", ours="gelu", check=one_of(_GELU, f"one of {sorted(_GELU)}"), default="exact", written=None),
+    Field(theirs="hidden_dropout_prob", ours="dropout", check=SHARE, default=0.1),
+    Field(
+        theirs="attention_probs_dropout_prob",
+        ours="attention_dropout",
+        check=SHARE,
+        default=0.1,
+        written="attention_dropout_rate",
+    ),
+    Field(theirs="initializer_range", ours="init_std", check=SHARE, default=0.02),
+    Field(theirs="layer_norm_eps", ours="norm_eps", check=NUMBER, default=1e-12),
+)
+_FIXED = {
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
 
 
-def _config_from(theirs: Mapping[str, Any], *, norm_order: Literal["post", "pre"]) -> BertConfig:
-    activation = theirs.get("hidden_act", "gelu")
-    if activation not in _GELU:
-        raise CheckpointError(f"hidden_act={activation!r}: our BERT has {sorted(_GELU)} only")
-    check_choices(
-        "BERT",
-        {
-            "position_embedding_type": (theirs.get("position_embedding_type", "absolute"), "absolute"),
-            "is_decoder": (theirs.get("is_decoder", False), False),
-            "add_cross_attention": (theirs.get("add_cross_attention", False), False),
-            "tie_word_embeddings": (theirs.get("tie_word_embeddings", True), True),
-        },
-    )
-    make = BertConfig.original if norm_order == "post" else BertConfig.megatron
-    return make(
-        vocabulary_size=theirs["vocab_size"],
-        sequence_length=theirs["max_position_embeddings"],
-        num_layers=theirs["num_hidden_layers"],
-        hidden_size=theirs["hidden_size"],
-        num_heads=theirs["num_attention_heads"],
-        ffn_hidden_size=theirs["intermediate_size"],
-        num_segments=theirs.get("type_vocab_size", 2),
-        gelu=_GELU[activation],
-        dropout=theirs.get("hidden_dropout_prob", 0.1),
-        attention_dropout=theirs.get("attention_probs_dropout_prob", 0.1),
-        init_std=theirs.get("initializer_range", 0.02),
-        norm_eps=theirs.get("layer_norm_eps", 1e-12),
-    )
-
-
-def _config_to(ours: BertConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": ours.vocabulary_size,
-        "max_position_embeddings": ours.sequence_length,
-        "num_hidden_layers": ours.num_layers,
-        "hidden_size": ours.hidden_size,
-        "num_attention_heads": ours.num_heads,
-        "intermediate_size": ours.ffn_size,
-        "type_vocab_size": ours.num_segments,
-        "hidden_act": "gelu" if ours.gelu == "exact" else "gelu_pytorch_tanh",
-        "hidden_dropout_prob": ours.dropout,
-        "attention_probs_dropout_prob": ours.attention_dropout_rate,
-        "initializer_range": ours.init_std,
-        "layer_norm_eps": ours.norm_eps,
-        "tie_word_embeddings": True,
-    }
+def _written(ours: BertConfig) -> dict[str, object]:
+    return {"hidden_act": "gelu" if ours.gelu == "exact" else "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
 
 def _family(model_type: str, architecture: str, norm_order: Literal["post", "pre"], rows: tuple[Row, ...]) -> Family:
@@ -107,16 +88,18 @@ def _family(model_type: str, architecture: str, norm_order: Literal["post", "pre
         model_type=model_type,
         architecture=architecture,
         rows=_ROWS + rows,
+        fields=_FIELDS,
         base="bert.",
         # Files may repeat what is tied: the decoder's weight is the embedding's, its bias the head's.
         ignored=(r"\.position_ids$", r"^cls\.predictions\.decoder\."),
         tied={"masked_head.decoder.weight": "embeddings.token.weight"},
         older={"gamma": "weight", "beta": "bias"},
         build=Bert,
+        make=BertConfig.original if norm_order == "post" else BertConfig.megatron,
         config_class=BertConfig,
         choices={"norm_order": norm_order},
-        config_from=partial(_config_from, norm_order=norm_order),
-        config_to=_config_to,
+        fixed=_FIXED,
+        written=_written,
     )
 
 

@@ -10,7 +10,8 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, to_lightning_file
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
-from lightning_ptdp.exchange.huggingface import Names, from_huggingface, is_huggingface_folder, to_huggingface
+from lightning_ptdp.exchange.folder import reads_as_huggingface
+from lightning_ptdp.exchange.huggingface import Names, from_huggingface, to_huggingface
 from lightning_ptdp.exchange.plain import from_state_dict, to_state_dict
 
 __all__ = ["Kind", "convert", "kind_of"]
@@ -28,7 +29,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     place = Path(path)
     if (place / METADATA_FILE).is_file():
         return "checkpoint"
-    if is_huggingface_folder(place):
+    if reads_as_huggingface(place):
         return "huggingface"
     if place.is_file() and place.suffix == ".ckpt":
         return "lightning"

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from lightning_ptdp.checked_json import Check, Misfit, flag, integer, map_of, number, optional, record, text
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.exchange.bert import BERT, MEGATRON_BERT
 from lightning_ptdp.exchange.gpt2 import GPT2
 from lightning_ptdp.exchange.llama import LLAMA
-from lightning_ptdp.exchange.tables import MOST_EXTENT, Family
+from lightning_ptdp.exchange.tables import Family, Model
 
-__all__ = ["FAMILIES", "HF_TIED", "config_of_json", "family_of_config_json", "family_of_hyper_parameters"]
+__all__ = ["FAMILIES", "HF_TIED", "family_of_config_json", "model_of_hyper_parameters"]
 
 FAMILIES = (GPT2, LLAMA, BERT, MEGATRON_BERT)
 
@@ -32,54 +30,7 @@ HF_TIED: Mapping[str, Mapping[str, str]] = {
 }
 
 
-_TEXTS = ("activation_function", "hidden_act", "position_embedding_type")
-_FLAGS = (
-    "scale_attn_by_inverse_layer_idx",
-    "scale_attn_weights",
-    "add_cross_attention",
-    "attention_bias",
-    "mlp_bias",
-    "is_decoder",
-)
-_SHARES = ("resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range")
-_NUMBERS = ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps", "rope_theta")
-_SIZES = (
-    *("vocab_size", "n_positions", "n_layer", "n_embd", "n_head", "n_inner", "max_position_embeddings", "num_hidden_layers"),
-    *("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim", "type_vocab_size"),
-)
-_ROPE = record(others=True, rope_type=optional(text()), type=optional(text()), rope_theta=optional(number(0, 1e18)))
-_FIELDS: dict[str, Check[Any]] = {
-    **dict.fromkeys(_SIZES, integer(1, MOST_EXTENT)),
-    **dict.fromkeys(_TEXTS, text()),
-    **dict.fromkeys(_FLAGS, flag),
-    **dict.fromkeys(_SHARES, number(0, 1)),
-    **dict.fromkeys(_NUMBERS, number(0, 1e18)),
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), _ROPE),
-}
-
-
-def config_of_json(file: Path, content: Any, *, ours: bool) -> dict[str, Any]:
-    """What a ``config.json`` holds, of which those fields that we read are what they should be.
-
-    Args:
-        file: For messages.
-        content: The parsed file.
-        ours: Whether it shall be the configuration of one of our models: null is as good as missing there. Else only those fields are
-            looked at that any model has.
-
-    Raises:
-        CheckpointError: They are not.
-    """
-    fields: dict[str, Check[Any]] = {"model_type": text(), "tie_word_embeddings": flag, **(_FIELDS if ours else {})}
-    try:
-        given = map_of(lambda value: value)(content)
-        record(others=True, **{name: optional(field) for name, field in fields.items()})(given)
-    except Misfit as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    return {name: value for name, value in given.items() if value is not None} if ours else given
-
-
-def family_of_config_json(config: Mapping[str, Any], file: Path) -> Family:
+def family_of_config_json(config: Mapping[str, object], file: Path) -> Family:
     """The family that the ``config.json`` at ``file`` names.
 
     Raises:
@@ -95,8 +46,8 @@ def family_of_config_json(config: Mapping[str, Any], file: Path) -> Family:
     )
 
 
-def family_of_hyper_parameters(hyper_parameters: Mapping[str, Any]) -> tuple[Family, Any]:
-    """The family of a checkpoint of one of our models, and its configuration.
+def model_of_hyper_parameters(hyper_parameters: Mapping[str, object]) -> Model:
+    """The model of a checkpoint of one of ours.
 
     Raises:
         CheckpointError: It is none of ours, or has choices that no model of Hugging Face's has.
@@ -109,15 +60,18 @@ def family_of_hyper_parameters(hyper_parameters: Mapping[str, Any]) -> tuple[Fam
         )
     config = _config(stored)
     for family in FAMILIES:
-        if family.describes(config):
-            return family, config
+        if isinstance(config, family.config_class) and _choices(config, family) == family.choices:
+            return Model(family, config)
     alike = [family for family in FAMILIES if isinstance(config, family.config_class)]
     known = "; ".join(f"{family.model_type!r} has {_shown(family.choices)}" for family in alike)
-    found = {name: getattr(config, name) for family in alike for name in family.choices}
-    raise CheckpointError(f"Hugging Face has no model with {_shown(found)}: {known}")
+    raise CheckpointError(f"Hugging Face has no model with {_shown(_choices(config, *alike))}: {known}")
 
 
-def _config(stored: Mapping[str, Any]) -> Any:
+def _choices(config: object, *families: Family) -> dict[str, object]:
+    return {name: getattr(config, name) for family in families for name in family.choices}
+
+
+def _config(stored: Mapping[str, object]) -> object:
     """Of the class that has all the fields."""
     classes = list(dict.fromkeys(family.config_class for family in FAMILIES))
     for config_class in classes:
@@ -130,5 +84,5 @@ def _config(stored: Mapping[str, Any]) -> Any:
     raise CheckpointError(f"the checkpoint's configuration is not one of our models' ({names}): its fields are {sorted(stored)}")
 
 
-def _shown(choices: Mapping[str, Any]) -> str:
+def _shown(choices: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in choices.items())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from lightning_ptdp.checked_json import flag, one_of
 from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.exchange.tables import Family, Row, check_choices
+from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, Family, Field, Row
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.gpt_config import GPTConfig
 
@@ -24,58 +22,32 @@ _ROWS = (
     Row(ours="norm", theirs="transformer.ln_f"),
     Row(ours="head", theirs="lm_head"),
 )
+_FIELDS = (
+    Field(theirs="vocab_size", ours="vocabulary_size", check=SIZE),
+    Field(theirs="n_positions", ours="sequence_length", check=SIZE),
+    Field(theirs="n_layer", ours="num_layers", check=SIZE),
+    Field(theirs="n_embd", ours="hidden_size", check=SIZE),
+    Field(theirs="n_head", ours="num_heads", check=SIZE),
+    Field(theirs="n_inner", ours="ffn_hidden_size", check=SIZE, default=None, written="ffn_size"),
+    Field(theirs="resid_pdrop", ours="dropout", check=SHARE, default=0.0),
+    Field(theirs="initializer_range", ours="init_std", check=SHARE, default=0.02),
+    Field(theirs="layer_norm_epsilon", ours="norm_eps", check=NUMBER, default=1e-5),
+    Field(theirs="tie_word_embeddings", ours="tie_embeddings", check=flag, default=True),
+)
 _END_OF_TEXT = 50256
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
-def _config_from(theirs: Mapping[str, Any]) -> GPTConfig:
-    activation = theirs.get("activation_function", "gelu_new")
-    if activation not in _TANH_GELU:
-        raise CheckpointError(
-            f"activation_function={activation!r}: our GPT has GELU in the tanh approximation only ({_TANH_GELU})"
-        )
-    check_choices(
-        "GPT",
-        {
-            "scale_attn_by_inverse_layer_idx": (theirs.get("scale_attn_by_inverse_layer_idx", False), False),
-            "scale_attn_weights": (theirs.get("scale_attn_weights", True), True),
-            "add_cross_attention": (theirs.get("add_cross_attention", False), False),
-        },
-    )
-    return GPTConfig.gpt2(
-        vocabulary_size=theirs["vocab_size"],
-        sequence_length=theirs["n_positions"],
-        num_layers=theirs["n_layer"],
-        hidden_size=theirs["n_embd"],
-        num_heads=theirs["n_head"],
-        ffn_hidden_size=theirs.get("n_inner"),
-        dropout=theirs.get("resid_pdrop", 0.0),
-        init_std=theirs.get("initializer_range", 0.02),
-        norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
-        tie_embeddings=theirs.get("tie_word_embeddings", True),
-    )
-
-
-def _config_to(ours: GPTConfig) -> dict[str, Any]:
+def _written(ours: GPTConfig) -> dict[str, object]:
     if not ours.bias or ours.kv_heads != ours.num_heads:
         raise CheckpointError(
             f"Hugging Face's GPT-2 has biases and a key/value head for each head; this model has bias={ours.bias} and "
             f"num_kv_heads={ours.kv_heads} of num_heads={ours.num_heads}"
         )
     return {
-        "vocab_size": ours.vocabulary_size,
-        "n_positions": ours.sequence_length,
-        "n_layer": ours.num_layers,
-        "n_embd": ours.hidden_size,
-        "n_head": ours.num_heads,
-        "n_inner": ours.ffn_size,
         "activation_function": "gelu_new",
-        "resid_pdrop": ours.dropout,
         "embd_pdrop": ours.dropout,
         "attn_pdrop": ours.dropout,
-        "initializer_range": ours.init_std,
-        "layer_norm_epsilon": ours.norm_eps,
-        "tie_word_embeddings": ours.tie_embeddings,
         # Left out, they would be the end of GPT-2's own vocabulary.
         **({} if ours.vocabulary_size > _END_OF_TEXT else {"bos_token_id": None, "eos_token_id": None}),
     }
@@ -85,13 +57,16 @@ GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     rows=_ROWS,
+    fields=_FIELDS,
     base="transformer.",
     ignored=(r"\.attn\.(masked_)?bias$",),
     tied={"head.weight": "wte.weight"},
     build=GPT,
+    make=GPTConfig.gpt2,
     config_class=GPTConfig,
     choices={"norm": "layer", "position": "learned", "mlp": "gelu"},
-    config_from=_config_from,
-    config_to=_config_to,
+    fixed={"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "add_cross_attention": False},
+    checks={"activation_function": one_of(dict.fromkeys(_TANH_GELU, "tanh"), f"GELU in the tanh approximation ({_TANH_GELU})")},
+    written=_written,
     is_tied=lambda config: config.tie_embeddings,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_ptdp.exchange.tables import Family, Row, check_choices
+from lightning_ptdp.checked_json import flag, optional, record, text
+from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, Family, Field, Row, check_choices
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.gpt_config import GPTConfig
 
@@ -33,56 +34,44 @@ _ROWS = (
     Row(ours="norm", theirs="model.norm"),
     Row(ours="head", theirs="lm_head"),
 )
+_FIELDS = (
+    Field(theirs="vocab_size", ours="vocabulary_size", check=SIZE),
+    Field(theirs="max_position_embeddings", ours="sequence_length", check=SIZE),
+    Field(theirs="num_hidden_layers", ours="num_layers", check=SIZE),
+    Field(theirs="hidden_size", ours="hidden_size", check=SIZE),
+    Field(theirs="num_attention_heads", ours="num_heads", check=SIZE),
+    Field(theirs="num_key_value_heads", ours="num_kv_heads", check=SIZE, default=None, written="kv_heads"),
+    Field(theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="ffn_size"),
+    Field(theirs="attention_bias", ours="bias", check=flag, default=False),
+    Field(theirs="tie_word_embeddings", ours="tie_embeddings", check=flag, default=False),
+    Field(theirs="initializer_range", ours="init_std", check=SHARE, default=0.02),
+    Field(theirs="rms_norm_eps", ours="norm_eps", check=NUMBER, default=1e-6),
+)
+_ROPE = record(others=True, rope_type=optional(text()), type=optional(text()), rope_theta=optional(NUMBER))
 
 
-def _config_from(theirs: Mapping[str, Any]) -> GPTConfig:
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    heads, hidden = theirs["num_attention_heads"], theirs["hidden_size"]
+def _further(theirs: Mapping[str, Any]) -> dict[str, object]:
+    rope = theirs["rope_parameters"] or theirs["rope_scaling"] or dict.fromkeys(("rope_type", "type", "rope_theta"))
+    head_dim = theirs["hidden_size"] // theirs["num_attention_heads"]
     check_choices(
-        "GPT",
+        GPTConfig,
         {
-            "hidden_act": (theirs.get("hidden_act", "silu"), "silu"),
-            "rope_type": (kind, "default"),
-            "head_dim": (theirs.get("head_dim") or hidden // heads, hidden // heads),
-            "mlp_bias": (theirs.get("mlp_bias", False), theirs.get("attention_bias", False)),
+            "rope_type": (rope["rope_type"] or rope["type"], "default"),
+            "head_dim": (theirs["head_dim"], head_dim),
+            "mlp_bias": (bool(theirs["mlp_bias"]), bool(theirs["attention_bias"])),
         },
     )
-    return GPTConfig.llama(
-        vocabulary_size=theirs["vocab_size"],
-        sequence_length=theirs["max_position_embeddings"],
-        num_layers=theirs["num_hidden_layers"],
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=theirs.get("num_key_value_heads"),
-        ffn_hidden_size=theirs["intermediate_size"],
-        bias=theirs.get("attention_bias", False),
-        tie_embeddings=theirs.get("tie_word_embeddings", False),
-        init_std=theirs.get("initializer_range", 0.02),
-        norm_eps=theirs.get("rms_norm_eps", 1e-6),
-        rope_base=float(rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0),
-    )
+    return {"rope_base": rope["rope_theta"] or theirs["rope_theta"] or 10_000.0}
 
 
-def _config_to(ours: GPTConfig) -> dict[str, Any]:
+def _written(ours: GPTConfig) -> dict[str, object]:
     return {
-        "vocab_size": ours.vocabulary_size,
-        "max_position_embeddings": ours.sequence_length,
-        "num_hidden_layers": ours.num_layers,
-        "hidden_size": ours.hidden_size,
-        "num_attention_heads": ours.num_heads,
-        "num_key_value_heads": ours.kv_heads,
         "head_dim": ours.head_dim,
-        "intermediate_size": ours.ffn_size,
         "hidden_act": "silu",
-        "attention_bias": ours.bias,
         "mlp_bias": ours.bias,
         "attention_dropout": ours.dropout,
-        "initializer_range": ours.init_std,
-        "rms_norm_eps": ours.norm_eps,
         "rope_theta": ours.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": ours.rope_base},
-        "tie_word_embeddings": ours.tie_embeddings,
     }
 
 
@@ -90,13 +79,17 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     rows=_ROWS,
+    fields=_FIELDS,
     base="model.",
     ignored=(r"\.rotary_emb\.inv_freq$",),
     tied={"head.weight": "wte.weight"},
     build=GPT,
+    make=GPTConfig.llama,
     config_class=GPTConfig,
     choices={"norm": "rms", "position": "rope", "mlp": "swiglu"},
-    config_from=_config_from,
-    config_to=_config_to,
+    fixed={"hidden_act": "silu"},
+    checks={"rope_parameters": _ROPE, "rope_scaling": _ROPE, "rope_theta": NUMBER, "head_dim": SIZE, "mlp_bias": flag},
+    further=_further,
+    written=_written,
     is_tied=lambda config: config.tie_embeddings,
 )

@@ -7,14 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     LocalRectangle,
-    TensorEntry,
     TensorReader,
     files,
     read_full,
@@ -23,14 +21,14 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.saved import check_saved, why_unread
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 
-__all__ = ["common_prefix", "from_state_dict", "open_state_dict", "to_state_dict", "weights_only_state"]
+__all__ = ["common_prefix", "converted", "from_state_dict", "open_state_dict", "to_state_dict", "weights_only_state"]
 
 _SAFETENSORS = ".safetensors"
 # What another run can use of a Lightning checkpoint; loops and callbacks belong to the optimizer's states, which are keyed by index.
 _KEPT = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters", "hparams_name", "datamodule_hyper_parameters")
 
 
-def open_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def open_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """The tensors of a file, mapped, and what else a Lightning checkpoint says of itself.
 
     Raises:
@@ -106,21 +104,16 @@ def to_state_dict(
     names = {name.removeprefix(prefix): full for name, full in stored.items() if name.startswith(prefix)}
     if not names:
         raise CheckpointError(f"{source} holds no tensor whose name begins with {prefix!r}; there are {sorted(stored)[:3]}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(files.part_name(target))
-    try:
+    with files.replacing(target) as part:
         if target.suffix == _SAFETENSORS:
-            entries = {name: _converted(reader.metadata.tensors[full], dtype) for name, full in names.items()}
+            held = {name: reader.metadata.tensors[full] for name, full in names.items()}
+            entries = {name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()}
             write_safetensors(part, entries, lambda name: reader.read(names[name]).to(entries[name].dtype))
         else:
             whole = read_full(source)
+            values = {name: whole[full.removeprefix("model/")] for name, full in names.items()}
             with files.open_synced(part) as stream:
-                torch.save({name: _to(whole[full.removeprefix("model/")], dtype) for name, full in names.items()}, stream)
-        files.replace(part, target)
-    except OSError as error:
-        raise CheckpointError(f"writing {target} failed: {error}") from error
-    finally:
-        files.remove(part)
+                torch.save({name: value.to(converted(value.dtype, dtype)) for name, value in values.items()}, stream)
 
 
 def common_prefix(names: set[str]) -> str:
@@ -129,9 +122,9 @@ def common_prefix(names: set[str]) -> str:
     return f"{next(iter(first))}." if len(first) == 1 and all("." in name for name in names) else ""
 
 
-def weights_only_state(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
+def weights_only_state(hyper_parameters: Mapping[str, object]) -> dict[str, object]:
     """Lightning's state of a checkpoint that was never trained."""
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "epoch": 0,
         "global_step": 0,
         "pytorch-lightning_version": importlib.metadata.version("lightning"),
@@ -139,9 +132,6 @@ def weights_only_state(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
     return state | ({"hyper_parameters": dict(hyper_parameters)} if hyper_parameters else {})
 
 
-def _converted(entry: TensorEntry, dtype: torch.dtype | None) -> TensorEntry:
-    return replace(entry, dtype=dtype) if dtype is not None and entry.dtype.is_floating_point else entry
-
-
-def _to(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+def converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """What a tensor becomes where floating-point ones are to be ``wanted``."""
+    return wanted if wanted is not None and stored.is_floating_point else stored

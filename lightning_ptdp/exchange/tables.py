@@ -1,4 +1,4 @@
-"""How our names and Hugging Face's correspond: a table a model, read in both directions.
+"""How our names and options and Hugging Face's correspond: two tables a model, read in both directions.
 
 A row pairs modules; its weight and bias go along. ``*`` stands for a block's number. A matrix that we fuse is a row with several of
 theirs; one that they store as (in, out) is ``transposed``. Nothing is computed: a tensor of theirs is a rectangle of one of ours::
@@ -6,7 +6,8 @@ theirs; one that they store as (in, out) is ``transposed``. Nothing is computed:
     ours  blocks.3.attention.qkv.weight [q | k | v]        theirs  model.layers.3.self_attn.k_proj.weight
                                          ^ rows here
 
-To add a model: a module with a ``Family`` beside ``gpt2.py``, ``llama.py`` and ``bert.py``, and its name in ``families.py``.
+What both configurations have is a ``Field``. To add a model: a module with a ``Family`` beside ``gpt2.py``, ``llama.py`` and ``bert.py``,
+and its name in ``families.py``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_ptdp.checked_json import Check, Json, integer, number, optional, record
 from lightning_ptdp.checkpoint import CheckpointError
 
-__all__ = ["MOST_EXTENT", "Family", "Part", "Row", "check_choices"]
+__all__ = ["NUMBER", "SHARE", "SIZE", "Family", "Field", "Model", "Part", "Row", "check_choices"]
 
-MOST_EXTENT = 1 << 28
+_MOST_EXTENT = 1 << 28
 """Of one dimension of a model; the product of two is a number of elements that torch counts."""
+SIZE, NUMBER, SHARE = integer(1, _MOST_EXTENT), number(0, 1e18), number(0, 1)
 Sizes = Callable[[Any], Sequence[int]]
 
 
@@ -55,12 +58,32 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Where one tensor of theirs lies in one of ours: all of it, or rows ``start`` to ``start + rows``."""
+    """Where one tensor of theirs lies in one of ours: all of it, or rows ``start`` to ``start + rows`` of ``full_rows``."""
 
     ours: str
     transposed: bool
     start: int = 0
     rows: int | None = None
+    full_rows: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """An option of both configurations.
+
+    Attributes:
+        theirs: What ``config.json`` calls it.
+        ours: What our configuration calls it.
+        check: What it may be there, and from it what ours is.
+        default: What ours is where the file leaves it out; ``...``: it must be there.
+        written: The attribute of our configuration that is written: what an option that is left open comes to; None: nothing.
+    """
+
+    theirs: str
+    ours: str
+    check: Check[object]
+    default: object = ...
+    written: str | None = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +93,19 @@ class Family:
     Attributes:
         model_type: What ``config.json`` calls it.
         architecture: Their class.
-        rows: The table.
+        rows: The table of modules.
+        fields: The table of options.
         base: What their names begin with in that class, and lack in files of the bare model.
         ignored: Regular expressions of names of theirs that hold no weights (masks, frequencies).
         tied: Our names that are tied to others, if the configuration ties them: alias -> name.
         build: Our configuration -> our model; called on the meta device.
-        config_class: The class of our configuration.
+        make: The fields of our configuration -> our configuration.
+        config_class: Its class.
         choices: Fields of our configuration that make it this model and no other: field -> value.
-        config_from: Their configuration -> ours; raises a CheckpointError that names what ours lacks.
-        config_to: Ours -> theirs; raises a CheckpointError that names what theirs lacks.
+        fixed: Options of theirs of which our model knows one value only, theirs by default.
+        checks: What other options of theirs may be that ``further`` reads.
+        further: Their options, checked -> what else our configuration is made of; raises a CheckpointError that names what ours lacks.
+        written: Our configuration -> what is written beside ``fields``; raises a CheckpointError that names what theirs lacks.
         is_tied: Whether our configuration ties ``tied``; default: always.
         older: What weights and biases are called in older files of theirs: name there -> name today.
     """
@@ -86,28 +113,63 @@ class Family:
     model_type: str
     architecture: str
     rows: tuple[Row, ...]
+    fields: tuple[Field, ...]
     base: str
     ignored: tuple[str, ...]
     tied: Mapping[str, str]
     build: Callable[[Any], nn.Module]
+    make: Callable[..., Any]
     config_class: type[Any]
-    choices: Mapping[str, Any]
-    config_from: Callable[[Mapping[str, Any]], Any]
-    config_to: Callable[[Any], dict[str, Any]]
+    choices: Mapping[str, object]
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    checks: Mapping[str, Check[object]] = field(default_factory=dict)
+    further: Callable[[Mapping[str, Any]], dict[str, object]] = lambda theirs: {}
+    written: Callable[[Any], dict[str, object]] = lambda ours: {}
     is_tied: Callable[[Any], bool] = lambda config: True
     older: Mapping[str, str] = field(default_factory=dict)
 
-    def describes(self, config: Any) -> bool:
-        """Whether a configuration of ours is of this model."""
-        fits = isinstance(config, self.config_class)
-        return fits and all(getattr(config, name) == value for name, value in self.choices.items())
+    def read(self, theirs: Mapping[str, Json]) -> Model:
+        """Our model of their configuration; null is as good as missing.
 
-    def place(self, theirs: str, config: Any) -> Part | None:
+        Raises:
+            ValueError: It is damaged, or a model that ours cannot be.
+        """
+        check_choices(self.config_class, {name: (theirs.get(name), wanted) for name, wanted in self.fixed.items()})
+        wanted = {one.theirs: one.check if one.default is ... else optional(one.check) for one in self.fields}
+        given = record(others=True, **wanted, **{name: optional(check) for name, check in self.checks.items()})(theirs)
+        options = {one.ours: one.default if given[one.theirs] is None else given[one.theirs] for one in self.fields}
+        return Model(self, self.make(**options, **self.further(given)))
+
+    def is_ignored(self, theirs: str) -> bool:
+        """Whether a tensor of theirs holds no weights."""
+        return any(re.search(pattern, theirs) for pattern in self.ignored)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A configuration of ours, and the family that it is of."""
+
+    family: Family
+    config: Any
+
+    def write(self) -> dict[str, object]:
+        """Their configuration.
+
+        Raises:
+            CheckpointError: A choice that theirs lacks; names it.
+        """
+        options = {
+            one.theirs: getattr(self.config, one.written or one.ours) for one in self.family.fields if one.written is not None
+        }
+        named = {"architectures": [self.family.architecture], "model_type": self.family.model_type}
+        return {**named, **options, **self.family.written(self.config)}
+
+    def place(self, theirs: str) -> Part | None:
         """Where a tensor of theirs lies in ours, or None if the table does not have it."""
         module, _, kind = theirs.rpartition(".")
-        kind = self.older.get(kind, kind)
-        for row in self.rows:
-            for number, name in enumerate(row.parts):
+        kind = self.family.older.get(kind, kind)
+        for row in self.family.rows:
+            for place, name in enumerate(row.parts):
                 found = re.fullmatch(_pattern(name), module)
                 if found is None:
                     continue
@@ -115,52 +177,56 @@ class Family:
                 transposed = row.transposed and kind == "weight"
                 if row.sizes is None:
                     return Part(ours=ours, transposed=transposed)
-                sizes = row.sizes(config)
-                return Part(ours=ours, transposed=transposed, start=sum(sizes[:number]), rows=sizes[number])
+                sizes = row.sizes(self.config)
+                start, rows = sum(sizes[:place]), sizes[place]
+                return Part(ours=ours, transposed=transposed, start=start, rows=rows, full_rows=sum(sizes))
         return None
 
-    def names(self, ours: str, config: Any) -> Iterator[str]:
-        """Their names for a tensor of ours, in its rows' order; none if the table does not have it."""
+    def parts(self, ours: str) -> Iterator[tuple[str, Part]]:
+        """Their names for a tensor of ours, in its rows' order, and where they lie in it; none if the table does not have it."""
         module, _, kind = ours.rpartition(".")
-        for row in self.rows:
+        for row in self.family.rows:
             found = re.fullmatch(_pattern(row.ours), module)
-            if found is not None:
-                for name in row.parts:
-                    yield f"{name.replace('*', found.group(1)) if '*' in row.ours else name}.{kind}"
+            for name in row.parts if found is not None else ():
+                assert found is not None
+                theirs = f"{name.replace('*', found.group(1)) if '*' in row.ours else name}.{kind}"
+                part = self.place(theirs)
+                assert part is not None
+                yield theirs, part
 
-    def aliases(self, config: Any) -> dict[str, str]:
-        """Our tied names under a configuration: alias -> the name that is stored."""
-        return dict(self.tied) if self.is_tied(config) else {}
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Our tied names: alias -> the name that is stored."""
+        return dict(self.family.tied) if self.family.is_tied(self.config) else {}
 
-    def shapes(self, config: Any, *, stored: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Our tensors of a configuration that are stored.
+    def shapes(self, *, stored: int | None = None) -> dict[str, tuple[int, ...]]:
+        """Our tensors that are stored.
 
         Raises:
-            CheckpointError: It is of a model with more layers than there are ``stored`` tensors, or too large for any machine.
+            CheckpointError: The model has more layers than there are ``stored`` tensors, or is too large for any machine.
         """
-        sizes = {name: size for name, size in vars(config).items() if type(size) is int}
-        if stored is not None and config.num_layers > stored:
-            raise CheckpointError(f"the configuration has num_layers={config.num_layers}, but only {stored} tensors are stored")
+        sizes = {name: size for name, size in vars(self.config).items() if type(size) is int}
+        if stored is not None and self.config.num_layers > stored:
+            raise CheckpointError(
+                f"the configuration has num_layers={self.config.num_layers}, but only {stored} tensors are stored"
+            )
         largest = max(sizes, key=sizes.__getitem__)
-        if sizes[largest] > MOST_EXTENT:
-            raise CheckpointError(f"the configuration has {largest}={sizes[largest]}; no more than {MOST_EXTENT} make sense")
+        if sizes[largest] > _MOST_EXTENT:
+            raise CheckpointError(f"the configuration has {largest}={sizes[largest]}; no more than {_MOST_EXTENT} make sense")
         with torch.device("meta"):
-            state = self.build(config).state_dict()
-        return {name: tuple(value.shape) for name, value in state.items() if name not in self.aliases(config)}
-
-    def is_ignored(self, theirs: str) -> bool:
-        """Whether a tensor of theirs holds no weights."""
-        return any(re.search(pattern, theirs) for pattern in self.ignored)
+            state = self.family.build(self.config).state_dict()
+        return {name: tuple(value.shape) for name, value in state.items() if name not in self.aliases}
 
 
-def check_choices(model: str, choices: Mapping[str, tuple[Any, Any]]) -> None:
-    """Compare fields of their configuration with the only value that our ``model`` has: field -> (found, wanted).
+def check_choices(config_class: type, choices: Mapping[str, tuple[object, object]]) -> None:
+    """Compare options of theirs, where they are given, with the only value that our model has: name -> (found, wanted).
 
     Raises:
-        CheckpointError: They differ; names the field and both values.
+        CheckpointError: They differ; names the option and both values.
     """
+    model = config_class.__name__.removesuffix("Config").upper()
     for name, (found, wanted) in choices.items():
-        if found != wanted:
+        if found is not None and found != wanted:
             raise CheckpointError(f"{name}={found!r}: our {model} would need {name}={wanted!r}")
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry, rectangles_of
 from lightning_ptdp.checkpoint.local import Tensors
-from lightning_ptdp.exchange.huggingface import is_huggingface_folder, open_huggingface
+from lightning_ptdp.exchange.folder import open_huggingface
 
-__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "names_in", "reads_as_huggingface"]
+__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "names_in"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,6 @@ class HuggingFaceWeights:
         """Read this process's rectangles, converted to the dtype of their targets."""
         for rectangle in rectangles_of(tensors):
             rectangle.values.copy_(self.values[rectangle.name][rectangle.place.slices])
-
-
-def reads_as_huggingface(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a Hugging Face folder."""
-    return is_huggingface_folder(Path(path))
 
 
 def names_in(module: nn.Module, aliases: Mapping[str, str]) -> HuggingFaceNames:

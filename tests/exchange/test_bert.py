@@ -163,7 +163,7 @@ def test_names_of_older_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_act": "relu"}, r"hidden_act='relu': our BERT has \['gelu', 'gelu_new', 'gelu_pytorch_tanh'\] only"),
+        ({"hidden_act": "relu"}, r"hidden_act is 'relu', not one of \['gelu', 'gelu_new', 'gelu_pytorch_tanh'\]"),
         ({"position_embedding_type": "relative_key"}, r"position_embedding_type='relative_key': our BERT would need"),
         ({"is_decoder": True}, r"is_decoder=True: our BERT would need is_decoder=False"),
         ({"tie_word_embeddings": False}, r"tie_word_embeddings=False: our BERT would need tie_word_embeddings=True"),

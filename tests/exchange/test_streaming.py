@@ -17,6 +17,7 @@ import torch
 from lightning_ptdp.checkpoint import LocalRectangle, read_metadata, reshard_checkpoint, verify_checkpoint
 from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.exchange import FAMILIES, convert
+from lightning_ptdp.exchange.tables import Model
 from lightning_ptdp.models import GPTConfig
 
 CONFIG = GPTConfig.gpt2(vocabulary_size=512, sequence_length=32, num_layers=16, hidden_size=512, num_heads=8)
@@ -27,7 +28,7 @@ LIMIT = 8 * LARGEST + 24 * 2**20
 
 def _write(path: Path) -> None:
     """A checkpoint whose values are made when they are written."""
-    gpt2 = FAMILIES[0]
+    gpt2 = Model(FAMILIES[0], CONFIG)
     rectangles = [
         LocalRectangle(
             name=f"model/model.{name}",
@@ -36,7 +37,7 @@ def _write(path: Path) -> None:
             values=torch.empty(shape, device="meta"),
             read=lambda offset, shape: torch.full(shape, float(sum(offset))),
         )
-        for name, shape in gpt2.shapes(CONFIG).items()
+        for name, shape in gpt2.shapes().items()
     ]
     state = {"hyper_parameters": {"config": asdict(CONFIG)}}
     write_checkpoint(path, rectangles=rectangles, state=state, metadata={"aliases": {"model.head.weight": "model.wte.weight"}})
