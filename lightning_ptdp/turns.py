@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-__all__ = ["one_at_a_time"]
+__all__ = ["locked", "one_at_a_time", "wait_for_lock"]
 
 _POLL_S = 0.02
 
@@ -23,20 +24,30 @@ def one_at_a_time(folder: Path | None, *, limit_s: float) -> Iterator[None]:
     if folder is None:
         yield
         return
-    handle, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + limit_s
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        while not _locked(handle) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        wait_for_lock(handle, limit_s=limit_s)
         yield
     finally:
         os.close(handle)
 
 
-def _locked(handle: int) -> bool:
+def wait_for_lock(file: int | IO[bytes], *, limit_s: float) -> None:
+    """Lock a file, or wait for that in vain; returns at once where the file system knows no locks."""
+    deadline = time.monotonic() + limit_s
+    with contextlib.suppress(OSError):
+        while not locked(file) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def locked(file: int | IO[bytes]) -> bool:
+    """Whether this process holds the lock of a file now.
+
+    Raises:
+        OSError: The file system knows no locks.
+    """
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # no locks on this file system
-        return True
     return True

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_ptdp.checkpoint.archive import ArchiveWriter
+from lightning_ptdp.checkpoint.archive import write_archive
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
 from lightning_ptdp.checkpoint.index import StoredRectangle
 from lightning_ptdp.checkpoint.local import LocalRectangle
@@ -61,8 +61,11 @@ def write_rectangles(
         CheckpointException: Writing failed on some rank (raised by DCP on all of them).
         CheckpointError: The written files cannot all be seen from here.
     """
+    joined = dist.is_available() and dist.is_initialized()
     # The filters of warnings are the whole process's: a thread that saves in the background leaves them alone.
-    with nullcontext() if dist.is_available() and dist.is_initialized() else _quiet():
+    with nullcontext() if joined else warnings.catch_warnings():
+        if not joined:  # which is what a single-device run asks for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         writer = _Writer(folder, num_files)
         metadata = dcp.save({}, storage_writer=writer, planner=_SavePlanner(rectangles), process_group=group)
     for name, size in _file_sizes(metadata).items():
@@ -102,7 +105,7 @@ class _Result(WriteResult):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes data files its own way (``ArchiveWriter``); DCP writes the index.
+    """Writes data files its own way (archive.py); DCP writes the index.
 
     Tells errors in full: DCP pickles them for the other ranks, which loses what they came from.
     """
@@ -136,11 +139,10 @@ class _Writer(dcp.FileSystemWriter):
     def _write_file(self, name: str, items: list[dcp.WriteItem], planner: dcp.SavePlanner) -> list[WriteResult]:
         results: list[WriteResult] = []
         with summing(self._folder / name) as file:
-            archives = ArchiveWriter(file)
             for item in items:
                 values = planner.resolve_data(item)
                 assert isinstance(values, torch.Tensor)
-                position, begin, length = archives.write(values.detach())
+                position, begin, length = write_archive(file, values.detach())
                 place = _StorageInfo(relative_path=name, offset=position, length=length)
                 assert item.index.offset is not None
                 rectangle = StoredRectangle(file=name, begin=begin, place=Rectangle.at(item.index.offset, values.shape))
@@ -202,11 +204,3 @@ def _file_sizes(metadata: dcp.Metadata) -> dict[str, int]:
     for entry in (metadata.storage_data or {}).values():
         sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
     return sizes
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns when it runs in one process, which is what a single-device run asks for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

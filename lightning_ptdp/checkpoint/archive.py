@@ -8,6 +8,7 @@ the processor's cache. In the archive's directory their CRC-32 is 0, as after ``
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -19,32 +20,20 @@ import torch
 
 from lightning_ptdp.checkpoint.sums import BLOCK, SummingFile
 
-__all__ = ["ArchiveWriter", "as_bytes", "rows_at_once"]
+__all__ = ["as_bytes", "rows_at_once", "write_archive"]
 
 _PIECE = 1 << 20
 
 
-class ArchiveWriter:
-    """Writes tensors to one data file. What is around the values is the same for equal shapes and dtypes, and made once.
-
-    Args:
-        file: Where to.
-    """
-
-    def __init__(self, file: SummingFile) -> None:
-        self._file = file
-        self._frames: dict[tuple[torch.Size, torch.dtype], tuple[bytes, bytes]] = {}
-
-    def write(self, values: torch.Tensor) -> tuple[int, int, int]:
-        """Append a tensor of any device and strides; where its archive and where its values begin in the file, and the archive's length."""
-        key = (values.shape, values.dtype)
-        head, tail = self._frames.get(key) or self._frames.setdefault(key, _frame(*key))
-        start = self._file.position
-        self._file.write(head)
-        begin = self._file.position
-        self._file.write_blocks(_pieces(values))
-        self._file.write(tail)
-        return start, begin, self._file.position - start
+def write_archive(file: SummingFile, values: torch.Tensor) -> tuple[int, int, int]:
+    """Append a tensor of any device and strides; where its archive and where its values begin in the file, and the archive's length."""
+    head, tail = _frame(values.shape, values.dtype)
+    start = file.position
+    file.write(head)
+    begin = file.position
+    file.write_blocks(_pieces(values))
+    file.write(tail)
+    return start, begin, file.position - start
 
 
 def rows_at_once(row_bytes: int) -> int:
@@ -78,6 +67,7 @@ def as_bytes(values: torch.Tensor) -> memoryview:
     return values.view(-1).view(torch.uint8).numpy().data
 
 
+@functools.lru_cache(maxsize=256)
 def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """What is before and behind the values in an archive."""
     stream = _Frame()

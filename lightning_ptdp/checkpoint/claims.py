@@ -24,16 +24,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from lightning_ptdp.checkpoint import files
+from lightning_ptdp.turns import locked, wait_for_lock
 
 __all__ = ["Abandoned", "Claim", "Writer", "writer_of"]
 
 _TOUCHED_EVERY_S = 5.0
 _UNCHANGED_S = 120.0
 _RECORD_S = 1.0  # in which whoever has made the file has also locked it and written into it
-_POLL_S = 0.02
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -66,10 +66,7 @@ class Claim:
             OSError: It cannot be made.
         """
         self._stream = open(self._file, "xb")  # noqa: SIM115
-        deadline = time.monotonic() + _RECORD_S
-        with suppress(OSError):  # no locks here
-            while not _lock(self._stream) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)  # somebody looks whether it is locked
+        wait_for_lock(self._stream, limit_s=_RECORD_S)  # somebody looks whether it is locked
         self._stream.write(json.dumps(vars(_this_process())).encode())
         self._stream.flush()
         self._toucher = threading.Thread(target=_touch, args=(self._file, self._over), name="ptdp claim", daemon=True)
@@ -91,7 +88,7 @@ def writer_of(path: Path) -> Writer | None:
     """The living process of whose save ``path`` is a temporary name; None if it is gone, or if that cannot be told."""
     try:
         with open(files.lock_name(path), "r+b") as stream:
-            return None if _lock(stream) else _record(stream)
+            return None if locked(stream) else _record(stream)
     except OSError:
         return None
 
@@ -120,11 +117,10 @@ class Abandoned:
 
     def _is_abandoned(self, file: Path, stream: IO[bytes]) -> bool:
         try:
-            locked = _lock(stream)
+            if not locked(stream):
+                return False
         except OSError:  # no locks here: only what is seen to change tells
             return self._unchanged(file, stream)
-        if not locked:
-            return False
         writer = _record(stream)
         if writer is None:
             time.sleep(_RECORD_S)
@@ -141,19 +137,10 @@ class Abandoned:
         return before == touched and now - since > _UNCHANGED_S
 
 
-def _lock(stream: IO[bytes]) -> bool:
-    """Whether this process holds the lock now; OSError where there are none."""
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _record(stream: IO[bytes]) -> Writer | None:
     stream.seek(0)
     try:
-        found: Any = json.loads(stream.read(10_000))
+        found = json.loads(stream.read(10_000))
         return Writer(machine=str(found["machine"]), host=str(found["host"]), pid=int(found["pid"]))
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -20,6 +20,7 @@ __all__ = [
     "EarlySync",
     "check_replaceable",
     "discard",
+    "has_other_content",
     "kind_of",
     "leftover_of",
     "leftovers",
@@ -118,13 +119,9 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def part_name(target: Path) -> str:
-    """A fresh name beside ``target`` to write under."""
-    return _fresh(target, _PART)
-
-
-def _fresh(target: Path, kind: str) -> str:
-    return f"{target}.{kind}-{uuid.uuid4().hex[:12]}"
+def part_name(target: Path, kind: str = _PART) -> Path:
+    """A fresh name beside ``target``: to write under, or to move what is there to."""
+    return Path(f"{target}.{kind}-{uuid.uuid4().hex[:12]}")
 
 
 def lock_name(path: Path) -> Path:
@@ -168,7 +165,7 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
         target: The name that it shall have.
         follow: Is given where one of the two stands, before the other one is renamed: a link that is moved there always leads to one.
     """
-    aside = Path(_fresh(target, _OLD)) if os.path.lexists(target) else None
+    aside = part_name(target, _OLD) if os.path.lexists(target) else None
     try:
         if aside is not None:
             follow(part)
@@ -202,7 +199,7 @@ def replacing(target: Path) -> Iterator[Path]:
         CheckpointError: The disk does not take it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(part_name(target))
+    part = part_name(target)
     try:
         yield part
         replace(part, target)
@@ -214,7 +211,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 def discard(path: Path) -> None:
     """Remove a folder so that at no instant a part of it stands under its name; another training may have done that already."""
-    gone = Path(_fresh(path, _GONE))
+    gone = part_name(path, _GONE)
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
     remove(gone)
@@ -224,11 +221,9 @@ def remove(path: Path) -> None:
     """Remove a file, a link or a folder, if it is there and if we may: what is removed here is never needed again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-        return
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        return
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def check_replaceable(path: str | os.PathLike[str], *, marker: str) -> None:
@@ -237,8 +232,12 @@ def check_replaceable(path: str | os.PathLike[str], *, marker: str) -> None:
     Raises:
         CheckpointError: ``path`` is a URL, or a folder with content but without the file ``marker``.
     """
-    target = Path(path)
     if "://" in str(path):
         raise CheckpointError(f"{path} is not a path of a mounted file system; checkpoints are written to folders only")
-    if target.is_dir() and not (target / marker).is_file() and any(target.iterdir()):
-        raise CheckpointError(f"{target} is a folder with other content and would be lost: choose another path")
+    if has_other_content(Path(path), marker=marker):
+        raise CheckpointError(f"{Path(path)} is a folder with other content and would be lost: choose another path")
+
+
+def has_other_content(path: Path, *, marker: str) -> bool:
+    """Whether something is in a folder, but not the file ``marker``."""
+    return path.is_dir() and not (path / marker).is_file() and any(path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -60,25 +61,23 @@ class Index:
         find: Callable[[SummedFile, int], int] = lambda file, begin: begin,
     ) -> None:
         self.find = find
+        self.rectangles = functools.cache(self._rectangles)
         self._file, self._metadata, self._files, self._tensors = file, metadata, files, tensors
-        self._known: dict[str, tuple[StoredRectangle, ...]] = {}
         if unlisted := sorted(set(files) - metadata.files.keys()):
             raise CheckpointError(f"{file} is damaged: it names {unlisted[0]}, which metadata.json does not list")
         if other := sorted(tensors.keys() ^ metadata.tensors.keys()):
             raise CheckpointError(f"{file} is damaged: {other[0]!r} is in it or in metadata.json, but not in both")
 
-    def rectangles(self, name: str) -> tuple[StoredRectangle, ...]:
+    def _rectangles(self, name: str) -> tuple[StoredRectangle, ...]:
         """The rectangles of a tensor, each inside of it and of its file.
 
         Raises:
             CheckpointError: The index is damaged.
         """
-        if name not in self._known:
-            try:
-                self._known[name] = self._checked(self._metadata.tensors[name], self._tensors[name])
-            except Misfit as error:
-                raise CheckpointError(f"{self._file} is damaged: {name!r}: {error}") from error
-        return self._known[name]
+        try:
+            return self._checked(self._metadata.tensors[name], self._tensors[name])
+        except Misfit as error:
+            raise CheckpointError(f"{self._file} is damaged: {name!r}: {error}") from error
 
     def _checked(self, entry: TensorEntry, value: Json) -> tuple[StoredRectangle, ...]:
         sizes: Check[tuple[int, ...]] = list_of(integer())

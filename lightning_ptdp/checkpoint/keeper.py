@@ -16,8 +16,8 @@ from pathlib import Path
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.claims import Abandoned, Claim, writer_of
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.latest import complete_checkpoints, latest_follows, leads_nowhere, mark_latest
-from lightning_ptdp.checkpoint.metadata import DCP_FILE, INDEX_FILE, METADATA_FILE, README_FILE, STATE_FILE, read_metadata
+from lightning_ptdp.checkpoint.latest import complete_checkpoints, latest_follows, leads_nowhere, mark_latest, written_at
+from lightning_ptdp.checkpoint.metadata import DCP_FILE, INDEX_FILE, METADATA_FILE, README_FILE, STATE_FILE
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX
 from lightning_ptdp.turns import one_at_a_time
 
@@ -90,38 +90,27 @@ class Keeper:
     def _look(self, folder: Path) -> None:
         if folder not in self._known:
             self._known.add(folder)
-            self._newest = max([self._newest, *(_created(path) or 0.0 for path in complete_checkpoints(folder)[:1])])
+            self._newest = max([self._newest, *(written_at(path) or 0.0 for path in complete_checkpoints(folder)[:1])])
 
 
 def _settle(target: Path, entries: list[Path]) -> None:
     """Give the newest whole one its name, unless what has it is newer; remove the others."""
-    there = _created(target)
+    there = written_at(target)
     kinds = ("tmp", "old") if there is None else ("tmp",)
-    whole = {path: time for path in entries if files.kind_of(path) in kinds and (time := _created(path)) is not None}
+    whole = {path: time for path in entries if files.kind_of(path) in kinds and (time := written_at(path)) is not None}
     newest = max(whole, key=lambda path: whole[path], default=None)
-    if newest is not None and (there is None or whole[newest] > there) and _may_be_replaced(target):
+    if (
+        newest is not None
+        and (there is None or whole[newest] > there)
+        and not files.has_other_content(target, marker=METADATA_FILE)
+    ):
         files.replace(newest, target, follow=latest_follows(target))
         if complete_checkpoints(target.parent)[:1] == [target]:
             mark_latest(target)
-    if _created(target) is not None:
+    if written_at(target) is not None:
         latest_follows(target)(target)
     for path in sorted(entries, key=lambda path: path.name.endswith(".lock")):
         files.remove(path)
-
-
-def _created(path: Path) -> float | None:
-    try:
-        return read_metadata(path).created
-    except CheckpointError:
-        return None
-
-
-def _may_be_replaced(target: Path) -> bool:
-    try:
-        files.check_replaceable(target, marker=METADATA_FILE)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _looks_like_a_checkpoint(entry: Path) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "leads_nowhere",
     "mark_latest",
     "newest_checkpoint",
+    "written_at",
 ]
 
 LATEST = "latest"
@@ -93,6 +94,14 @@ def leads_nowhere(folder: Path) -> bool:
     return link.is_symlink() and not link.exists()
 
 
+def written_at(path: Path) -> float | None:
+    """When a checkpoint was written, in seconds since 1970; None if its metadata are not whole."""
+    try:
+        return read_metadata(path).created
+    except CheckpointError:
+        return None
+
+
 def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[Path]:
     """The checkpoints in a folder whose metadata is whole and whose files are there, the newest first.
 
@@ -108,10 +117,8 @@ def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = Fa
             names.clear()
         elif METADATA_FILE in held:
             names.clear()
-            try:
-                found.append((read_metadata(path).created, Path(path)))
-            except CheckpointError:
-                continue
+            if (time := written_at(Path(path))) is not None:
+                found.append((time, Path(path)))
         elif not recursive and Path(path) != Path(folder):
             names.clear()
     return [path for _, path in sorted(found, key=lambda entry: entry[0], reverse=True)]
@@ -197,8 +204,5 @@ def is_folder_of_checkpoints(path: Path) -> bool:
 
 def _is_older(candidate: Path, than: Path) -> bool:
     """Whether ``candidate`` was written before a damaged checkpoint, as far as that one still tells."""
-    try:
-        limit = read_metadata(than).created
-    except CheckpointError:
-        return True
-    return read_metadata(candidate).created <= limit
+    limit, time = written_at(than), written_at(candidate)
+    return limit is None or (time is not None and time <= limit)

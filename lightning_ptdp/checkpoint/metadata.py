@@ -175,8 +175,8 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
     return metadata
 
 
-def read_verified(folder: Path, metadata: CheckpointMetadata, name: str, *, most: int = _MOST_SMALL) -> bytes:
-    """Content of a small file, of at most ``most`` bytes, compared with its digest.
+def read_verified(folder: Path, metadata: CheckpointMetadata, name: str, *, most: int | None = _MOST_SMALL) -> bytes:
+    """Content of a small file, of at most ``most`` bytes (None: however many), compared with its digest.
 
     Raises:
         CheckpointError: The file is missing or damaged.
@@ -185,7 +185,7 @@ def read_verified(folder: Path, metadata: CheckpointMetadata, name: str, *, most
     if entry is None:
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
     _check_file(folder / name, entry.size)
-    if entry.size > most:
+    if most is not None and entry.size > most:
         raise CheckpointError(f"{folder / name} is damaged: it has {entry.size} bytes, where no more than {most} make sense")
     content = (folder / name).read_bytes()
     if files.sha256(content) != entry.sha256:

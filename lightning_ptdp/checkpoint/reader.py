@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning_ptdp.checkpoint.local import LocalRectangle, Tensors, rectangles_
 from lightning_ptdp.checkpoint.metadata import TensorEntry, read_metadata, read_sums
 from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
 from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.checkpoint.sums import BlockSums, open_summed
+from lightning_ptdp.checkpoint.sums import open_summed
 
 __all__ = ["TensorReader"]
 
@@ -36,7 +37,7 @@ class TensorReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._folder, self.metadata = Path(path), read_metadata(path)
         self._index = open_index(self._folder, self.metadata)
-        self._sums: dict[str, BlockSums] = {}
+        self._sums = functools.cache(functools.partial(read_sums, self._folder, self.metadata))
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
@@ -92,9 +93,7 @@ class TensorReader:
                 self._read_file(name, parts)
 
     def _read_file(self, name: str, parts: list[_Part]) -> None:
-        if name not in self._sums:
-            self._sums[name] = read_sums(self._folder, self.metadata, name)
-        with open_summed(self._folder / name, self._sums[name]) as file:
+        with open_summed(self._folder / name, self._sums(name)) as file:
             for stored, wanted, common in sorted(parts, key=lambda part: part[0].begin):
                 read_rectangle(
                     file,

@@ -132,7 +132,7 @@ def save_rectangles(
         CheckpointError: As :func:`save_checkpoint`.
     """
     doing = _doing(target)
-    part = Path(from_rank_zero(lambda: files.part_name(target), group))
+    part = from_rank_zero(lambda: files.part_name(target), group)
     claim = Claim(part)
     try:
         with same_outcome(doing, group):

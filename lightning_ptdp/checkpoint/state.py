@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lightning_ptdp.checked_json import Misfit, integer, list_of, map_of, optional, record, text
-from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.errors import CheckpointError, reading
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_verified
 from lightning_ptdp.checkpoint.saved import check_saved, why_unread
 
@@ -26,7 +26,7 @@ __all__ = ["dump_state", "portable", "read_state", "read_state_file"]
 _KEPT = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, type(None))
 
 
-def portable(value: Any, key: str = "state") -> Any:
+def portable(value: object, key: str = "state") -> Any:
     """A copy of ``value`` in types that ``weights_only=True`` reads; tensors become plain ones on the CPU.
 
     Paths become strings, NumPy scalars Python numbers, NumPy arrays tensors, enum members of a plain type that type, and
@@ -53,7 +53,7 @@ def portable(value: Any, key: str = "state") -> Any:
     return _container(value, key)
 
 
-def _container(value: Any, key: str) -> Any:
+def _container(value: object, key: str) -> Any:
     if isinstance(value, dict):
         kind = type(value) if type(value) in (collections.OrderedDict, collections.Counter) else dict
         return kind({portable(k, f"{key} (a key of it)"): portable(v, f"{key}[{k!r}]") for k, v in value.items()})
@@ -63,7 +63,7 @@ def _container(value: Any, key: str) -> Any:
     raise CheckpointError(_refusal(value, key))
 
 
-def _refusal(value: Any, key: str) -> str:
+def _refusal(value: object, key: str) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return (
         f"{key} is a {kind}, which torch.load(weights_only=True) would refuse to read back: leave it out (for a hyperparameter: "
@@ -72,7 +72,7 @@ def _refusal(value: Any, key: str) -> str:
     )
 
 
-def _registered() -> list[Any]:
+def _registered() -> list[object]:
     return [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
 
 
@@ -119,16 +119,10 @@ def read_state_file(folder: Path, metadata: CheckpointMetadata) -> bytes:
     Raises:
         CheckpointError: It is missing or damaged, or would be larger in memory than it is.
     """
-    entry = metadata.files.get(STATE_FILE)
-    try:
-        if entry is not None:
-            with open(folder / STATE_FILE, "rb") as stream:
-                check_saved(stream)
-    except OSError:
-        pass  # said below
-    except Misfit as error:
-        raise CheckpointError(f"{folder / STATE_FILE} is damaged: {error}") from error
-    return read_verified(folder, metadata, STATE_FILE, most=entry.size if entry is not None else 0)
+    if STATE_FILE in metadata.files:
+        with reading(folder / STATE_FILE), open(folder / STATE_FILE, "rb") as stream:
+            check_saved(stream)
+    return read_verified(folder, metadata, STATE_FILE, most=None)
 
 
 _OBJECTS = optional(map_of(lambda value: value))
@@ -146,7 +140,7 @@ _STATE = record(
 )
 
 
-def _dump(value: Any) -> bytes:
+def _dump(value: object) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

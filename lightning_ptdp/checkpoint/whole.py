@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -37,21 +38,18 @@ class StoredWeights(MutableMapping[str, Tensor]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.touched = Path(path), False
-        self._reader = TensorReader(path)
-        names = [name.removeprefix(MODEL) for name in sorted(self._reader.metadata.names(MODEL))]
+        reader = TensorReader(path)
+        names = [name.removeprefix(MODEL) for name in sorted(reader.metadata.names(MODEL))]
         stored = {name: name for name in names}
-        self._stored = stored | {alias: name for alias, name in self._reader.metadata.aliases.items() if name in stored}
+        self._stored = stored | {alias: name for alias, name in reader.metadata.aliases.items() if name in stored}
         self._values: dict[str, Tensor | None] = dict.fromkeys(self._stored)
-        self._read: dict[str, Tensor] = {}
+        self._read = functools.cache(lambda name: reader.read(MODEL + name))  # tied parameters stay one tensor
 
     def __getitem__(self, name: str) -> Tensor:
         value = self._values[name]
         self.touched = True
         if value is None:
-            stored = self._stored[name]
-            if stored not in self._read:
-                self._read[stored] = self._reader.read(MODEL + stored)
-            value = self._values[name] = self._read[stored]
+            value = self._values[name] = self._read(self._stored[name])
         return value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
@@ -77,7 +75,7 @@ class StoredWeights(MutableMapping[str, Tensor]):
         """An ordinary dictionary."""
         return dict(self)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
         return dict, (self.copy(),)
 
 

@@ -21,17 +21,13 @@ from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.data import StreamDataModule
+from lightning_ptdp.world.layout import AXES
 
 __all__ = ["layout_options", "run"]
 
 # Long enough for any schedule of the learning rate; the fit is ended by its callback.
 _MANY_STEPS = 10**6
-_DEGREES = {
-    "t": "tensor_parallel_size",
-    "p": "pipeline_parallel_size",
-    "v": "virtual_pipeline_size",
-    "c": "context_parallel_size",
-}
+_DEGREES = {axis.letter: f"{axis.name}_parallel_size" for axis in AXES if axis.name != "data"} | {"v": "virtual_pipeline_size"}
 _COMPARE_HELP = (
     "More layouts, separated by commas, such as 't2 p2, p4 v2'. Degrees that are not named are 1; data parallelism takes the rest of "
     "the devices."
@@ -103,7 +99,7 @@ def layout_options(text: str) -> list[str]:
     """
     degrees = dict.fromkeys(_DEGREES, 1)
     for word in text.split():
-        match = re.fullmatch(r"([tpvc])(\d+)", word)
+        match = re.fullmatch(rf"([{''.join(_DEGREES)}])(\d+)", word)
         if match is None:
             raise UserError(f"--compare {text.strip()!r}: {word!r} is not a degree; a layout is written like 't2 p2 v2' (or c2)")
         degrees[match[1]] = int(match[2])
@@ -131,20 +127,9 @@ def _measure(cli: _BenchCLI) -> BenchResult | None:
 def _measure_elsewhere(arguments: Sequence[str], options: Sequence[str]) -> BenchResult:
     """Another layout, in a process of its own: with its own memory and its own processes."""
     command = [sys.executable, "-c", "import sys; from lightning_ptdp.cli import main; sys.exit(main())"]
-    given = [*_without_compare(arguments), *options, "--json"]
+    given = [*arguments, *options, "--compare=null", "--json"]
     done = subprocess.run([*command, "bench", *given], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UserError(f"{' '.join(options)}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'it failed'}")
     values: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return BenchResult.read(values[0])
-
-
-def _without_compare(arguments: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--compare":
-            next(rest, None)
-        elif not argument.startswith("--compare=") and argument != "--json":
-            kept.append(argument)
-    return kept

@@ -11,12 +11,12 @@ import contextlib
 import importlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 
+from lightning_ptdp.cli.command_line import CONFIG, options_on
 from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.inheritance import leaves, resolve_config, short
 from lightning_ptdp.cli.recipe_files import find_config, recipe_names
 
 __all__ = ["complete", "run"]
@@ -50,7 +50,7 @@ Print the completions of a shell:
   ptdp completion fish | source            in ~/.config/fish/config.fish"""
 
 _EXAMPLE = "gpt/nano"
-_CONFIG_OPTIONS = ("--config", "-c", "--recipe")
+_CONFIG_OPTIONS = (*CONFIG, "--recipe")
 _COMMON = ("--help", "--config", "--print_config", "--ckpt_path", "--debug")
 # verb: its options that are no keys of a configuration file
 _OWN: Mapping[str, Sequence[str]] = {
@@ -107,29 +107,15 @@ def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
 
 def _keys(before: Sequence[str]) -> list[str]:
     """The keys of the configuration on the line as options; of a recipe that has the usual ones if there is none."""
-    given = [value for option, value in pairwise(before) if option in _CONFIG_OPTIONS]
+    given = [option.value for option in options_on(before) if option.name in _CONFIG_OPTIONS and option.value]
     try:
         values = resolve_config(find_config(given[-1] if given else _EXAMPLE)).values
     except UserError:
         return []
-    return [f"--{'.'.join(path)}" for path in _paths(values)]
+    return [f"--{'.'.join(map(str, short(path)))}" for path in leaves(values) if path]
 
 
-def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """As on the command line: without ``init_args``, and a class under its own name."""
-    for key, value in values.items():
-        below = list(_paths(value)) if isinstance(value, Mapping) else []
-        if key == "init_args":
-            yield from below
-        elif key == "class_path":
-            yield ()
-        elif below:
-            yield from ((str(key), *path) for path in below)
-        else:
-            yield (str(key),)
-
-
-def _help(module: Any, verb: str, command: Sequence[str]) -> str:
+def _help(module: ModuleType, verb: str, command: Sequence[str]) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         module.run(verb, [*command, "--help"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser
 
 from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.option_types import Count, Size, check_types
+from lightning_ptdp.option_types import Count, check_types
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from torch import Tensor
 
 __all__ = ["SampleOptions", "run", "write_text"]
 
@@ -22,14 +28,14 @@ class SampleOptions:
         prompt: Text to continue.
         max_new_tokens: Number of tokens to write.
         temperature: Divides the logits; 0 takes the most likely token.
-        top_k: Sample among the k most likely tokens only; None: among all.
+        top_k: Sample among the k most likely tokens only; 0 or null: among all.
         seed: Seed of the draws.
     """
 
     prompt: str = "def "
     max_new_tokens: Count = 64
     temperature: float = 0.8
-    top_k: Size | None = 50
+    top_k: Count | None = 50
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -40,28 +46,18 @@ class SampleOptions:
 
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and print the text."""
-    defaults = SampleOptions()
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=f"ptdp {verb}",
         description="Write text with a trained checkpoint, on one process; the layout it was trained in does not matter.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--checkpoint", required=True, help="a checkpoint that ptdp fit wrote")
-    parser.add_argument("--tokenizer", help="folder that ptdp prepare made; without it the one that the checkpoint names")
-    parser.add_argument("--prompt", default=defaults.prompt, help="text to continue")
-    parser.add_argument("--max_new_tokens", type=int, default=defaults.max_new_tokens, help="tokens to write")
-    parser.add_argument("--temperature", type=float, default=defaults.temperature, help="0 takes the most likely token")
-    parser.add_argument("--top_k", type=int, default=defaults.top_k, help="sample among the k most likely tokens; 0: all")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of the draws")
-    given = parser.parse_args(arguments)
-    options = SampleOptions(
-        prompt=given.prompt,
-        max_new_tokens=given.max_new_tokens,
-        temperature=given.temperature,
-        top_k=given.top_k or None,
-        seed=given.seed,
+    parser.add_argument("--checkpoint", type=str, required=True, help="a checkpoint that ptdp fit wrote")
+    parser.add_argument(
+        "--tokenizer", type=str, help="folder that ptdp prepare made; without it the one that the checkpoint names"
     )
-    print(write_text(given.checkpoint, options, tokenizer_folder=given.tokenizer))
+    parser.add_class_arguments(SampleOptions, as_group=False)
+    given = vars(parser.parse_args(arguments))
+    checkpoint, tokenizer = given.pop("checkpoint"), given.pop("tokenizer")
+    print(write_text(checkpoint, SampleOptions(**given), tokenizer_folder=tokenizer))
     return 0
 
 
@@ -100,13 +96,13 @@ def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str
         options.max_new_tokens,
         sequence_length=module.config.sequence_length,
         temperature=options.temperature,
-        top_k=options.top_k,
+        top_k=options.top_k or None,
         generator=torch.Generator().manual_seed(options.seed),
     )
     return tokenizer.decode(ids[0].tolist())
 
 
-def _read(checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(checkpoint: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Lightning's state and the model's whole tensors, by name."""
     import torch
 
@@ -126,7 +122,7 @@ def _read(checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
         ) from error
 
 
-def _build(state: dict[str, Any], weights: dict[str, Any], checkpoint: str) -> Any:
+def _build(state: Mapping[str, Any], weights: Mapping[str, Tensor], checkpoint: str) -> LightningModule:
     """The LightningModule with its weights; LitGPT unless the checkpoint names another class."""
     from lightning.pytorch import LightningModule
     from lightning.pytorch.cli import instantiate_module
@@ -149,7 +145,7 @@ def _build(state: dict[str, Any], weights: dict[str, Any], checkpoint: str) -> A
     return module.eval()
 
 
-def _tokenizer_folder(state: dict[str, Any], checkpoint: str) -> str:
+def _tokenizer_folder(state: Mapping[str, Any], checkpoint: str) -> str:
     given = state.get("datamodule_hyper_parameters", {})
     folder = given["corpora"][0]["data_dir"] if given.get("corpora") else given.get("data_dir")
     if folder is None:

@@ -16,7 +16,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,21 @@ from typing import Any
 import yaml
 
 from lightning_ptdp.cli.bounded_yaml import load_yaml_file
+from lightning_ptdp.cli.command_line import CONFIG, options_on
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder
 
-__all__ = ["BASE_KEY", "KeyPath", "ResolvedConfig", "has", "resolve_config", "resolve_configs", "value_at"]
+__all__ = [
+    "BASE_KEY",
+    "KeyPath",
+    "ResolvedConfig",
+    "has",
+    "leaves",
+    "resolve_config",
+    "resolve_configs",
+    "short",
+    "value_at",
+]
 
 BASE_KEY = "base"
 
@@ -82,6 +93,22 @@ def has(values: object, path: KeyPath) -> bool:
     return True
 
 
+def leaves(values: object) -> Iterator[KeyPath]:
+    """Places of all that is no filled mapping."""
+    if isinstance(values, dict) and values:
+        for key, entry in values.items():
+            for below in leaves(entry):
+                yield (key, *below)
+    else:
+        yield ()
+
+
+def short(path: KeyPath) -> KeyPath:
+    """As one writes it on the command line: --model.config.num_layers, --trainer.logger=CSVLogger."""
+    kept = tuple(key for key in path if key != "init_args")
+    return kept[:-1] if kept and kept[-1] == "class_path" else kept
+
+
 def resolve_config(file: Path) -> ResolvedConfig:
     """Read ``file`` and its bases, and merge them.
 
@@ -103,14 +130,9 @@ def resolve_configs(arguments: list[str]) -> list[str]:
         UserError: See ``find_config`` and ``resolve_config``.
     """
     resolved: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        value = None
-        if argument in ("--config", "-c"):
-            value = next(rest, None)
-        elif argument.startswith("--config="):
-            value = argument.removeprefix("--config=")
-        resolved.append(argument if value is None else f"--config={_path_or_text(find_config(value))}")
+    for option in options_on(arguments):
+        is_config = option.name in CONFIG and option.value is not None
+        resolved += [f"--config={_path_or_text(find_config(option.value or ''))}"] if is_config else option.words
     return resolved
 
 

@@ -1,12 +1,14 @@
-"""Scripts that start ``ptdp fit`` on many devices: for SLURM and for torchrun. Pure functions from a job to text."""
+"""Scripts that start ``ptdp fit`` on many devices: for SLURM and for torchrun. They run in this folder, with this interpreter."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_ptdp.cli.command_line import options_on
 from lightning_ptdp.option_types import Count, Size, check_types
 
 __all__ = ["LaunchJob", "slurm_script", "torchrun_script"]
@@ -28,8 +30,6 @@ class LaunchJob:
         gpus: Whether the devices are GPUs.
         cpus_per_task: Cores of a process.
         name: Of the job.
-        folder: Where it runs; relative paths in the arguments start there.
-        python: The interpreter in whose environment the package is installed.
         sbatch: More options of sbatch, such as "--partition=a100".
         max_restarts: How often torchrun starts all processes again after a failure.
         rendezvous: host:port at which torchrun's nodes meet; None: ``$MASTER_ADDR:$MASTER_PORT``.
@@ -41,8 +41,6 @@ class LaunchJob:
     gpus: bool
     cpus_per_task: Size
     name: str
-    folder: Path
-    python: str
     sbatch: tuple[str, ...] = ()
     max_restarts: Count = 3
     rendezvous: str | None = None
@@ -59,7 +57,7 @@ def slurm_script(job: LaunchJob) -> str:
         f"--ntasks-per-node={job.devices}",
         *([f"--gpus-per-node={job.devices}"] if job.gpus else []),
         f"--cpus-per-task={job.cpus_per_task}",
-        f"--chdir={shlex.quote(str(job.folder))}",
+        f"--chdir={shlex.quote(str(Path.cwd()))}",
         "--output=%x-%j.log",
         "--open-mode=append",
         "--requeue",
@@ -77,49 +75,36 @@ def slurm_script(job: LaunchJob) -> str:
         'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"',
         "",
         # srun does not take the number of cores from the batch job since SLURM 22.05.
-        _command(['srun --kill-on-bad-exit=1 --cpus-per-task="$OMP_NUM_THREADS"'], job, [job.python, "-m", "lightning_ptdp"]),
+        _command(['srun --kill-on-bad-exit=1 --cpus-per-task="$OMP_NUM_THREADS"'], job, [sys.executable, "-m", "lightning_ptdp"]),
     ]
     return "\n".join(lines) + "\n"
 
 
 def torchrun_script(job: LaunchJob) -> str:
     """For bash, on every machine. After a failure all processes are started again, and continue."""
-    if job.nodes == 1:
-        meet = ["--standalone"]
-    else:
+    meet, where = ["--standalone"], []
+    if job.nodes > 1:
         at = shlex.quote(job.rendezvous) if job.rendezvous else f'"${{MASTER_ADDR:?the first node}}:${{MASTER_PORT:-{_PORT}}}"'
         meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={at}", f"--rdzv-id={shlex.quote(job.name)}"]
-    where = (
-        ["# Run this on each of the nodes, with MASTER_ADDR=the first one's name."]
-        if job.nodes > 1 and not job.rendezvous
-        else []
-    )
+        where = [] if job.rendezvous else ["# Run this on each of the nodes, with MASTER_ADDR=the first one's name."]
     options = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.devices}", f"--max-restarts={job.max_restarts}"]
     lines = [
         "#!/bin/bash",
         *where,
         "set -euo pipefail",
-        f"cd {shlex.quote(str(job.folder))}",
+        f"cd {shlex.quote(str(Path.cwd()))}",
         f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{job.cpus_per_task}}}"',
         "",
-        _command([shlex.quote(job.python), "-m torch.distributed.run", *options, *meet], job, ["-m", "lightning_ptdp"]),
+        _command([shlex.quote(sys.executable), "-m torch.distributed.run", *options, *meet], job, ["-m", "lightning_ptdp"]),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _command(launcher: Sequence[str], job: LaunchJob, program: Sequence[str]) -> str:
     """The last line, which the shell becomes, so that signals arrive."""
-    parts = [" ".join(launcher), f"{shlex.join(program)} fit", *_pairs(job.arguments)]
+    parts = [
+        " ".join(launcher),
+        f"{shlex.join(program)} fit",
+        *(shlex.join(option.words) for option in options_on(job.arguments)),
+    ]
     return "exec " + " \\\n    ".join(parts)
-
-
-def _pairs(arguments: Sequence[str]) -> Iterator[str]:
-    """Options with their values."""
-    pair: list[str] = []
-    for argument in arguments:
-        if argument.startswith("-") and pair:
-            yield shlex.join(pair)
-            pair = []
-        pair.append(argument)
-    if pair:
-        yield shlex.join(pair)

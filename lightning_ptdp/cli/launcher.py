@@ -9,7 +9,6 @@ import argparse
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from lightning_ptdp.cli.command_line import options_on
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.launch_scripts import LaunchJob, slurm_script, torchrun_script
@@ -33,7 +33,6 @@ torchrun: on every node; after a failure all processes are started again and con
 
 _SCRIPTS = {"slurm": slurm_script, "torchrun": torchrun_script}
 _CORES = 8
-_DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "context_parallel_size")
 
 
 def wants_launcher(arguments: Sequence[str]) -> bool:
@@ -56,9 +55,9 @@ def parser(verb: str) -> argparse.ArgumentParser:
     options.add_argument("--cpus-per-task", type=int, metavar="N", help=f"cores of a process (default {_CORES}, on CPU 1)")
     options.add_argument("--job-name", metavar="NAME", help="default: the configuration's name")
     slurm = options.add_argument_group("slurm")
-    slurm.add_argument("--partition", metavar="NAME")
-    slurm.add_argument("--account", metavar="NAME")
-    slurm.add_argument("--time", metavar="H:MM:SS", help="limit of the job")
+    for name, value, text in (("partition", "NAME", None), ("account", "NAME", None), ("time", "H:MM:SS", "limit of the job")):
+        as_option = f"--{name}={{}}".format
+        slurm.add_argument(f"--{name}", dest="sbatch", action="append", default=[], type=as_option, metavar=value, help=text)
     slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="another option, as --sbatch=--qos=high")
     torchrun = options.add_argument_group("torchrun")
     torchrun.add_argument("--max-restarts", type=int, default=3, metavar="N", help="after failures (default 3)")
@@ -126,43 +125,32 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
         gpus=gpus,
         cpus_per_task=options.cpus_per_task or (_CORES if gpus else 1),
         name=options.job_name or "-".join(Path(name.removesuffix(".yaml")).parts[-2:]).strip("-./"),
-        folder=Path.cwd(),
-        python=sys.executable,
-        sbatch=(*_sbatch(options), *options.sbatch),
+        sbatch=tuple(options.sbatch),
         max_restarts=options.max_restarts,
         rendezvous=options.rdzv_endpoint,
     )
 
 
-def _sbatch(options: argparse.Namespace) -> list[str]:
-    names = ("partition", "account", "time")
-    return [f"--{name}={getattr(options, name)}" for name in names if getattr(options, name)]
-
-
-def _check_layout(strategy: Any, rest: Sequence[str], world_size: int) -> bool:
+def _check_layout(strategy: object, rest: Sequence[str], world_size: int) -> bool:
     """Whether the strategy is ours; then its degrees must fit the devices."""
     chosen = _given(rest, "trainer.strategy")
     named = strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy
     if not str(chosen or named or "").rpartition(".")[2].startswith(("PTDPStrategy", "ptdp")):
         return False
-    arguments = dict((strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {})
-    for name in (*_DEGREES, "sequence_parallel"):
+    options = dict((strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {})
+    for name in ParallelLayout.options():
         value = _given(rest, f"trainer.strategy.{name}") or _given(rest, f"trainer.strategy.init_args.{name}")
         if value is not None:
-            arguments[name] = yaml.safe_load(value)
-    degrees = {name: arguments[name] for name in (*_DEGREES, "sequence_parallel") if name in arguments}
-    ParallelLayout(world_size=world_size, **degrees)
+            options[name] = yaml.safe_load(value)
+    ParallelLayout.chosen(options, world_size=world_size)
     return True
 
 
-def _number(option: int | None, name: str, rest: Sequence[str], key: str, configured: Any) -> int:
+def _number(option: int | None, name: str, rest: Sequence[str], key: str, configured: object) -> int:
     """A count from the launcher's option, from fit's, or from the configuration."""
     given = _given(rest, key)
     value = option if option is not None else given if given is not None else configured
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = 0
+    number = int(value) if isinstance(value, int | str) and str(value).isdecimal() else 0
     if number < 1:
         raise UserError(f"{key}={value!r} is not a number of processes that a script can be made for: give --{name} 1 or more")
     return number
@@ -170,10 +158,5 @@ def _number(option: int | None, name: str, rest: Sequence[str], key: str, config
 
 def _given(arguments: Sequence[str], key: str) -> str | None:
     """The last value of an option, ``--key value`` or ``--key=value``."""
-    found, option = None, f"--{key}" if len(key) > 1 else f"-{key}"
-    for place, argument in enumerate(arguments):
-        if argument == option and place + 1 < len(arguments):
-            found = arguments[place + 1]
-        elif argument.startswith(f"{option}="):
-            found = argument.partition("=")[2]
-    return found
+    option = f"--{key}" if len(key) > 1 else f"-{key}"
+    return next((one.value for one in reversed(options_on(arguments)) if one.name == option), None)

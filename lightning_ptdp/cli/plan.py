@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ptdp.cli.errors import UserError, nearest
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.recipe_files import find_config
+from lightning_ptdp.world.layout import AXES
 
 if TYPE_CHECKING:
     from lightning_ptdp.models.gpt_config import GPTConfig
@@ -40,13 +42,10 @@ _SIZES = {
     "vocabulary": ("vocabulary_size", "V, token ids"),
     "sequence": ("sequence_length", "s, tokens of a sequence"),
 }
-_SHARED = (*(field for field, _ in _SIZES.values()), "dropout")
 # option: Space's field
 _SPACE = {
-    "tp": "tensor_parallel_sizes",
-    "pp": "pipeline_parallel_sizes",
+    **{f"{axis.letter}p": f"{axis.name}_parallel_sizes" for axis in AXES if axis.name != "data"},
     "vpp": "virtual_pipeline_sizes",
-    "cp": "context_parallel_sizes",
     "micro-batch": "micro_batch_sizes",
 }
 
@@ -59,7 +58,7 @@ def run(verb: str, arguments: list[str]) -> int:
         ValueError: A size, device, precision or schedule makes no sense.
     """
     options = _parser(f"ptdp {verb}").parse_args(arguments)
-    config = _read(options.config)
+    config = resolve_config(find_config(options.config)).values if options.config is not None else {}
     # Imported here, since they take the seconds that an import of torch takes.
     from lightning_ptdp.planner import search
     from lightning_ptdp.planner.report import as_data, explain_rejected, table
@@ -89,8 +88,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     source = model.add_mutually_exclusive_group()
     source.add_argument("--recipe", dest="config", metavar="NAME", help="a recipe (ptdp recipes list)")
     source.add_argument("--config", "-c", metavar="FILE", help="a configuration of ptdp fit")
-    for name, (_, text) in _SIZES.items():
-        model.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    for name, (field, text) in _SIZES.items():
+        model.add_argument(f"--{name}", dest=field, type=int, metavar="N", help=text)
     model.add_argument("--llama", action="store_true", help="the Llama layout: RMSNorm, rotary positions, SwiGLU, own head")
 
     job = parser.add_argument_group("the job")
@@ -107,8 +106,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
     space = parser.add_argument_group("what is tried; several values separated by commas")
     for name, field in _SPACE.items():
-        space.add_argument(f"--{name}", type=_integers, metavar="N,…", help=field)
-    space.add_argument("--schedule", type=_names, metavar="NAME,…", help="pipeline schedules")
+        space.add_argument(f"--{name}", dest=field, type=_integers, metavar="N,…", help=field)
+    space.add_argument("--schedule", dest="schedules", type=_names, metavar="NAME,…", help="pipeline schedules")
     space.add_argument("--recompute", type=_names, metavar="NAME,…", help="none, selective, full (default none,full)")
     space.add_argument("--sequence-parallel", choices=("yes", "no"), help="default: wherever it can be")
     space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where it must be")
@@ -126,12 +125,6 @@ def _integers(text: str) -> list[int]:
 
 def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
-
-
-def _read(name: str | None) -> Mapping[str, Any]:
-    if name is None:
-        return {}
-    return resolve_config(find_config(name)).values
 
 
 def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
@@ -153,8 +146,7 @@ def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
     from lightning_ptdp.models.gpt_config import GPTConfig
 
-    given = {field: getattr(options, name.replace("-", "_")) for name, (field, _) in _SIZES.items()}
-    given = {field: value for field, value in given.items() if value is not None}
+    given = {field: getattr(options, field) for field, _ in _SIZES.values() if getattr(options, field) is not None}
     if not config:
         missing = [f"--{name}" for name in ("layers", "hidden", "heads", "sequence") if _SIZES[name][0] not in given]
         if missing:
@@ -180,8 +172,8 @@ def _sizes_of_bert(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
     print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
     bert = BertConfig(**sizes)
-    shared = {field.name for field in dataclasses.fields(BertConfig)} & set(_SHARED)
-    return {name: getattr(bert, name) for name in shared}
+    shared = {"dropout", *(field for field, _ in _SIZES.values())}
+    return {name: value for name, value in vars(bert).items() if name in shared}
 
 
 def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
@@ -193,9 +185,7 @@ def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
         raise UserError("how large is a step? Give --batch, the number of sequences over all replicas")
     trainer, layout = config.get("trainer") or {}, _inner(config.get("trainer") or {}, "strategy")
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
-    replica = 1
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
-        replica *= layout.get(name, 1)
+    replica = math.prod(layout.get(f"{axis.name}_parallel_size", 1) for axis in AXES if axis.name != "data")
     replicas = max(1, devices * nodes // replica) if isinstance(devices, int) else 1
     accumulated = trainer.get("accumulate_grad_batches", 1)
     return int(data["micro_batch_size"] * data.get("num_microbatches", 1) * replicas * accumulated)
@@ -213,11 +203,9 @@ def _device(options: argparse.Namespace) -> Device:
 def _space(options: argparse.Namespace) -> Space:
     from lightning_ptdp.planner import Space
 
-    given: dict[str, Any] = {field: getattr(options, name.replace("-", "_")) for name, field in _SPACE.items()}
-    given |= {"schedules": options.schedule, "recompute": options.recompute}
-    given |= {"sequence_parallel": None if options.sequence_parallel is None else options.sequence_parallel == "yes"}
-    if options.shard_optimizer is not None:
-        given["shard_optimizer"] = (options.shard_optimizer == "yes",)
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Space)}
+    given["sequence_parallel"] = {"yes": True, "no": False}.get(options.sequence_parallel)
+    given["shard_optimizer"] = {"yes": (True,), "no": (False,)}.get(options.shard_optimizer)
     return Space(**{field: value for field, value in given.items() if value is not None})
 
 

@@ -29,31 +29,30 @@ def ending_workers(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        workers = _alive(trainer)
+        started = _started(trainer)
+        workers = [*started]
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                workers += process.children(recursive=True)
         if isinstance(error, Terminated):
-            for started in getattr(trainer.strategy.launcher, "procs", None) or []:
-                with suppress(psutil.NoSuchProcess):
-                    psutil.Process(started.pid).terminate()
+            _tell(started, signal.SIGTERM)
         _, workers = psutil.wait_procs(workers, timeout=_SAVING_S if isinstance(error, Terminated) else _PATIENCE_S)
-        _end(workers)
+        _tell(workers, signal.SIGINT)
+        _, workers = psutil.wait_procs(workers, timeout=_GRACE_S)
+        _tell(workers, signal.SIGKILL)
+        psutil.wait_procs(workers, timeout=_GRACE_S)
         raise
 
 
-def _alive(trainer: Trainer) -> list[psutil.Process]:
+def _started(trainer: Trainer) -> list[psutil.Process]:
     found = []
-    for started in getattr(trainer.strategy.launcher, "procs", None) or []:
+    for process in getattr(trainer.strategy.launcher, "procs", None) or []:
         with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(started.pid)
-            found += [process, *process.children(recursive=True)]
+            found.append(psutil.Process(process.pid))
     return found
 
 
-def _end(processes: list[psutil.Process]) -> None:
+def _tell(processes: list[psutil.Process], number: int) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGINT)
-    _, alive = psutil.wait_procs(processes, timeout=_GRACE_S)
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=_GRACE_S)
+            process.send_signal(number)

@@ -13,8 +13,9 @@ import yaml
 from lightning.pytorch import Trainer
 
 from lightning_ptdp.callbacks import Throughput
+from lightning_ptdp.cli.command_line import options_on
 from lightning_ptdp.cli.generate import SampleOptions
-from lightning_ptdp.cli.inheritance import KeyPath, ResolvedConfig, has, resolve_config, resolve_configs, value_at
+from lightning_ptdp.cli.inheritance import KeyPath, ResolvedConfig, has, leaves, resolve_config, resolve_configs, short, value_at
 from lightning_ptdp.cli.lightning_cli import parsed_values
 
 __all__ = ["show_resolved"]
@@ -78,11 +79,11 @@ class _Origins:
 
     def of(self, path: KeyPath) -> str:
         """Where the value at ``path`` comes from."""
-        short = _short(path)
-        if short in self.overrides:
+        written = short(path)
+        if written in self.overrides:
             return "command line"
         # Under a class that the command line names, the parser keeps of the file's arguments what that class takes too.
-        replaced = any(short[:depth] in self.overrides for depth in range(1, len(short)))
+        replaced = any(written[:depth] in self.overrides for depth in range(1, len(written)))
         origin = self._file(path)
         if replaced and origin is None and path[-1] == "class_path":
             return "command line"  # an entry added to a list
@@ -131,29 +132,10 @@ def _dataclass_argument(owner: type, name: str | int) -> type | None:
 def _override_paths(overrides: Sequence[str]) -> frozenset[KeyPath]:
     """Places that the options name, without ``init_args``; an option may give a whole mapping."""
     found: set[KeyPath] = set()
-    rest = iter(overrides)
-    for option in rest:
-        if not option.startswith("--"):
-            continue
-        name, given, text = option[2:].partition("=")
-        path: KeyPath = tuple(name.removesuffix("+").split("."))
-        value = yaml.safe_load(text if given else next(rest, ""))
-        found.update(_short((*path, *below)) for below in _leaves(value) if not isinstance(value, list))
+    for option in options_on(overrides):
+        path: KeyPath = tuple(option.name.removeprefix("--").removesuffix("+").split("."))
+        value = yaml.safe_load(option.value or "")
+        found.update(short((*path, *below)) for below in leaves(value) if not isinstance(value, list))
         if isinstance(value, (list, str)):
             found.add(path)
     return frozenset(found)
-
-
-def _leaves(value: Any) -> Iterator[KeyPath]:
-    if isinstance(value, dict) and value:
-        for key, entry in value.items():
-            for below in _leaves(entry):
-                yield (key, *below)
-    else:
-        yield ()
-
-
-def _short(path: KeyPath) -> KeyPath:
-    """As one writes it on the command line: --model.config.num_layers, --trainer.logger=CSVLogger."""
-    kept = tuple(key for key in path if key != "init_args")
-    return kept[:-1] if kept and kept[-1] == "class_path" else kept

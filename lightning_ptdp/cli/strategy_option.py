@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning_ptdp.cli.bounded_yaml import load_yaml, load_yaml_file
+from lightning_ptdp.cli.command_line import options_on
 
 __all__ = ["keep_strategy_options"]
 
@@ -28,17 +28,14 @@ def keep_strategy_options(arguments: Sequence[str]) -> list[str]:
         arguments: Configurations as ``--config=FILE`` or ``--config=TEXT``, in YAML without a base.
     """
     kept: list[str] = []
-    configured: Any = None
-    rest = iter(arguments)
-    for argument in rest:
-        option, given, value = argument.partition("=")
-        if option == "--config":
+    configured: object = None
+    for option in options_on(arguments):
+        value = option.value or ""
+        if option.name == "--config":
             configured = _strategy_of(value, configured)
-        if option != _OPTION:
-            kept.append(argument)
-            continue
-        value = value if given else next(rest, "")
-        if value.rpartition(".")[2] != _CLASS and value != _NAME:
+        if option.name != _OPTION:
+            kept += option.words
+        elif value.rpartition(".")[2] != _CLASS and value != _NAME:
             configured = None
             kept.append(f"{_OPTION}={value}")
         elif not _is_ours(configured):
@@ -46,11 +43,11 @@ def keep_strategy_options(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _strategy_of(config: str, before: Any) -> Any:
+def _strategy_of(config: str, before: object) -> object:
     values = load_yaml(config) if "\n" in config else load_yaml_file(config) if Path(config).is_file() else None
     trainer = values.get("trainer") if isinstance(values, Mapping) else None
     return trainer["strategy"] if isinstance(trainer, Mapping) and "strategy" in trainer else before
 
 
-def _is_ours(strategy: Any) -> bool:
+def _is_ours(strategy: object) -> bool:
     return isinstance(strategy, Mapping) and str(strategy.get("class_path", "")).rpartition(".")[2] == _CLASS

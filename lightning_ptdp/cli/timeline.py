@@ -10,12 +10,12 @@ from pathlib import Path
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.columns import columns
 from lightning_ptdp.schedule.actions import Schedule
-from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule, check_schedule
+from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule
 from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.schedule.timeline import chrome_trace, draw_timelines
 
-__all__ = ["main", "run"]
+__all__ = ["run"]
 
 _DESCRIPTION = """\
 Simulate pipeline schedules; print step time, bubble and activations held, and draw them above each other.
@@ -28,19 +28,13 @@ _SUFFIXES = (".png", ".json")
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Run ``ptdp timeline``."""
-    main(arguments, prog=f"ptdp {verb}")
-    return 0
-
-
-def main(arguments: Sequence[str], *, prog: str) -> None:
-    """Simulate, print a table, write the pictures and traces.
+    """Run ``ptdp timeline``: simulate, print a table, write the pictures and traces.
 
     Raises:
         SystemExit: The arguments make no sense; says which and why.
         UserError: A picture is asked for, and matplotlib is missing.
     """
-    parser = _parser(prog)
+    parser = _parser(f"ptdp {verb}")
     options = parser.parse_args(arguments)
     outputs = options.output or [Path("timeline.png"), Path("timeline.json")]
     for output in outputs:
@@ -54,6 +48,7 @@ def main(arguments: Sequence[str], *, prog: str) -> None:
     for output in outputs:
         _write(timelines, output, options)
         print(f"written: {output}")
+    return 0
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -110,7 +105,7 @@ def _schedule(name: str, options: argparse.Namespace) -> Schedule:
     tries = needed if options.compare or options.vpp is None else (options.vpp,)
     for chunks in tries:
         try:
-            check_schedule(
+            return build_schedule(
                 name,
                 pipeline_parallel_size=options.pp,
                 virtual_pipeline_size=chunks,
@@ -118,13 +113,6 @@ def _schedule(name: str, options: argparse.Namespace) -> Schedule:
             )
         except ValueError as error:
             mistake = error
-        else:
-            return build_schedule(
-                name,
-                pipeline_parallel_size=options.pp,
-                virtual_pipeline_size=chunks,
-                num_microbatches=options.microbatches,
-            )
     raise mistake
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Check", "Status", "failed", "ok", "warning"]
+__all__ = ["Check", "Status", "enough", "failed", "ok", "warning"]
 
 
 class Status(StrEnum):
@@ -41,6 +41,11 @@ def ok(subject: str, found: str) -> Check:
 def warning(subject: str, found: str, mend: str) -> Check:
     """Training works, but not as it could."""
     return Check(subject=subject, status=Status.WARNING, found=found, mend=mend)
+
+
+def enough(is_enough: bool, subject: str, found: str, mend: str) -> Check:
+    """Nothing to do if what was found is enough, else a warning."""
+    return ok(subject, found) if is_enough else warning(subject, found, mend)
 
 
 def failed(subject: str, found: str, mend: str) -> Check:

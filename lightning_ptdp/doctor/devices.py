@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lightning_ptdp.doctor.check import Check, failed, ok, warning
+from lightning_ptdp.doctor.check import Check, enough, failed, ok
 
 __all__ = ["check_arithmetic", "check_devices", "count_gpus"]
 
@@ -29,10 +29,8 @@ def check_devices(wanted: int) -> Iterator[Check]:
         yield from check_arithmetic(torch.device("cpu"))
         return
     count = torch.cuda.device_count()
-    if count < wanted:
-        yield warning("GPUs", f"{count} for {wanted} processes", f"--devices {count}, or one GPU a process; gloo on CPU is tried")
-    else:
-        yield ok("GPUs", f"{count} (CUDA {torch.version.cuda})")
+    found = f"{count} for {wanted} processes" if count < wanted else f"{count} (CUDA {torch.version.cuda})"
+    yield enough(count >= wanted, "GPUs", found, f"--devices {count}, or one GPU a process; gloo on CPU is tried")
     for index in range(count):
         yield _check_memory(index)
         yield from check_arithmetic(torch.device("cuda", index))
@@ -56,11 +54,8 @@ def check_arithmetic(device: torch.device) -> Iterator[Check]:
                 subject, f"a matrix product is wrong by {error_size:.1e}", "the device or its driver is broken: do not use it"
             )
         elif dtype == torch.bfloat16 and not _is_bf16_fast(device):
-            found_so = "a matrix product is right, but emulated: slow"
-            if device.type == "cpu":
-                yield ok(subject, found_so)
-            else:
-                yield warning(subject, found_so, "train with --trainer.precision 16-mixed")
+            slow = "a matrix product is right, but emulated: slow"
+            yield enough(device.type == "cpu", subject, slow, "train with --trainer.precision 16-mixed")
         else:
             yield ok(subject, "a matrix product is right")
 
@@ -73,9 +68,7 @@ def _check_memory(index: int) -> Check:
         return failed(subject, str(error).partition("\n")[0], "see nvidia-smi: the device does not answer")
     name = torch.cuda.get_device_name(index)
     found = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free ({name})"
-    if free < total / 2:
-        return warning(subject, found, "another process uses it (nvidia-smi says which)")
-    return ok(subject, found)
+    return enough(free >= total / 2, subject, found, "another process uses it (nvidia-smi says which)")
 
 
 def _is_bf16_fast(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from lightning_ptdp.doctor.check import Check, failed, ok, warning
+from lightning_ptdp.doctor.check import Check, enough, failed, ok, warning
 
 __all__ = ["check_clock", "check_data_folder", "check_database_locks", "check_root_dir", "check_tracking_store"]
 
@@ -33,10 +33,9 @@ def check_root_dir(folder: Path) -> Check:
     except OSError as error:
         return failed(subject, f"{existing} cannot be written: {error.strerror or error}", mend)
     free = shutil.disk_usage(existing).free
-    if free < _DISK_BYTES:
-        mend = "a checkpoint takes some 12 to 16 bytes a parameter: make room"
-        return warning(subject, f"writable, but {free / _GIB:.1f} GiB free", mend)
-    return ok(subject, f"writable, {free / _GIB:.0f} GiB free")
+    mend = "a checkpoint takes some 12 to 16 bytes a parameter: make room"
+    found = f"writable, {free / _GIB:.0f} GiB free" if free >= _DISK_BYTES else f"writable, but {free / _GIB:.1f} GiB free"
+    return enough(free >= _DISK_BYTES, subject, found, mend)
 
 
 def check_database_locks(folder: Path) -> Check:

@@ -12,16 +12,10 @@ from typing import TypeVar
 
 import psutil
 
+from lightning_ptdp.doctor import folders
 from lightning_ptdp.doctor.bandwidth import Measurement
 from lightning_ptdp.doctor.check import Check, Status, failed
 from lightning_ptdp.doctor.devices import check_devices, count_gpus
-from lightning_ptdp.doctor.folders import (
-    check_clock,
-    check_data_folder,
-    check_database_locks,
-    check_root_dir,
-    check_tracking_store,
-)
 from lightning_ptdp.doctor.installation import check_entry_points, check_packages, check_python, check_recipes
 from lightning_ptdp.doctor.machine import check_cores, check_memory, check_open_files, check_shared_memory
 from lightning_ptdp.doctor.processes import Tell, run_ranks
@@ -82,7 +76,7 @@ def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Insp
     gpus, devices = _limited(
         "devices", limit, lambda: (count_gpus(), tuple(check_devices(question.processes))), lambda check: (0, (check,))
     )
-    folders = _limited("folders", limit, lambda: tuple(_folders(question)), lambda check: (check,))
+    writable = _limited("folders", limit, lambda: tuple(_folders(question)), lambda check: (check,))
     backend = question.backend or ("nccl" if gpus >= question.processes else "gloo")
     ranks = check_ranks(count=question.processes, backend=backend, timeout_s=limit)
     device = "GPUs" if backend == "nccl" else "CPU"
@@ -90,7 +84,7 @@ def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Insp
         Section(title="installation", checks=tuple(_installation(recipes))),
         Section(title="machine", checks=tuple(_machine(question.processes, accelerated=backend == "nccl"))),
         Section(title="devices", checks=devices),
-        Section(title="folders", checks=folders),
+        Section(title="folders", checks=writable),
         Section(title=f"ranks ({question.processes} on the {device}, {backend})", checks=ranks.checks),
     )
     return Inspection(sections=sections, measurements=ranks.measurements)
@@ -129,13 +123,13 @@ def _machine(processes: int, *, accelerated: bool) -> Iterator[Check]:
 
 
 def _folders(question: Question) -> Iterator[Check]:
-    yield check_root_dir(question.root_dir)
-    yield check_database_locks(question.root_dir)
-    yield check_clock(question.root_dir)
+    yield folders.check_root_dir(question.root_dir)
+    yield folders.check_database_locks(question.root_dir)
+    yield folders.check_clock(question.root_dir)
     if question.tracking_uri is not None:
-        yield check_tracking_store(question.tracking_uri, timeout_s=min(question.timeout_s, 5.0))
+        yield folders.check_tracking_store(question.tracking_uri, timeout_s=min(question.timeout_s, 5.0))
     if question.data_dir is not None:
-        yield check_data_folder(question.data_dir)
+        yield folders.check_data_folder(question.data_dir)
 
 
 def _container_limit() -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.doctor.check import Check, ok, warning
+from lightning_ptdp.doctor.check import Check, enough, warning
 
 __all__ = ["check_cores", "check_memory", "check_open_files", "check_shared_memory"]
 
@@ -16,10 +16,10 @@ _FILES = 1024
 
 def check_cores(*, cores: int, processes: int, accelerated: bool) -> Check:
     """Cores that this process may use, against the processes that are to run on them."""
-    if cores >= processes or accelerated:
-        return ok("CPU cores", f"{cores} for {processes} processes")
-    found = f"{cores} for {processes} processes, which take turns"
-    return warning("CPU cores", found, "it works, and its speed says nothing about the layout; use fewer processes to measure")
+    takes_turns = cores < processes and not accelerated
+    found = f"{cores} for {processes} processes" + (", which take turns" if takes_turns else "")
+    mend = "it works, and its speed says nothing about the layout; use fewer processes to measure"
+    return enough(not takes_turns, "CPU cores", found, mend)
 
 
 def check_memory(*, available: int, total: int, limit: int | None, processes: int) -> Check:
@@ -28,27 +28,22 @@ def check_memory(*, available: int, total: int, limit: int | None, processes: in
     found = f"{usable / _GIB:.1f} GiB free of {total / _GIB:.1f}"
     if limit is not None and limit < total:
         found += f" (the container may use {limit / _GIB:.1f})"
-    if usable < processes * _PROCESS_BYTES:
-        return warning("memory", found, f"{processes} processes need some {processes * _PROCESS_BYTES / _GIB:.0f} GiB: use fewer")
-    return ok("memory", found)
+    mend = f"{processes} processes need some {processes * _PROCESS_BYTES / _GIB:.0f} GiB: use fewer"
+    return enough(usable >= processes * _PROCESS_BYTES, "memory", found, mend)
 
 
 def check_shared_memory(free: int | None) -> Check:
     """Free bytes of /dev/shm (None: there is none), through which data workers and NCCL send."""
     if free is None:
         return warning("/dev/shm", "not there", "mount it: data workers (num_workers > 0) and NCCL use it")
-    found = f"{free / _GIB:.2f} GiB free"
-    if free < _SHARED_BYTES:
-        return warning("/dev/shm", found, "data workers and NCCL may fail; in Docker: --shm-size=8g or --ipc=host")
-    return ok("/dev/shm", found)
+    mend = "data workers and NCCL may fail; in Docker: --shm-size=8g or --ipc=host"
+    return enough(free >= _SHARED_BYTES, "/dev/shm", f"{free / _GIB:.2f} GiB free", mend)
 
 
 def check_open_files(soft: int, hard: int) -> Check:
     """The limits of open files (-1: none)."""
     found = f"{_limit(soft)}, can be raised to {_limit(hard)}" if soft != hard else _limit(soft)
-    if 0 <= soft < _FILES:
-        return warning("open files", found, f"ulimit -n {hard if hard >= 0 else 65536}")
-    return ok("open files", found)
+    return enough(soft < 0 or soft >= _FILES, "open files", found, f"ulimit -n {hard if hard >= 0 else 65536}")
 
 
 def _limit(value: int) -> str:

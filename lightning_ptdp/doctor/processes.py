@@ -55,7 +55,7 @@ class Outcome:
         return self.told[rank][-1] if self.told[rank] else "its start"
 
 
-def run_ranks(function: Callable[..., Any], *, count: int, args: Sequence[Any] = (), timeout_s: float) -> Outcome:
+def run_ranks(function: Callable[..., object], *, count: int, args: Sequence[object] = (), timeout_s: float) -> Outcome:
     """``function(rank, tell, *args)`` in ``count`` processes, all of which are gone when this returns.
 
     After the first failure the others, which may wait for it for ever, get two seconds.
@@ -81,7 +81,7 @@ def run_ranks(function: Callable[..., Any], *, count: int, args: Sequence[Any] =
     return outcome
 
 
-def _serve(there: Connection, function: Callable[..., Any], rank: int, args: Sequence[Any]) -> None:
+def _serve(there: Connection, function: Callable[..., object], rank: int, args: Sequence[object]) -> None:
     try:
         there.send(("result", function(rank, lambda what: there.send(("told", what)), *args)))
     except BaseException as error:

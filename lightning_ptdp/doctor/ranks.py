@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
 from lightning_ptdp.doctor.check import Check, failed, ok
@@ -44,7 +44,7 @@ def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
         backend: "gloo" (on the CPU) or "nccl" (on as many GPUs).
         timeout_s: After so many seconds ranks that have not come through are named and ended.
     """
-    outcome = run_ranks(_rank, count=count, args=(count, backend, _free_port(), timeout_s), timeout_s=timeout_s)
+    outcome = run_ranks(_rank, count=count, args=(count, backend, find_free_network_port(), timeout_s), timeout_s=timeout_s)
     checks = tuple(_checks(outcome, count, backend, timeout_s))
     measurements = outcome.results[0]["measurements"] if 0 in outcome.results else []
     links = (check_links(measurements),) if measurements else ()
@@ -100,9 +100,3 @@ def _mend(backend: str) -> str:
     if backend == "nccl":
         return "NCCL_DEBUG=INFO shows what NCCL does; try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME, or --backend gloo"
     return "GLOO_SOCKET_IFNAME=lo, or a longer --timeout; a firewall or a host name that does not resolve are the usual causes"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lightning_ptdp.planner.devices import Device, Link
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["GroupLink", "context_link", "pipeline_link", "replica_link", "tensor_link"]
+__all__ = ["GroupLink", "group_link", "pipeline_link"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,32 +35,24 @@ class GroupLink:
         return self.link.latency_s + nbytes / self.link.bandwidth if self.size > 1 else 0.0
 
 
-def tensor_link(layout: ParallelLayout, device: Device) -> GroupLink:
-    """The tensor-parallel group."""
-    return _group(device, layout.tensor_parallel_size, stride=1)
+def group_link(layout: ParallelLayout, device: Device, axis: str) -> GroupLink:
+    """The groups of an axis, or of several that are neighbours in the order of ranks (``SETS``).
 
-
-def context_link(layout: ParallelLayout, device: Device) -> GroupLink:
-    """The context-parallel group."""
-    return _group(device, layout.context_parallel_size, stride=layout.tensor_parallel_size)
-
-
-def replica_link(layout: ParallelLayout, device: Device) -> GroupLink:
-    """The ranks over which gradients are summed: data and context parallel."""
-    size = layout.size("replica_sum")
-    return _group(device, size, stride=layout.tensor_parallel_size)
-
-
-def pipeline_link(layout: ParallelLayout, device: Device) -> GroupLink:
-    """Neighbours in the pipeline; the slowest hop counts."""
-    inside = layout.world_size <= device.node_size
-    return GroupLink(size=layout.pipeline_parallel_size, link=device.inside if inside else device.between)
-
-
-def _group(device: Device, size: int, *, stride: int) -> GroupLink:
+    Args:
+        layout: Of the ranks.
+        device: Of each.
+        axis: ``"tensor"``, or ``"replica_sum"``, over which gradients are summed.
+    """
+    size, stride = layout.size(axis), layout.stride(axis)
     if size * stride <= device.node_size:
         return GroupLink(size=size, link=device.inside)
     # The members that a node has share out the traffic between nodes: each drives its own network card.
     members = max(1, min(size, device.node_size // stride))
     bandwidth = min(device.inside.bandwidth, members * device.between.bandwidth)
     return GroupLink(size=size, link=Link(bandwidth=bandwidth, latency_s=device.between.latency_s))
+
+
+def pipeline_link(layout: ParallelLayout, device: Device) -> GroupLink:
+    """Neighbours in the pipeline; the slowest hop counts."""
+    inside = layout.world_size <= device.node_size
+    return GroupLink(size=layout.pipeline_parallel_size, link=device.inside if inside else device.between)

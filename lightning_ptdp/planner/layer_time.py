@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lightning_ptdp.models.gpt_size import layer_matrices
 from lightning_ptdp.planner.activations import layer_activations
-from lightning_ptdp.planner.communication import context_link, tensor_link
+from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.job import Choice, Job
 
 __all__ = ["NOTHING", "PassTime", "head_time", "input_time", "layer_time"]
@@ -71,7 +71,7 @@ def input_time(job: Job, choice: Choice) -> PassTime:
     """The embedding: a look-up, and the sum over the split vocabulary."""
     nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.residual
     lookup = 2 * nbytes / job.device.memory_bandwidth
-    summed = tensor_link(choice.layout, job.device).all_reduce(nbytes)
+    summed = group_link(choice.layout, job.device, "tensor").all_reduce(nbytes)
     return PassTime(forward=lookup + summed, backward=2 * lookup, weight=0.0, communication=summed)
 
 
@@ -81,7 +81,7 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     tokens, rows = choice.tokens(job), -(-model.vocabulary_size // t)
     product = _gemm(job, tokens, rows, model.hidden_size)
     loss = tokens * rows * (job.precision.compute + 8) / job.device.memory_bandwidth
-    summed = tensor_link(choice.layout, job.device).all_reduce(tokens * model.hidden_size * job.precision.compute)
+    summed = group_link(choice.layout, job.device, "tensor").all_reduce(tokens * model.hidden_size * job.precision.compute)
     exposed = max(0.0, summed - product)
     return PassTime(forward=product + loss, backward=2 * product + 2 * loss + exposed, weight=product, communication=exposed)
 
@@ -105,7 +105,7 @@ def _attention(job: Job, choice: Choice) -> tuple[float, float]:
     model, device, width = job.model, job.device, job.precision.compute
     (qkv, _), (_, q), *_ = layer_matrices(model, choice.layout.tensor_parallel_size)
     work = 4 * choice.tokens(job) * job.sequence_length * q / 2
-    ring = context_link(choice.layout, device)
+    ring = group_link(choice.layout, device, "context")
     block = choice.tokens(job) * (qkv - q) * width
     return work / (device.peak(width) * device.attention_efficiency), (ring.size - 1) * ring.send(block)
 
@@ -122,7 +122,7 @@ def _tensor_collectives(job: Job, choice: Choice, products: Sequence[float]) -> 
     gradient. With it an all-gather and a reduce-scatter; in the backward the gradient is gathered first, while the input's gather and
     the reduce-scatter run beside products (tensor_parallel/linear.py).
     """
-    group = tensor_link(choice.layout, job.device)
+    group = group_link(choice.layout, job.device, "tensor")
     if group.size == 1:
         return 0.0, 0.0
     nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.compute

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_ptdp.models.gpt_size import flops_per_sample
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
-from lightning_ptdp.planner.communication import pipeline_link, replica_link
+from lightning_ptdp.planner.communication import group_link, pipeline_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
@@ -169,7 +169,7 @@ def _gradients(job: Job, choice: Choice, parameters: int, *, hidden_behind: floa
 
     The reductions start in the last microbatch's backward and hide behind half of it, the gathering behind as much of a forward.
     """
-    group, weight, gradient = replica_link(choice.layout, job.device), job.precision.weight, job.precision.gradient
+    group, weight, gradient = group_link(choice.layout, job.device, "replica_sum"), job.precision.weight, job.precision.gradient
     tied = 0.0
     layout = choice.layout
     if job.model.tie_embeddings and layout.last_stage_rank != layout.rank_of_stage(0):

@@ -207,6 +207,11 @@ class ParallelLayout(Stages):
         places = itertools.product(*(range(self.size(name)) for name in moving))
         return tuple(self.rank({**here, **dict(zip(moving, place, strict=True))}) for place in places)
 
+    def stride(self, axis: str) -> int:
+        """How far apart the members of a group are that are neighbours on an axis, or on the innermost of a set."""
+        order, moving = self._order, self._moving(axis)
+        return math.prod(map(self.size, order[order.index(moving[-1]) + 1 :]))
+
     def told(self) -> tuple[Axis, ...]:
         """The axes that summaries name."""
         return tuple(axis for axis in self.axes if axis.always_told or self.size(axis.name) > 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, files, save_checkpoint
-from lightning_ptdp.checkpoint.archive import ArchiveWriter, rows_at_once
+from lightning_ptdp.checkpoint.archive import rows_at_once, write_archive
 from lightning_ptdp.checkpoint.stored import read_rectangle
 from lightning_ptdp.checkpoint.sums import BLOCK, BlockSums, open_summed, parse_sums, summing
 from lightning_ptdp.sharding import Sharding
@@ -37,10 +37,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     """All of them in one file, and one shape twice: name -> (tensor, position, position of its values, length)."""
     path, found = tmp_path_factory.mktemp("archive") / "x.distcp", {}
     with summing(path) as file:
-        archives = ArchiveWriter(file)
         for name in (*TENSORS, "transposed"):
             tensor = TENSORS[name]()
-            found[name] = (tensor, *archives.write(tensor))
+            found[name] = (tensor, *write_archive(file, tensor))
     return path, found
 
 

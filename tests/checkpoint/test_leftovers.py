@@ -103,7 +103,7 @@ def test_a_torn_save_is_gone_after_the_next_training_also_one_from_the_beginning
 
 
 def test_what_a_living_process_writes_is_left_alone_and_its_name_is_refused(tmp_path: Path) -> None:
-    part = Path(part_name(tmp_path / "a.ckpt"))
+    part = part_name(tmp_path / "a.ckpt")
     with _elsewhere(part) as writer:
         save(tmp_path / "b.ckpt", 1)
         assert part.is_dir()

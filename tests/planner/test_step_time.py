@@ -8,7 +8,7 @@ import pytest
 
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import DEVICES, find_device, layer_time, simulated_step_time, step_time
-from lightning_ptdp.planner.communication import pipeline_link, replica_link, tensor_link
+from lightning_ptdp.planner.communication import group_link, pipeline_link
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.metrics.paper import ptdp_step_flops
 from tests.planner.jobs import TABLE_1, Row, choice, choice_of, job_of, small_job
@@ -77,19 +77,24 @@ def test_a_slower_link_slows_down_its_part_alone() -> None:
 def test_which_link_a_group_uses() -> None:
     device = find_device("h100")
     layout = ParallelLayout(world_size=64, tensor_parallel_size=4, pipeline_parallel_size=2)  # d = 8
-    assert tensor_link(layout, device).link == device.inside
+    assert group_link(layout, device, "tensor").link == device.inside
     # Two of a node's eight ranks are in one data group, so each group drives two cards.
-    assert replica_link(layout, device).link.bandwidth == 2 * device.between.bandwidth
+    assert group_link(layout, device, "replica_sum").link.bandwidth == 2 * device.between.bandwidth
     assert pipeline_link(layout, device).link == device.between
     one_node = ParallelLayout(world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert {tensor_link(one_node, device).link, replica_link(one_node, device).link, pipeline_link(one_node, device).link} == {
-        device.inside
-    }
-    assert tensor_link(ParallelLayout(world_size=16, tensor_parallel_size=16), device).link.latency_s == device.between.latency_s
+    assert {
+        group_link(one_node, device, "tensor").link,
+        group_link(one_node, device, "replica_sum").link,
+        pipeline_link(one_node, device).link,
+    } == {device.inside}
+    assert (
+        group_link(ParallelLayout(world_size=16, tensor_parallel_size=16), device, "tensor").link.latency_s
+        == device.between.latency_s
+    )
 
 
 def test_ring_collectives() -> None:
-    link = tensor_link(ParallelLayout(world_size=8, tensor_parallel_size=8), find_device("a100"))
+    link = group_link(ParallelLayout(world_size=8, tensor_parallel_size=8), find_device("a100"), "tensor")
     rate, latency = link.link.bandwidth, link.link.latency_s
     assert link.all_gather(8e9) == pytest.approx(7 * latency + 7e9 / rate)
     assert link.all_reduce(8e9) == pytest.approx(14 * latency + 14e9 / rate)

@@ -1,0 +1,41 @@
+"""A command line, option by option, for whoever reads it before the parser does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["CONFIG", "Option", "options_on"]
+
+CONFIG = ("--config", "-c")
+_NUMBER = re.compile(r"-[\d.].*")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option with its value, or a word on its own.
+
+    Attributes:
+        words: As they stand there.
+        name: With its dashes; "" for a word on its own.
+        value: After "=", or the next word; None: there is none.
+    """
+
+    words: tuple[str, ...]
+    name: str
+    value: str | None = None
+
+
+def options_on(line: Iterable[str]) -> list[Option]:
+    """The options of a command line, in order."""
+    found: list[Option] = []
+    for word in line:
+        name, given, value = word.partition("=")
+        if word.startswith("-") and not _NUMBER.fullmatch(word):
+            found.append(Option((word,), name, value if given else None))
+        elif found and found[-1].name and found[-1].value is None:
+            found[-1] = Option((*found[-1].words, word), found[-1].name, word)
+        else:
+            found.append(Option((word,), ""))
+    return found
