@@ -28,7 +28,7 @@ from lightning_ptdp._torch import has_gradient_hooks, has_saved_tensor_hooks
 from lightning_ptdp.matrix_product import MatrixProduct, add_to_gradient, autocast_dtype, bias_gradient
 from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 
-__all__ = ["WeightGradients"]
+__all__ = ["Operand", "WeightGradients"]
 
 Operand = Tensor | Callable[[], Callable[[], Tensor]]
 """A tensor, or a function that starts to fetch it and returns what waits for it."""

@@ -10,7 +10,8 @@ Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the who
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ def all_to_all_attention(
     copies = math.lcm(k.size(1), group.size) // k.size(1)
     if copies > 1:
         k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
-    q, k, v = _ToHeads.apply(group, q, k, v)
+    q, k, v = _Exchange.apply(_to_heads, _to_sequence, group, q, k, v)
     if mask is not None:
         mask = _whole_mask(mask[(None,) * (4 - mask.dim())], q, group, causal)
     y = F.scaled_dot_product_attention(
@@ -78,71 +79,56 @@ def all_to_all_attention(
         scale=scale,
         enable_gqa=q.size(1) != k.size(1),
     )
-    return _ToSequence.apply(group, y)[0]
+    return _Exchange.apply(_to_sequence, _to_heads, group, y)[0]
 
 
-class _ToHeads(torch.autograd.Function):
-    """(b, n, s/c, d) -> (b, n/c, s, d), of several tensors under way together."""
+Exchange: TypeAlias = Callable[[tuple[Tensor, ...], Group], tuple[Tensor, ...]]
 
-    @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return _to_heads(tensors, group)
+
+class _Exchange(torch.autograd.Function):
+    """``function`` of several tensors under way together; ``inverse`` is its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *_ToSequence.apply(ctx.group, *grads))
-
-
-class _ToSequence(torch.autograd.Function):
-    """(b, n/c, s, d) -> (b, n, s/c, d)."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return _to_sequence(tensors, group)
+    def forward(ctx: Any, function: Exchange, inverse: Exchange, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.function, ctx.inverse, ctx.group = function, inverse, group
+        return function(tensors, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *_ToHeads.apply(ctx.group, *grads))
+        return (None, None, None, *_Exchange.apply(ctx.inverse, ctx.function, ctx.group, *grads))
 
 
 def _to_heads(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
+    """(b, n, s/c, d) -> (b, n/c, s, d)."""
     order = chunk_order(group.size)
-    received = []
-    for x in tensors:
-        # (2c, b, n/c, s/2c, d): for each rank its heads of the two chunks that are here.
-        received.append(_start([half for heads in x.chunk(group.size, 1) for half in heads.chunk(2, 2)], group))
-    return tuple(torch.cat([chunks[place] for place in _inverse(order)], dim=2) for chunks in _wait(received))
+    places = sorted(range(len(order)), key=order.__getitem__)
+    # (2c, b, n/c, s/2c, d): for each rank its heads of the two chunks that are here.
+    sent = [[half for heads in x.chunk(group.size, 1) for half in heads.chunk(2, 2)] for x in tensors]
+    return tuple(torch.cat([chunks[place] for place in places], dim=2) for chunks in _trade(sent, group))
 
 
 def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
-    order = chunk_order(group.size)
-    received = []
-    for x in tensors:
-        chunks = x.chunk(2 * group.size, 2)
-        received.append(_start([chunks[chunk] for chunk in order], group))
+    """(b, n/c, s, d) -> (b, n, s/c, d)."""
+    sent = [[x.chunk(2 * group.size, 2)[chunk] for chunk in chunk_order(group.size)] for x in tensors]
     # (2c, b, n/c, s/2c, d): from each rank its heads of the two chunks that belong here.
     return tuple(
-        chunks.unflatten(0, (group.size, 2)).permute(2, 0, 3, 1, 4, 5).flatten(1, 2).flatten(2, 3) for chunks in _wait(received)
+        chunks.unflatten(0, (group.size, 2)).permute(2, 0, 3, 1, 4, 5).flatten(1, 2).flatten(2, 3)
+        for chunks in _trade(sent, group)
     )
 
 
-def _start(parts: list[Tensor], group: Group) -> tuple[Tensor, Any, Tensor]:
-    """Send each rank its two parts; ``parts`` in the order of the ranks."""
-    source = torch.stack(parts)
-    received = torch.empty_like(source)
-    return received, dist.all_to_all_single(received, source, group=group.handle, async_op=True), source
-
-
-def _wait(received: list[tuple[Tensor, Any, Tensor]]) -> list[Tensor]:
-    for _, work, _ in received:
+def _trade(sent: list[list[Tensor]], group: Group) -> list[Tensor]:
+    """Send each rank its two parts of several tensors, each given in the order of the ranks; what they sent here."""
+    sources = [torch.stack(parts) for parts in sent]
+    received = [torch.empty_like(source) for source in sources]
+    under_way = [
+        dist.all_to_all_single(result, source, group=group.handle, async_op=True)
+        for result, source in zip(received, sources, strict=True)
+    ]
+    for work in under_way:
+        assert work is not None
         work.wait()
-    return [result for result, _, _ in received]
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+    return received
 
 
 def _whole_mask(mask: Tensor, q: Tensor, group: Group, causal: bool) -> Tensor:

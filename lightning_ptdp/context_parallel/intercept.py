@@ -3,7 +3,6 @@ sequence's first token in the place of the slice's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -11,7 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.context_parallel.all_to_all import all_to_all_attention
 from lightning_ptdp.context_parallel.errors import ContextParallelError
@@ -20,6 +18,7 @@ from lightning_ptdp.context_parallel.multihead import multi_head_attention
 from lightning_ptdp.context_parallel.ring import ring_attention
 from lightning_ptdp.context_parallel.tokens import pick_token
 from lightning_ptdp.matrix_product import autocast_dtype
+from lightning_ptdp.replacing import Replacing
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["AttentionKind", "Interceptor"]
@@ -47,9 +46,15 @@ class Interceptor:
     differentiates: bool
     calls: int = 0
 
-    def mode(self) -> TorchFunctionMode:
+    def mode(self) -> Replacing:
         """The mode under which calls are intercepted."""
-        return _Mode(self)
+        return Replacing(
+            {
+                F.scaled_dot_product_attention: self.attend,
+                F.multi_head_attention_forward: partial(multi_head_attention, self.attend),
+                Tensor.__getitem__: self.index,
+            }
+        )
 
     def attend(
         self,
@@ -107,16 +112,3 @@ class Interceptor:
                 "recomputation could not be intercepted: use PTDPStrategy(recompute=...) or use_reentrant=False; compute parts of the "
                 "model that are frozen by requires_grad=False, not under no_grad"
             )
-
-
-class _Mode(TorchFunctionMode):
-    def __init__(self, interceptor: Interceptor) -> None:
-        super().__init__()
-        self._replaced: dict[Any, Callable[..., Any]] = {
-            F.scaled_dot_product_attention: interceptor.attend,
-            F.multi_head_attention_forward: partial(multi_head_attention, interceptor.attend),
-            Tensor.__getitem__: interceptor.index,
-        }
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._replaced.get(function, function)(*args, **(kwargs or {}))

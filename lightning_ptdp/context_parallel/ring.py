@@ -17,7 +17,7 @@ Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,27 +101,31 @@ class _Options:
         seed = derive_seed(self.seed, self.group.rank, source) if self.dropout_p else 0
         return Block(scale=self.scale, causal=part.causal, bias=bias, dropout_p=self.dropout_p, seed=seed)
 
+    def steps(self, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, slice, slice, Block, list[Tensor]]]:
+        """(step, rows of the queries, columns, how they attend, the columns of the keys and values that are here), while the next
+        keys and values are on their way."""
+        travelling, length = _Travelling((k, v), self.group), k.size(2)
+        for step in range(self.group.size):
+            visiting = travelling.here()
+            if step < self.group.size - 1:
+                travelling.start()
+            part = self.part(step, length)
+            block = self.block(step, part, mask, length)
+            yield step, part.rows, part.columns, block, [x[:, :, part.columns] for x in visiting]
+            travelling.finish()
+
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-        length = q.size(2)
-        travelling = _Travelling((k, v), options.group)
         out = lse = torch.empty(0)
         with torch.autocast(q.device.type, enabled=False):
-            for step in range(options.group.size):
-                visiting_k, visiting_v = travelling.here()
-                if step < options.group.size - 1:
-                    travelling.start()
-                part = options.part(step, length)
-                block = options.block(step, part, mask, length)
-                rows, columns = part.rows, part.columns
-                more, more_lse = attend(q[:, :, rows], visiting_k[:, :, columns], visiting_v[:, :, columns], block)
+            for step, rows, _, block, (visiting_k, visiting_v) in options.steps(k, v, mask):
+                more, more_lse = attend(q[:, :, rows], visiting_k, visiting_v, block)
                 if step == 0:
                     out, lse = _like(q, more, more_lse.dtype), more_lse.contiguous()
                 else:
                     _merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
-                travelling.finish()
         out = out.to(q.dtype)
         # The empty tensor makes the number of saved tensors differ from plain attention's: a recomputation (activation checkpointing)
         # that is not intercepted then fails in torch's own check instead of giving wrong gradients.
@@ -133,33 +137,18 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mask, _ = ctx.saved_tensors
-        options, length = ctx.options, q.size(2)
-        travelling = _Travelling((k, v), options.group)
+        options = ctx.options
         dq = own = gradients = None
         with torch.autocast(q.device.type, enabled=False):
-            for step in range(options.group.size):
-                visiting_k, visiting_v = travelling.here()
-                if step < options.group.size - 1:
-                    travelling.start()
-                part = options.part(step, length)
-                block = options.block(step, part, mask, length)
-                rows, columns = part.rows, part.columns
-                dq_part, *dkv_part = attend_backward(
-                    grad[:, :, rows],
-                    q[:, :, rows],
-                    visiting_k[:, :, columns],
-                    visiting_v[:, :, columns],
-                    out[:, :, rows],
-                    lse[:, :, rows],
-                    block,
-                )
+            for step, rows, columns, block, (visiting_k, visiting_v) in options.steps(k, v, mask):
+                grad_rows, out_rows, lse_rows = grad[:, :, rows], out[:, :, rows], lse[:, :, rows]
+                dq_part, *dkv_part = attend_backward(grad_rows, q[:, :, rows], visiting_k, visiting_v, out_rows, lse_rows, block)
                 if step == 0:
                     dq, own = dq_part.to(lse.dtype), [x.to(lse.dtype) for x in dkv_part]
                 else:
                     assert dq is not None
                     dq[:, :, rows] += dq_part
                     gradients = _pass_on(gradients, dkv_part, columns, like=(k, v), dtype=lse.dtype, group=options.group)
-                travelling.finish()
         assert dq is not None and own is not None
         if gradients is not None:
             gradients.finish()

@@ -19,7 +19,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -135,38 +134,38 @@ class Supplier:
             for handle in handles:
                 handle.remove()
 
-    def _before(self, taker: Taker, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(
+        self, taker: Taker, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        named = taker.parameters[: len(args)]
+        given = {**dict(zip(named, args, strict=False)), **kwargs}
+        added: dict[str, object] = {}
         if taker.takes_positions:
             self._check(module)
             self.used += 1
-            if _argument(taker, args, kwargs, _POSITIONS) is None:
-                args, kwargs = _set_default(taker, args, kwargs, _POSITIONS, self._positions_of(taker, args, kwargs))
-        if taker.reads_documents:
-            ones = self.positions.new_ones(self._samples(args, kwargs), self.positions.size(1))
-            args, kwargs = _set_default(taker, args, kwargs, _MASK, ones)
-        if taker.shifts_labels:
-            labels = _argument(taker, args, kwargs, "labels")
-            if labels is not None and kwargs.get("shift_labels") is None:
-                kwargs = {**kwargs, "shift_labels": self._shift(labels)}
-            if labels is not None:
-                self.targets = (kwargs["shift_labels"] != _IGNORED_LABEL).sum()
-        return args, kwargs
+            if given.get(_POSITIONS) is None:
+                added[_POSITIONS] = self._positions_of(taker, given.get(_TOKENS))
+        if taker.reads_documents and given.get(_MASK) is None:
+            samples = next(x.size(0) for x in given.values() if isinstance(x, Tensor) and x.dim() > 1)
+            added[_MASK] = self.positions.new_ones(samples, self.positions.size(1))
+        if taker.shifts_labels and isinstance(labels := given.get("labels"), Tensor):
+            shifted = given.get("shift_labels")
+            if not isinstance(shifted, Tensor):
+                shifted = added["shift_labels"] = self._shift(labels)
+            self.targets = (shifted != _IGNORED_LABEL).sum()
+        # What was given as None by its place is put there, all else is given by name.
+        places = tuple(added.pop(name, value) for name, value in zip(named, args, strict=False))
+        return (*places, *args[len(named) :]), {**kwargs, **added}
 
-    def _positions_of(self, taker: Taker, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _positions_of(self, taker: Taker, tokens: object) -> Tensor:
         """(1, s/c), or (b, s/c) where they depend on the tokens; collective there."""
         if taker.padding_index is None:
             return self.positions
-        tokens = _argument(taker, args, kwargs, _TOKENS) if _TOKENS in taker.parameters else None
-        if tokens is None:
+        if not isinstance(tokens, Tensor):
             return self.positions + taker.padding_index + 1
         is_token = gather_sequence((tokens != taker.padding_index).long(), 1, group=self.group)
         whole = is_token.cumsum(1) * is_token + taker.padding_index
         return shard_sequence(whole, 1, rank=self.group.rank, size=self.group.size)
-
-    def _samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        return next(
-            x.size(0) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1 and x is not self.positions
-        )
 
     def _shift(self, labels: Tensor) -> Tensor:
         whole = gather_sequence(labels, 1, group=self.group)
@@ -185,19 +184,3 @@ class Supplier:
                     f"window cannot be told from a slice. Set config.{name}=None, use sequences of at most {window} tokens, or "
                     "context_parallel_size=1"
                 )
-
-
-def _argument(taker: Taker, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    place = taker.parameters.index(name)
-    return args[place] if place < len(args) else kwargs.get(name)
-
-
-def _set_default(
-    taker: Taker, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if _argument(taker, args, kwargs, name) is not None:
-        return args, kwargs
-    place = taker.parameters.index(name)
-    if place < len(args):
-        return (*args[:place], value, *args[place + 1 :]), kwargs
-    return args, {**kwargs, name: value}

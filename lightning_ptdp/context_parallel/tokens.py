@@ -19,7 +19,7 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["pick_token"]
 
 
-def pick_token(x: Any, index: Any, *, length: int, group: Group) -> Tensor | None:
+def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor | None:
     """What ``x[index]`` means for the whole sequence; collective if it means a token, on the ranks of the group alike.
 
     Args:

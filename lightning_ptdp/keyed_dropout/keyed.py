@@ -13,6 +13,7 @@ Shapes: b samples, s tokens, h channels, n heads, r this rank's place in the ten
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,21 +22,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.context_parallel import positions, sequence_length
 from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
 from lightning_ptdp.nested import batch_size, iterate_tensors
 from lightning_ptdp.random import derive_seed
+from lightning_ptdp.replacing import Replacing
 from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.tensor_parallel import give_randomness
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["KeyedDropout", "KeyedDropoutError"]
 
-_OTHERS = {
-    getattr(F, name) for name in ("alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "rrelu")
-}
+_OTHERS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, F.rrelu)
 
 
 class KeyedDropoutError(ValueError):
@@ -115,16 +114,23 @@ class KeyedDropout(Surrounding):
     def _dropping(self, running: _Running, *, inside: bool) -> Iterator[None]:
         outer, self._running, self._inside = (self._running, self._inside), running, inside
         try:
-            with _Mode(self):
+            with Replacing(
+                {
+                    **{other: partial(_unknown, other) for other in _OTHERS},
+                    F.dropout: self.dropout,
+                    F.scaled_dot_product_attention: self.attention,
+                    F.multi_head_attention_forward: _without_dropout,
+                }
+            ):
                 yield
         finally:
             self._running, self._inside = outer
 
-    def _entered(self, name: str, *_: Any) -> None:
+    def _entered(self, name: str, *_: object) -> None:
         if self._running is not None:
             self._running.calls.append([name, 0])
 
-    def _left(self, *_: Any) -> None:
+    def _left(self, *_: object) -> None:
         if self._running is not None and self._running.calls:
             self._running.calls.pop()
 
@@ -228,18 +234,18 @@ class KeyedDropout(Surrounding):
         return x.size(1) * self._tensor.size * self._context.size == running.length
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, keyed: KeyedDropout) -> None:
-        super().__init__()
-        self._replaced = {F.dropout: keyed.dropout, F.scaled_dot_product_attention: keyed.attention}
+def _without_dropout(*args: Any, **kwargs: Any) -> object:
+    """``F.multi_head_attention_forward``, inside of which nobody sees what is dropped."""
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    if given.get("training", True) and given["dropout_p"]:
+        raise KeyedDropoutError(
+            "keyed_dropout=True does not see the dropout inside of nn.MultiheadAttention on one process; build it with dropout=0, or "
+            "use keyed_dropout=False"
+        )
+    return F.multi_head_attention_forward(*args, **kwargs)
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in _OTHERS and kwargs.get("training", True):
-            raise KeyedDropoutError(f"keyed_dropout=True does not know {function.__name__}; use keyed_dropout=False")
-        if function is F.multi_head_attention_forward and kwargs.get("training", True) and kwargs.get("dropout_p", 0.0):
-            raise KeyedDropoutError(
-                "keyed_dropout=True does not see the dropout inside of nn.MultiheadAttention on one process; build it with dropout=0, or "
-                "use keyed_dropout=False"
-            )
-        return self._replaced.get(function, function)(*args, **kwargs)
+
+def _unknown(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+    if kwargs.get("training", True):
+        raise KeyedDropoutError(f"keyed_dropout=True does not know {function.__name__}; use keyed_dropout=False")
+    return function(*args, **kwargs)

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.bert_config import BertConfig
-from lightning_ptdp.models.bert_plan import bert_plan, check_bert_tensor_parallel
+from lightning_ptdp.models.bert_plan import bert_plan
 from lightning_ptdp.models.bert_size import bert_flops_per_sample, num_bert_parameters
+from lightning_ptdp.models.config import check_tensor_parallel
 from lightning_ptdp.models.generate import generate
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.gpt_config import GPTConfig
-from lightning_ptdp.models.gpt_plan import check_tensor_parallel, gpt_plan
+from lightning_ptdp.models.gpt_plan import gpt_plan
 from lightning_ptdp.models.gpt_size import flops_per_sample, num_parameters
 from lightning_ptdp.models.optimization import AdamWConfig
 
@@ -29,7 +30,6 @@ __all__ = [
     "LitGPT",
     "bert_flops_per_sample",
     "bert_plan",
-    "check_bert_tensor_parallel",
     "check_tensor_parallel",
     "flops_per_sample",
     "generate",

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from lightning_ptdp.models.bert_config import BertConfig
 from lightning_ptdp.models.init import NormalEmbedding, NormalLinear, TiedLinear
+from lightning_ptdp.models.layers import AttentionCore, GeluMLP, Transformer
 
 __all__ = [
     "Bert",
     "BertAttention",
-    "BertAttentionCore",
     "BertBlock",
     "BertEmbeddings",
-    "BertMLP",
     "BertOutput",
     "MaskedHead",
     "OrderHead",
@@ -44,7 +43,7 @@ class BertOutput(NamedTuple):
     order: Tensor
 
 
-class Bert(nn.Module):
+class Bert(Transformer):
     """Token ids (b, s) int64 -> ``BertOutput``.
 
     Args:
@@ -54,9 +53,10 @@ class Bert(nn.Module):
         ValueError: (in the forward pass) the sequence is longer than ``config.sequence_length``.
     """
 
+    config: BertConfig
+
     def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embeddings = BertEmbeddings(config)
         self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.num_layers))
         self.norm = make_norm(config) if config.norm_order == "pre" else None
@@ -89,18 +89,6 @@ class Bert(nn.Module):
         if self.norm is not None:
             x_bsh = self.norm(x_bsh)
         return BertOutput(masked=self.masked_head(x_bsh, masked_positions), order=self.order_head(x_bsh))
-
-    def check_sequence_length(self, length: int) -> None:
-        """Check that a sequence of ``length`` tokens is not too long; asked of the whole sequence where forward sees a part of it.
-
-        Raises:
-            ValueError: It is longer than ``config.sequence_length``.
-        """
-        if length > self.config.sequence_length:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than sequence_length={self.config.sequence_length}; "
-                "cut it, or build the model with a greater sequence_length"
-            )
 
     def tie_weights(self) -> None:
         """Point the decoder at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
@@ -135,7 +123,8 @@ class BertBlock(nn.Module):
         self.norm_1 = make_norm(config)
         self.attention = BertAttention(config)
         self.norm_2 = make_norm(config)
-        self.mlp = BertMLP(config)
+        up, down = make_linear(config, config.hidden_size, config.ffn_size), residual_projection(config, config.ffn_size)
+        self.mlp = GeluMLP(up, down, approximate=gelu_name(config))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_bsh: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
@@ -153,47 +142,13 @@ class BertAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.qkv = make_linear(config, config.hidden_size, 3 * config.hidden_size)
-        self.core = BertAttentionCore(config.attention_dropout_rate)
+        self.core = AttentionCore(config.attention_dropout_rate, is_causal=False)
         self.projection = residual_projection(config, config.hidden_size)
 
     def forward(self, x_bsh: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
         # After qkv, since under sequence parallelism only what leaves it spans the whole sequence.
         q_bsnd, k_bsnd, v_bsnd = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_bsh).chunk(3, dim=-1))
         return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd, mask_b11s).flatten(2))
-
-
-class BertAttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over the keys that the mask (b, 1, 1, s) admits; each (b, s, n, d) -> (b, s, n, d).
-
-    A module of its own, without parameters, so that it can be recomputed alone (``recompute="selective"``).
-    """
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, v_bsnd: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
-        y_bnsd = F.scaled_dot_product_attention(
-            q_bsnd.transpose(1, 2),
-            k_bsnd.transpose(1, 2),
-            v_bsnd.transpose(1, 2),
-            attn_mask=mask_b11s,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        return y_bnsd.transpose(1, 2)
-
-
-class BertMLP(nn.Module):
-    """down(gelu(up(x))); (b, s, h) -> (b, s, h)."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.up = make_linear(config, config.hidden_size, config.ffn_size)
-        self.down = residual_projection(config, config.ffn_size)
-        self.approximate = gelu_name(config)
-
-    def forward(self, x_bsh: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_bsh), approximate=self.approximate))
 
 
 class MaskedHead(nn.Module):

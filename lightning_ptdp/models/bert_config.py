@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.models.config import TransformerConfig
+from lightning_ptdp.option_types import Size
 
 __all__ = ["BertConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertConfig:
+class BertConfig(TransformerConfig):
     """Sizes and layout of a bidirectional encoder; the defaults are BERT base (110 M parameters, arXiv 1810.04805).
 
     ``BertConfig.original(...)`` and ``BertConfig.megatron(...)`` are the two usual sets of choices; every field can be set alone.
@@ -42,16 +43,11 @@ class BertConfig:
 
     vocabulary_size: Size = 30522
     sequence_length: Size = 512
-    num_layers: Size = 12
-    hidden_size: Size = 768
-    num_heads: Size = 12
-    ffn_hidden_size: Size | None = None
     num_segments: Size = 2
     norm_order: Literal["post", "pre"] = "post"
     gelu: Literal["exact", "tanh"] = "exact"
     dropout: float = 0.1
     attention_dropout: float | None = None
-    init_std: float = 0.02
     truncated_init: bool = True
     scaled_residual_init: bool = False
     norm_eps: float = 1e-12
@@ -59,8 +55,7 @@ class BertConfig:
     @classmethod
     def original(cls, **changes: Any) -> BertConfig:
         """BERT as published (arXiv 1810.04805): LayerNorm behind the sums, exact GELU, truncated initial weights."""
-        layout = {"norm_order": "post", "gelu": "exact", "truncated_init": True, "scaled_residual_init": False, "norm_eps": 1e-12}
-        return cls(**{**layout, **changes})
+        return cls(**changes)
 
     @classmethod
     def megatron(cls, **changes: Any) -> BertConfig:
@@ -69,34 +64,6 @@ class BertConfig:
         return cls(**{**layout, **changes})
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def ffn_size(self) -> int:
-        """Inner width of the feed-forward part, with the default filled in."""
-        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
-
-    @property
     def attention_dropout_rate(self) -> float:
         """Dropout of the attention weights, with the default filled in."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        for name in ("dropout", "attention_dropout"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 <= value < 1.0:
-                raise ValueError(f"{name}={value} must be at least 0 and below 1; use 0 for none")
-        for name in ("init_std", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
-        if self.hidden_size % self.num_heads:
-            # Imported here: a configuration alone needs no layout.
-            from lightning_ptdp.world.layout import nearest_divisors
-
-            near = ", ".join(str(divisor) for divisor in nearest_divisors(self.hidden_size, self.num_heads))
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; use a num_heads of {near}"
-            )

@@ -6,12 +6,10 @@ the first token, which is in one rank's slice, and the masked-LM head takes toke
 
 from __future__ import annotations
 
-import math
-
 from lightning_ptdp.models.bert_config import BertConfig
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Position, Row, Vocabulary
 
-__all__ = ["bert_plan", "check_bert_tensor_parallel"]
+__all__ = ["bert_plan"]
 
 
 def bert_plan(config: BertConfig, prefix: str = "model") -> ParallelPlan:
@@ -36,19 +34,3 @@ def bert_plan(config: BertConfig, prefix: str = "model") -> ParallelPlan:
         selective=(f"{block}.attention.core",),
         sequence="blocks",
     )
-
-
-def check_bert_tensor_parallel(config: BertConfig, tensor_parallel_size: int) -> None:
-    """Check that every rank gets whole heads and an equal share of the feed-forward part; the vocabulary is padded to a multiple.
-
-    Raises:
-        ValueError: A size does not divide; the message lists the degrees that work.
-    """
-    common = math.gcd(config.num_heads, config.ffn_size)
-    for name, size in {"num_heads": config.num_heads, "ffn_hidden_size": config.ffn_size}.items():
-        if size % tensor_parallel_size:
-            working = ", ".join(str(t) for t in range(1, common + 1) if common % t == 0)
-            raise ValueError(
-                f"{name}={size} is not divisible by tensor_parallel_size={tensor_parallel_size}; this model works with a "
-                f"tensor_parallel_size of {working}"
-            )

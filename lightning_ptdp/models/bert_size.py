@@ -37,16 +37,7 @@ def bert_flops_per_sample(
     """
     length = config.sequence_length if sequence_length is None else sequence_length
     count = max(1, round(_PREDICTED_SHARE * length)) if predictions is None else predictions
-    blocks, decoder = matmul_flops_per_token(
-        sequence_length=length,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_heads,
-        ffn_hidden_size=config.ffn_size,
-        gated=False,
-        vocabulary_size=config.vocabulary_size,
-    )
+    blocks, decoder = matmul_flops_per_token(config, length)
     square = 2 * config.hidden_size**2
     heads = count * (decoder + square) + square + 4 * config.hidden_size
     return length * training_flops_per_token(blocks=blocks, head=0, recompute=recompute) + 3 * heads

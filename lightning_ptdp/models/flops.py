@@ -7,30 +7,22 @@ do; a causal kernel that skips half of it looks faster by that much. "Model" ope
 
 from __future__ import annotations
 
+from lightning_ptdp.models.config import TransformerConfig
+
 __all__ = [
     "matmul_flops_per_token",
     "training_flops_per_token",
 ]
 
 
-def matmul_flops_per_token(
-    *,
-    sequence_length: int,
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    ffn_hidden_size: int,
-    gated: bool,
-    vocabulary_size: int,
-) -> tuple[int, int]:
+def matmul_flops_per_token(config: TransformerConfig, sequence_length: int, *, gated: bool = False) -> tuple[int, int]:
     """Forward operations for one token: (all blocks, head); exact for GQA and SwiGLU (``gated``)."""
-    h, head_dim = hidden_size, hidden_size // num_heads
-    qkv = 2 * h * (num_heads + 2 * num_kv_heads) * head_dim
-    scores_and_values = 2 * 2 * sequence_length * num_heads * head_dim
-    projection = 2 * num_heads * head_dim * h
-    mlp = 2 * (3 if gated else 2) * h * ffn_hidden_size
-    return num_layers * (qkv + scores_and_values + projection + mlp), 2 * h * vocabulary_size
+    h, head_dim = config.hidden_size, config.head_dim
+    qkv = 2 * h * (config.num_heads + 2 * config.kv_heads) * head_dim
+    scores_and_values = 2 * 2 * sequence_length * config.num_heads * head_dim
+    projection = 2 * config.num_heads * head_dim * h
+    mlp = 2 * (3 if gated else 2) * h * config.ffn_size
+    return config.num_layers * (qkv + scores_and_values + projection + mlp), 2 * h * config.vocabulary_size
 
 
 def training_flops_per_token(*, blocks: int, head: int, recompute: bool = False) -> int:

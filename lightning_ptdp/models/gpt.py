@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.models.init import NormalEmbedding, NormalLinear, TiedLinear
+from lightning_ptdp.models.layers import AttentionCore, GeluMLP, Transformer
 from lightning_ptdp.models.rotary import Rotary
 
-__all__ = ["GPT", "Attention", "AttentionCore", "Block", "GPTConfig", "GeluMLP", "SwiGLU"]
+__all__ = ["GPT", "Attention", "Block", "GPTConfig", "SwiGLU"]
 
 
-class GPT(nn.Module):
+class GPT(Transformer):
     """Token ids (b, s) int64 -> logits (b, s, V).
 
     Args:
@@ -37,9 +38,10 @@ class GPT(nn.Module):
         ValueError: (in the forward pass) the sequence is longer than ``config.sequence_length``.
     """
 
+    config: GPTConfig
+
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.wte = NormalEmbedding(config.vocabulary_size, config.hidden_size, std=config.init_std)
         self.wpe = None
         if config.position == "learned":
@@ -68,18 +70,6 @@ class GPT(nn.Module):
             x_bsh = block(x_bsh, position_ids)
         return self.head(self.norm(x_bsh))
 
-    def check_sequence_length(self, length: int) -> None:
-        """Check that a sequence of ``length`` tokens is not too long; asked of the whole sequence where forward sees a part of it.
-
-        Raises:
-            ValueError: It is longer than ``config.sequence_length``.
-        """
-        if length > self.config.sequence_length:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than sequence_length={self.config.sequence_length}; "
-                "cut it, or build the model with a greater sequence_length"
-            )
-
     def tie_weights(self) -> None:
         """Point the head at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
         if self.config.tie_embeddings:
@@ -94,7 +84,7 @@ class Block(nn.Module):
         self.norm_1 = make_norm(config)
         self.attention = Attention(config)
         self.norm_2 = make_norm(config)
-        self.mlp = GeluMLP(config) if config.mlp == "gelu" else SwiGLU(config)
+        self.mlp = gelu_mlp(config) if config.mlp == "gelu" else SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -110,9 +100,9 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.queries_per_kv = config.num_heads // config.kv_heads
         width = (config.num_heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = NormalLinear(config.hidden_size, width, bias=config.bias, std=config.init_std)
+        self.qkv = make_linear(config, width)
         self.rotary = Rotary(config.head_dim, config.rope_base) if config.position == "rope" else None
-        self.core = AttentionCore(config.dropout)
+        self.core = AttentionCore(config.dropout, is_causal=True)
         self.projection = residual_projection(config, config.hidden_size)
 
     def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -125,51 +115,27 @@ class Attention(nn.Module):
         return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd).flatten(2))
 
 
-class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(d)) v under the causal mask; q (b, s, n, d), k and v (b, s, n_kv, d) -> (b, s, n, d).
-
-    A module of its own, without parameters, so that what it keeps can be recomputed alone.
-    """
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, v_bsnd: Tensor) -> Tensor:
-        y_bnsd = F.scaled_dot_product_attention(
-            q_bsnd.transpose(1, 2),
-            k_bsnd.transpose(1, 2),
-            v_bsnd.transpose(1, 2),
-            is_causal=True,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=q_bsnd.size(2) != k_bsnd.size(2),
-        )
-        return y_bnsd.transpose(1, 2)
-
-
-class GeluMLP(nn.Module):
-    """down(gelu(up(x))), gelu in the tanh approximation; (b, s, h) -> (b, s, h)."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.up = NormalLinear(config.hidden_size, config.ffn_size, bias=config.bias, std=config.init_std)
-        self.down = residual_projection(config, config.ffn_size)
-
-    def forward(self, x_bsh: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_bsh), approximate="tanh"))
-
-
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202); (b, s, h) -> (b, s, h)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate_up = NormalLinear(config.hidden_size, 2 * config.ffn_size, bias=config.bias, std=config.init_std)
+        self.gate_up = make_linear(config, 2 * config.ffn_size)
         self.down = residual_projection(config, config.ffn_size)
 
     def forward(self, x_bsh: Tensor) -> Tensor:
         gate_bsf, up_bsf = self.gate_up(x_bsh).chunk(2, dim=-1)
         return self.down(F.silu(gate_bsf) * up_bsf)
+
+
+def gelu_mlp(config: GPTConfig) -> GeluMLP:
+    """The feed-forward part of GPT-2."""
+    return GeluMLP(make_linear(config, config.ffn_size), residual_projection(config, config.ffn_size), approximate="tanh")
+
+
+def make_linear(config: GPTConfig, out_features: int) -> NormalLinear:
+    """A layer that reads from the residual stream."""
+    return NormalLinear(config.hidden_size, out_features, bias=config.bias, std=config.init_std)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:

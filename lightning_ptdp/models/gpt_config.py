@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.models.config import TransformerConfig, near
+from lightning_ptdp.option_types import Size
 
 __all__ = ["GPTConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(TransformerConfig):
     """Sizes and layout of a decoder-only transformer; the defaults are GPT-2 small (124 M parameters).
 
     ``GPTConfig.gpt2(...)`` and ``GPTConfig.llama(...)`` are the two usual sets of choices; every field can be set alone.
@@ -43,37 +44,24 @@ class GPTConfig:
 
     vocabulary_size: Size = 50257
     sequence_length: Size = 1024
-    num_layers: Size = 12
-    hidden_size: Size = 768
-    num_heads: Size = 12
     num_kv_heads: Size | None = None
-    ffn_hidden_size: Size | None = None
     norm: Literal["layer", "rms"] = "layer"
     position: Literal["learned", "rope"] = "learned"
     mlp: Literal["gelu", "swiglu"] = "gelu"
     bias: bool = True
     tie_embeddings: bool = True
-    dropout: float = 0.0
-    init_std: float = 0.02
-    norm_eps: float = 1e-5
     rope_base: float = 10_000.0
 
     @classmethod
     def gpt2(cls, **changes: Any) -> GPTConfig:
         """The GPT-2 layout: LayerNorm, learned positions, GELU, biases, tied head."""
-        layout: dict[str, Any] = {"norm": "layer", "position": "learned", "mlp": "gelu", "bias": True, "tie_embeddings": True}
-        return cls(**(layout | changes))
+        return cls(**changes)
 
     @classmethod
     def llama(cls, **changes: Any) -> GPTConfig:
         """The Llama layout: RMSNorm, rotary positions, SwiGLU, no biases, a head of its own."""
         layout: dict[str, Any] = {"norm": "rms", "position": "rope", "mlp": "swiglu", "bias": False, "tie_embeddings": False}
         return cls(**(layout | changes))
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_heads
 
     @property
     def kv_heads(self) -> int:
@@ -83,42 +71,20 @@ class GPTConfig:
     @property
     def ffn_size(self) -> int:
         """Inner width of the feed-forward part, with the default filled in."""
-        if self.ffn_hidden_size is not None:
-            return self.ffn_hidden_size
-        if self.mlp == "gelu":
-            return 4 * self.hidden_size
+        if self.ffn_hidden_size is not None or self.mlp == "gelu":
+            return super().ffn_size
         multiple = 256 if self.hidden_size >= 1024 else 64
         return -(-8 * self.hidden_size // (3 * multiple)) * multiple
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1; use 0 for none")
-        for name in ("init_std", "norm_eps", "rope_base"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
-        self._check_heads()
-
-    def _check_heads(self) -> None:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; use a num_heads of "
-                f"{_near(self.hidden_size, self.num_heads)}"
-            )
+        super().__post_init__()
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}, so that query heads "
-                f"cannot share key/value heads equally; use a num_kv_heads of {_near(self.num_heads, self.kv_heads)}"
+                f"cannot share key/value heads equally; use a num_kv_heads of {near(self.num_heads, self.kv_heads)}"
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(
                 f"position='rope' turns pairs of channels, but hidden_size / num_heads = {self.hidden_size} / "
                 f"{self.num_heads} = {self.head_dim} is odd; change num_heads or hidden_size, or use position='learned'"
             )
-
-
-def _near(number: int, wanted: int) -> str:
-    # Imported here: a configuration alone needs no layout.
-    from lightning_ptdp.world.layout import nearest_divisors
-
-    return ", ".join(str(divisor) for divisor in nearest_divisors(number, wanted))

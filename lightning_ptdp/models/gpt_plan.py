@@ -6,12 +6,10 @@ input rows, so that a half block needs one all-reduce in each direction; embeddi
 
 from __future__ import annotations
 
-import math
-
 from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, PerCopy, Position, Row, Vocabulary
 
-__all__ = ["check_tensor_parallel", "gpt_plan"]
+__all__ = ["gpt_plan"]
 
 
 def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
@@ -39,24 +37,3 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
         numbers={f"{block}.attention": {"queries_per_kv": PerCopy(heads=config.kv_heads)}},
         selective=(f"{block}.attention.core",),
     )
-
-
-def check_tensor_parallel(config: GPTConfig, tensor_parallel_size: int) -> None:
-    """Check that every rank gets whole heads and an equal share of the feed-forward part.
-
-    The vocabulary needs no check: it is padded to a multiple. Of fewer heads of keys and values than ranks, every rank gets one.
-
-    Raises:
-        ValueError: A size does not divide; the message lists the degrees that work.
-    """
-    sizes = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, "ffn_hidden_size": config.ffn_size}
-    common = math.gcd(config.num_heads, config.ffn_size)
-    for name, size in sizes.items():
-        copied = name == "num_kv_heads" and tensor_parallel_size % size == 0
-        if size % tensor_parallel_size and not copied:
-            degrees = [t for t in range(1, common + 1) if common % t == 0]
-            working = ", ".join(str(t) for t in degrees if config.kv_heads % t == 0 or t % config.kv_heads == 0)
-            raise ValueError(
-                f"{name}={size} is not divisible by tensor_parallel_size={tensor_parallel_size}; this model works with a "
-                f"tensor_parallel_size of {working}"
-            )

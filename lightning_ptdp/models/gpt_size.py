@@ -53,14 +53,5 @@ def flops_per_sample(config: GPTConfig, *, sequence_length: int | None = None, r
         recompute: Count the blocks' recomputed forward pass too.
     """
     length = config.sequence_length if sequence_length is None else sequence_length
-    blocks, head = matmul_flops_per_token(
-        sequence_length=length,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.kv_heads,
-        ffn_hidden_size=config.ffn_size,
-        gated=config.mlp == "swiglu",
-        vocabulary_size=config.vocabulary_size,
-    )
+    blocks, head = matmul_flops_per_token(config, length, gated=config.mlp == "swiglu")
     return length * training_flops_per_token(blocks=blocks, head=head, recompute=recompute)

@@ -14,9 +14,10 @@ from torch import Tensor
 from lightning_ptdp.metrics import MeanLoss, TokenAccuracy
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.bert_config import BertConfig
-from lightning_ptdp.models.bert_plan import bert_plan, check_bert_tensor_parallel
+from lightning_ptdp.models.bert_plan import bert_plan
 from lightning_ptdp.models.bert_size import bert_flops_per_sample, num_bert_parameters
-from lightning_ptdp.models.optimization import AdamWConfig, build_adamw, build_schedule, resolve_decay_steps, samples_as_steps
+from lightning_ptdp.models.config import check_tensor_parallel
+from lightning_ptdp.models.optimization import AdamWConfig, configure_adamw
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -81,9 +82,9 @@ class LitBert(pl.LightningModule):
         """Refuse a layout under which heads or the feed-forward part cannot be shared out; called before launch.
 
         Raises:
-            ValueError: Of ``check_bert_tensor_parallel``.
+            ValueError: Of ``check_tensor_parallel``.
         """
-        check_bert_tensor_parallel(self.config, layout.tensor_parallel_size)
+        check_tensor_parallel(self.config, layout.tensor_parallel_size)
 
     def forward(self, batch: Batch) -> BertOutput:
         """Logits of both heads for a batch; the keys beside ``input_ids`` may be left out."""
@@ -131,10 +132,7 @@ class LitBert(pl.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW in two decay groups, and the schedule by step."""
-        optimizer = build_adamw(self, self.optimizer_config)
-        config = samples_as_steps(self.optimizer_config, self.trainer)
-        schedule = build_schedule(optimizer, config, decay_steps=resolve_decay_steps(config, self.trainer))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return configure_adamw(self, self.optimizer_config, self.trainer)
 
     @property
     def num_parameters(self) -> int:

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.metrics import Perplexity
+from lightning_ptdp.models.config import check_tensor_parallel
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.gpt_config import GPTConfig
-from lightning_ptdp.models.gpt_plan import check_tensor_parallel, gpt_plan
+from lightning_ptdp.models.gpt_plan import gpt_plan
 from lightning_ptdp.models.gpt_size import flops_per_sample, num_parameters
-from lightning_ptdp.models.optimization import AdamWConfig, build_adamw, build_schedule, resolve_decay_steps, samples_as_steps
+from lightning_ptdp.models.optimization import AdamWConfig, configure_adamw
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -113,10 +114,7 @@ class LitGPT(pl.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW in two decay groups, and the schedule by step."""
-        optimizer = build_adamw(self, self.optimizer_config)
-        config = samples_as_steps(self.optimizer_config, self.trainer)
-        schedule = build_schedule(optimizer, config, decay_steps=resolve_decay_steps(config, self.trainer))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return configure_adamw(self, self.optimizer_config, self.trainer)
 
     @property
     def num_parameters(self) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "Decay",
     "build_adamw",
     "build_schedule",
+    "configure_adamw",
     "decay_groups",
     "learning_rate_factor",
     "resolve_decay_steps",
@@ -122,6 +123,17 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, dec
         decay=config.decay,
     )
     return LambdaLR(optimizer, factor)
+
+
+def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dict[str, Any]:
+    """What ``configure_optimizers`` returns: AdamW in two decay groups, and the schedule by step.
+
+    Raises:
+        ValueError: Of ``samples_as_steps`` and ``resolve_decay_steps``.
+    """
+    optimizer, config = build_adamw(module, config), samples_as_steps(config, trainer)
+    schedule = build_schedule(optimizer, config, decay_steps=resolve_decay_steps(config, trainer))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:

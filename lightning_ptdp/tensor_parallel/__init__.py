@@ -25,11 +25,14 @@ from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits, gath
 from lightning_ptdp.tensor_parallel.numbers import PerCopy, PerRank, set_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.plan import ParallelPlan
-from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 from lightning_ptdp.tensor_parallel.swap import is_in_region, replace_aliases, shard_module, split_sequence
-from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from lightning_ptdp.tensor_parallel.vocabulary import (
+    SequenceShardedEmbedding,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+)
 
 __all__ = [
     "Alias",

@@ -5,21 +5,17 @@ Its two projections are a column and a row layer. Shapes: b samples, s tokens, e
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.tensor_parallel.linear import RowParallelLinear, column_linear
-from lightning_ptdp.tensor_parallel.randomness import Randomness
-from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.tensor_parallel.linear import ParallelLayer, RowParallelLinear
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ParallelMultiheadAttention", "why_not"]
 
 
-class ParallelMultiheadAttention(nn.Module):
+class ParallelMultiheadAttention(ParallelLayer):
     """This member's heads, under the parameter names of ``nn.MultiheadAttention``.
 
     Args:
@@ -33,6 +29,7 @@ class ParallelMultiheadAttention(nn.Module):
         sequence_parallel: The input is split along the sequence: (b, s/t, e).
     """
 
+    shown = ("embed_dim", "num_heads")
     in_proj_bias: nn.Parameter | None
 
     def __init__(
@@ -47,13 +44,10 @@ class ParallelMultiheadAttention(nn.Module):
         group: Group,
         sequence_parallel: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(group=group, sequence_parallel=sequence_parallel)
         self.embed_dim, self.num_heads = in_proj_weight.size(1), num_heads
         self.head_dim = self.embed_dim // num_heads
         self.dropout, self.batch_first = dropout, batch_first
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.weight_gradients: WeightGradients | None = None
-        self.randomness: Randomness | None = None
         # nn.TransformerEncoderLayer asks for it before it hands all weights to a fused kernel, which would not know of the group.
         self._qkv_same_embed_dim = False
         self.in_proj_weight = in_proj_weight
@@ -95,13 +89,10 @@ class ParallelMultiheadAttention(nn.Module):
             self.randomness.enter()  # the output projection leaves
         weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.in_proj_weight.size(0) // 3
         if query is key and key is value:
-            return list(self._column(query, weight, bias, self.weight_gradients).split(width, dim=-1))
+            return list(self.column(query, weight, bias).split(width, dim=-1))
         biases = bias.split(width) if bias is not None else (None, None, None)
         inputs = zip((query, key, value), weight.split(width), biases, strict=True)
-        return [self._column(x, part, offset, None) for x, part, offset in inputs]
-
-    def _column(self, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradients | None) -> Tensor:
-        return column_linear(x, weight, bias, group=self.group, sequence_parallel=self.sequence_parallel, weight_gradients=store)
+        return [self.column(x, part, offset, defers=False) for x, part, offset in inputs]
 
     def _heads(self, x: Tensor) -> Tensor:
         """(b, s, e/t) or (s, b, e/t) -> (b, n/t, s, d)."""
@@ -120,15 +111,8 @@ class ParallelMultiheadAttention(nn.Module):
             masks.append(_additive(padding, q.dtype)[:, None, None, :])
         return sum(masks[1:], start=masks[0]) if masks else None
 
-    def extra_repr(self) -> str:
-        """Full sizes and the split."""
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, tensor_parallel_size={self.group.size}, "
-            f"sequence_parallel={self.sequence_parallel}"
-        )
 
-
-def why_not(module: Any) -> str | None:
+def why_not(module: nn.MultiheadAttention) -> str | None:
     """Why an ``nn.MultiheadAttention`` cannot be sharded, by how it was built; None if it can."""
     if not module._qkv_same_embed_dim:
         return f"kdim={module.kdim} and vdim={module.vdim} differ from embed_dim={module.embed_dim}"

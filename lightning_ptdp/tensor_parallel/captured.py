@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -28,19 +27,19 @@ def check_captured(model: nn.Module, *, sequence_parallel: bool) -> None:
         ValueError: A rank would have a part of it.
     """
     for module in model.modules():
-        config = getattr(module, "config", None) if hasattr(module, "_can_record_outputs") else None
-        for kind in _BY_SEQUENCE if sequence_parallel else _BY_HEAD:
-            if getattr(config, f"output_{kind}", False):
-                raise _partial(kind, sequence_parallel)
+        if hasattr(module, "_can_record_outputs"):
+            _refuse_parts(getattr(module, "config", None), "output_", sequence_parallel)
 
 
-def _check(sequence_parallel: bool, _module: nn.Module, _args: Any, output: Any) -> None:
+def _check(sequence_parallel: bool, _module: nn.Module, _args: object, output: object) -> None:
+    _refuse_parts(output, "", sequence_parallel)
+
+
+def _refuse_parts(asked: object, prefix: str, sequence_parallel: bool) -> None:
     for kind in _BY_SEQUENCE if sequence_parallel else _BY_HEAD:
-        if getattr(output, kind, None):
-            raise _partial(kind, sequence_parallel)
-
-
-def _partial(kind: str, sequence_parallel: bool) -> ValueError:
-    field = "sequence_parallel=True" if sequence_parallel and kind not in _BY_HEAD else "tensor_parallel_size > 1"
-    what = "slice of the sequence" if kind not in _BY_HEAD else "share of the heads"
-    return ValueError(f"output_{kind}=True with {field}: a rank has the {kind} of its {what} only; use one without the other")
+        if getattr(asked, prefix + kind, None):
+            field = "sequence_parallel=True" if sequence_parallel and kind not in _BY_HEAD else "tensor_parallel_size > 1"
+            what = "slice of the sequence" if kind not in _BY_HEAD else "share of the heads"
+            raise ValueError(
+                f"output_{kind}=True with {field}: a rank has the {kind} of its {what} only; use one without the other"
+            )

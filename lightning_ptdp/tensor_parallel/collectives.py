@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,9 @@ class Pending:
         return self.finish()
 
 
-def start_all_reduce(x: Tensor, *, group: Group, in_place: bool = False, op: Any = dist.ReduceOp.SUM) -> Pending:
+def start_all_reduce(
+    x: Tensor, *, group: Group, in_place: bool = False, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Pending:
     """Sum ``x`` over the group; ``in_place`` only where nobody else may look at ``x`` again."""
     total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(total, op=op, group=group.handle, async_op=True)
@@ -95,17 +97,17 @@ def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
 
 def copy(x: Tensor, group: Group) -> Tensor:
     """``x``, whose gradient is summed over the group: enters a region in which members hold different weights."""
-    return x if group.size == 1 else _Copy.apply(x, group)
+    return _exchange(_keep, _sum, x, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of ``x`` over the group, a new tensor: leaves such a region."""
-    return x if group.size == 1 else _Reduce.apply(x, group)
+    return _exchange(_sum, _keep, x, group)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     """The whole sequence from every member's slice; (b, s/t, h) -> (b, s, h). Gradients are summed over the group."""
-    return x if group.size == 1 else _GatherSequence.apply(x, group, dim)
+    return _exchange(_gather, _sum_slice, x, group, dim)
 
 
 def scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
@@ -114,7 +116,7 @@ def scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     Raises:
         ValueError: The sequence length is not a multiple of the group's size.
     """
-    return x if group.size == 1 else _ScatterSequence.apply(x, group, dim)
+    return _exchange(_sum_slice, _gather, x, group, dim)
 
 
 def split_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
@@ -123,85 +125,54 @@ def split_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     Raises:
         ValueError: The sequence length is not a multiple of the group's size.
     """
-    return x if group.size == 1 else _SplitSequence.apply(x, group, dim)
+    return _exchange(_own_slice, _gather, x, group, dim)
 
 
 def join_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     """The whole sequence from every member's slice, for a result that all members then use alike."""
-    return x if group.size == 1 else _Join.apply(x, group, dim)
+    return _exchange(_gather, _own_slice, x, group, dim)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """Concatenate along the last dimension, for a result that all members then use alike."""
-    return x if group.size == 1 else _Join.apply(x, group, -1)
+    return _exchange(_gather, _own_slice, x, group, -1)
 
 
-class _Copy(torch.autograd.Function):
+Exchange: TypeAlias = Callable[[Tensor, Group, int], Tensor]
+
+
+def _exchange(function: Exchange, gradient: Exchange, x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    return x if group.size == 1 else _Exchange.apply(x, function, gradient, group, dim)
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_all_reduce(grad, group=ctx.group).wait(), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return start_all_reduce(x, group=group).wait()
+    def forward(ctx: Any, x: Tensor, function: Exchange, gradient: Exchange, group: Group, dim: int) -> Tensor:
+        ctx.gradient, ctx.group, ctx.dim = gradient, group, dim
+        return function(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.gradient(grad, ctx.group, ctx.dim), None, None, None, None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_all_gather(x, dim=dim, group=group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_reduce_scatter(grad, dim=ctx.dim, group=ctx.group).wait(), None, None
+def _keep(x: Tensor, group: Group, dim: int) -> Tensor:
+    return x.view_as(x)
 
 
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_reduce_scatter(x, dim=dim, group=group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_all_gather(grad, dim=ctx.dim, group=ctx.group).wait(), None, None
+def _sum(x: Tensor, group: Group, dim: int) -> Tensor:
+    return start_all_reduce(x, group=group).wait()
 
 
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_slice(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_all_gather(grad, dim=ctx.dim, group=ctx.group).wait(), None, None
+def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    return start_all_gather(x, dim=dim, group=group).wait()
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_all_gather(x, dim=dim, group=group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own_slice(grad, ctx.dim, ctx.group), None, None
+def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    return start_reduce_scatter(x, dim=dim, group=group).wait()
 
 
-def _own_slice(x: Tensor, dim: int, group: Group) -> Tensor:
+def _own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     _check_divisible(x, dim, group)
     length = x.size(dim) // group.size
     return x.narrow(dim, group.rank * length, length).clone(memory_format=torch.contiguous_format)

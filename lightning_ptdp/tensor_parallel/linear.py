@@ -15,8 +15,9 @@ Shapes: b samples, s tokens, i input features, o output features; ... stands for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,29 +25,88 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
-from lightning_ptdp.tensor_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_ptdp.tensor_parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from lightning_ptdp.tensor_parallel.randomness import Randomness
-from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.weight_gradients import Operand, WeightGradients
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_linear", "row_linear"]
+__all__ = ["ColumnParallelLinear", "ParallelLayer", "RowParallelLinear"]
 
 _SEQUENCE = 1
 
 
-class ColumnParallelLinear(nn.Module):
+class ParallelLayer(nn.Module):
+    """A layer that has a share of its weights, and its products; who splits the backward or the random numbers finds it by its attributes.
+
+    Args:
+        transposed: Weights are stored as (i, o), as in Hugging Face's ``Conv1D``.
+        group: The tensor group.
+        sequence_parallel: Activations around the layer are split along the sequence.
+    """
+
+    shown: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "has_bias")
+
+    def __init__(self, *, transposed: bool = False, group: Group, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.transposed, self.group, self.sequence_parallel = transposed, group, sequence_parallel
+        self.weight_gradients: WeightGradients | None = None
+        self.randomness: Randomness | None = None
+
+    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, defers: bool = True) -> Tensor:
+        """x W^T + bias for this member's output features of an x that all members have, or slices of; under autocast in its dtype.
+
+        Args:
+            x: (..., i), or (b, s/t, i) under sequence parallelism.
+            weight: (o/t, i).
+            bias: (o/t), or None.
+            defers: The weight's gradient may wait.
+        """
+        return self._multiply(_ColumnLinear, x, weight, bias, defers)
+
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum over the group of x_r W_r^T, + bias once: (..., i/t) -> (..., o), or (b, s, i/t) -> (b, s/t, o)."""
+        return self._multiply(_RowLinear, x, weight, bias, True)
+
+    def _multiply(
+        self, function: type[torch.autograd.Function], x: Tensor, weight: Tensor, bias: Tensor | None, defers: bool
+    ) -> Tensor:
+        if self.group.size == 1:
+            return F.linear(x, weight.t() if self.transposed else weight, bias)
+        if self.sequence_parallel and x.dim() < 3:
+            raise ValueError(
+                f"sequence_parallel=True splits dimension 1 of (batch, sequence, features), but the input has shape {tuple(x.shape)}; "
+                "give the layer three dimensions, or use sequence_parallel=False"
+            )
+        dtype = autocast_dtype(x)
+        x = x if dtype is None else x.to(dtype)
+        store = self.weight_gradients if defers else None
+        product = _Product(MatrixProduct(weight, dtype, self.transposed), self.group, self.sequence_parallel, store)
+        return function.apply(x, weight, bias, product)
+
+    def extra_repr(self) -> str:
+        """Full sizes and the split."""
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in self.shown)
+        return f"{sizes}, tensor_parallel_size={self.group.size}, sequence_parallel={self.sequence_parallel}"
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias."""
+        return self._parameters.get("bias") is not None
+
+
+class ColumnParallelLinear(ParallelLayer):
     """y = x W^T + bias with W split along its output features; the output stays split.
 
     Args:
         weight: Local weight (o/t, i); more rows than o/t if some heads are on several members.
         bias: Local bias (o/t), or None.
         parts: Output sizes of the parts of a fused layer, each split on its own: the local output is [q_r | k_r | v_r].
-        transposed: The weight is stored as (i, o/t), as in Hugging Face's ``Conv1D``.
         enters: Whether the input enters the tensor-parallel region here; a region around the layer does it for several at once.
-        group: The tensor group.
-        sequence_parallel: The input is split along the sequence: (b, s/t, i) -> (b, s, o/t). Otherwise (..., i) -> (..., o/t).
+        transposed, group, sequence_parallel: Of ``ParallelLayer``. (b, s/t, i) -> (b, s, o/t) if the sequence is split, otherwise
+            (..., i) -> (..., o/t).
     """
 
+    shown = (*ParallelLayer.shown, "parts")
     bias: nn.Parameter | None
 
     def __init__(
@@ -55,20 +115,15 @@ class ColumnParallelLinear(nn.Module):
         bias: nn.Parameter | None = None,
         *,
         parts: Sequence[int] | None = None,
-        transposed: bool = False,
         enters: bool = True,
+        transposed: bool = False,
         group: Group,
         sequence_parallel: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(transposed=transposed, group=group, sequence_parallel=sequence_parallel)
         local, self.in_features = reversed(weight.shape) if transposed else weight.shape
         self.parts = tuple(parts) if parts is not None else (local * group.size,)
-        self.out_features = sum(self.parts)
-        self.transposed, self.enters = transposed, enters
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.weight_gradients: WeightGradients | None = None
-        self.randomness: Randomness | None = None
+        self.out_features, self.enters = sum(self.parts), enters
         self.weight = weight
         self.register_parameter("bias", bias)
 
@@ -78,30 +133,17 @@ class ColumnParallelLinear(nn.Module):
             self.randomness.enter()
         if not self.enters:
             return F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
-        return column_linear(
-            x,
-            self.weight,
-            self.bias,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-            weight_gradients=self.weight_gradients,
-            transposed=self.transposed,
-        )
-
-    def extra_repr(self) -> str:
-        """Full sizes and the split."""
-        return _describe(self) + (f", parts={self.parts}" if len(self.parts) > 1 else "")
+        return self.column(x, self.weight, self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelLayer):
     """y = sum over the group of x_r W_r^T, + bias once; W is split along its input features, as the input is.
 
     Args:
         weight: Local weight (o, i/t).
         bias: The whole bias (o), or None.
-        transposed: The weight is stored as (i/t, o), as in Hugging Face's ``Conv1D``.
-        group: The tensor group.
-        sequence_parallel: The output is split along the sequence: (b, s, i/t) -> (b, s/t, o). Otherwise (..., i/t) -> (..., o).
+        transposed, group, sequence_parallel: Of ``ParallelLayer``. (b, s, i/t) -> (b, s/t, o) if the sequence is split, otherwise
+            (..., i/t) -> (..., o).
     """
 
     bias: nn.Parameter | None
@@ -115,14 +157,9 @@ class RowParallelLinear(nn.Module):
         group: Group,
         sequence_parallel: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(transposed=transposed, group=group, sequence_parallel=sequence_parallel)
         self.out_features, local = reversed(weight.shape) if transposed else weight.shape
         self.in_features = local * group.size
-        self.transposed = transposed
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.weight_gradients: WeightGradients | None = None
-        self.randomness: Randomness | None = None
         self.weight = weight
         self.register_parameter("bias", bias)
 
@@ -140,170 +177,102 @@ class RowParallelLinear(nn.Module):
             )
         if self.randomness is not None:
             self.randomness.leave()
-        return row_linear(
-            x,
-            self.weight,
-            self.bias,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-            weight_gradients=self.weight_gradients,
-            transposed=self.transposed,
-        )
-
-    def extra_repr(self) -> str:
-        """Full sizes and the split."""
-        return _describe(self)
+        return self.row(x, self.weight, self.bias)
 
 
-def column_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    group: Group,
-    sequence_parallel: bool = False,
-    weight_gradients: WeightGradients | None = None,
-    transposed: bool = False,
-) -> Tensor:
-    """What ``ColumnParallelLinear`` computes; under autocast in autocast's dtype."""
-    return _apply(_ColumnLinear, x, weight, bias, group, sequence_parallel, weight_gradients, transposed)
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """A product of which every member of the group has a part.
 
+    Attributes:
+        local: This member's.
+        group: The tensor group.
+        sequence_parallel: What all members have of it is split along the sequence.
+        store: Where the weight's gradient may wait.
+    """
 
-def row_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    group: Group,
-    sequence_parallel: bool = False,
-    weight_gradients: WeightGradients | None = None,
-    transposed: bool = False,
-) -> Tensor:
-    """What ``RowParallelLinear`` computes; under autocast in autocast's dtype."""
-    return _apply(_RowLinear, x, weight, bias, group, sequence_parallel, weight_gradients, transposed)
+    local: MatrixProduct
+    group: Group
+    sequence_parallel: bool
+    store: WeightGradients | None
 
+    @property
+    def waits(self) -> bool:
+        """Whether the weight's gradient comes later."""
+        return self.store is not None and self.store.waits
 
-def _apply(
-    function: type[torch.autograd.Function],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: Group,
-    sequence_parallel: bool,
-    store: WeightGradients | None,
-    transposed: bool,
-) -> Tensor:
-    if group.size == 1:
-        return F.linear(x, weight.t() if transposed else weight, bias)
-    if sequence_parallel and x.dim() < 3:
-        raise ValueError(
-            f"sequence_parallel=True splits dimension 1 of (batch, sequence, features), but the input has shape {tuple(x.shape)}; "
-            "give the layer three dimensions, or use sequence_parallel=False"
-        )
-    dtype = autocast_dtype(x)
-    x = x if dtype is None else x.to(dtype)
-    return function.apply(x, weight, bias, MatrixProduct(weight, dtype, transposed), group, sequence_parallel, store)
+    def start_gather(self, x: Tensor) -> Pending:
+        """The whole sequence from every member's slice."""
+        return start_all_gather(x, dim=_SEQUENCE, group=self.group)
+
+    def start_sum(self, term: Tensor) -> Pending:
+        """The sum of every member's term, or this member's slice of it."""
+        if self.sequence_parallel:
+            return start_reduce_scatter(term, dim=_SEQUENCE, group=self.group)
+        return start_all_reduce(term, group=self.group, in_place=True)
+
+    def weight_gradient(self, grad: Tensor, x: Operand) -> Tensor | None:
+        """The weight's gradient, None if it comes later; only then ``x`` may be what fetches it."""
+        if self.store is not None and self.store.waits:
+            self.store.defer_product(self.local, grad, x)
+            return None
+        assert isinstance(x, Tensor)
+        return self.local.weight_gradient(grad, x)
 
 
 class _ColumnLinear(torch.autograd.Function):
     """Only the local input is saved: under sequence parallelism the gathered one is t times larger."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        product: MatrixProduct,
-        group: Group,
-        sequence_parallel: bool,
-        store: WeightGradients | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.product, ctx.group, ctx.sequence_parallel, ctx.store = product, group, sequence_parallel, store
-        if sequence_parallel:
-            x = start_all_gather(x, dim=_SEQUENCE, group=group).wait()
-        return product.output(x, bias)
+        ctx.product = product
+        return product.local.output(product.start_gather(x).wait() if product.sequence_parallel else x, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        product, group, split = ctx.product, ctx.group, ctx.sequence_parallel
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        waits = wants_weight and ctx.store is not None and ctx.store.waits
+        (x,), product = ctx.saved_tensors, ctx.product
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
             # The gather hides behind the first matrix product, the reduction behind the second.
-            gathering = start_all_gather(x, dim=_SEQUENCE, group=group) if split and wants_weight and not waits else None
-            reducing = None
-            if wants_x:
-                grad_x = product.input_gradient(grad)
-                if split:
-                    reducing = start_reduce_scatter(grad_x, dim=_SEQUENCE, group=group)
-                else:
-                    reducing = start_all_reduce(grad_x, group=group, in_place=True)
+            gathers = product.sequence_parallel and wants_weight
+            gathering = product.start_gather(x) if gathers and not product.waits else None
+            reducing = product.start_sum(product.local.input_gradient(grad)) if wants_x else None
             if gathering is not None:
                 x = gathering.wait()
-            if waits:
-                later = partial(_start_gathering, x, group) if split else x
-                ctx.store.defer_product(product, grad, later)
-            grad_weight = product.weight_gradient(grad, x) if wants_weight and not waits else None
+            elif gathers:
+                x = partial(_start_gathering, x, product)
+            grad_weight = product.weight_gradient(grad, x) if wants_weight else None
             grad_bias = bias_gradient(grad) if wants_bias else None
-        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None, None, None, None
+        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None
 
 
 class _RowLinear(torch.autograd.Function):
     """The bias comes after the sum: added on every member before it, it would count t times."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        product: MatrixProduct,
-        group: Group,
-        sequence_parallel: bool,
-        store: WeightGradients | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.product, ctx.group, ctx.sequence_parallel, ctx.store = product, group, sequence_parallel, store
-        partial = product.output(x)
-        if sequence_parallel:
-            y = start_reduce_scatter(partial, dim=_SEQUENCE, group=group).wait()
-        else:
-            y = start_all_reduce(partial, group=group, in_place=True).wait()
+        ctx.product = product
+        y = product.start_sum(product.local.output(x)).wait()
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        product = ctx.product
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        (x,), product = ctx.saved_tensors, ctx.product
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
-            gathering = None
-            if ctx.sequence_parallel and (wants_x or wants_weight):
-                gathering = start_all_gather(grad, dim=_SEQUENCE, group=ctx.group)
+            gathering = product.start_gather(grad) if product.sequence_parallel and (wants_x or wants_weight) else None
             # Under sequence parallelism this is the slice's share of the bias' gradient: Sharding.partial says so.
             grad_bias = bias_gradient(grad) if wants_bias else None
             if gathering is not None:
                 grad = gathering.wait()
-            grad_x = product.input_gradient(grad) if wants_x else None
-            grad_weight = None
-            if wants_weight and ctx.store is not None and ctx.store.waits:
-                ctx.store.defer_product(product, grad, x)
-            elif wants_weight:
-                grad_weight = product.weight_gradient(grad, x)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+            grad_x = product.local.input_gradient(grad) if wants_x else None
+            grad_weight = product.weight_gradient(grad, x) if wants_weight else None
+        return grad_x, grad_weight, grad_bias, None
 
 
-def _start_gathering(x: Tensor, group: Group) -> Callable[[], Tensor]:
-    return start_all_gather(x, dim=_SEQUENCE, group=group).wait
-
-
-def _describe(layer: ColumnParallelLinear | RowParallelLinear) -> str:
-    return (
-        f"in_features={layer.in_features}, out_features={layer.out_features}, bias={layer.bias is not None}, "
-        f"tensor_parallel_size={layer.group.size}, sequence_parallel={layer.sequence_parallel}"
-    )
+def _start_gathering(x: Tensor, product: _Product) -> Callable[[], Tensor]:
+    return product.start_gather(x).wait

@@ -9,7 +9,6 @@ Operations in place would change a copy and are refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -25,10 +24,9 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
     vocabulary_parallel_logsumexp,
 )
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
-from lightning_ptdp.tensor_parallel.views import keeps_vocabulary, leading_sizes
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["VocabularyParallelLogits", "gather_full"]
+__all__ = ["VocabularyParallelLogits", "gather_full", "keeps_vocabulary"]
 
 
 class VocabularyParallelLogits(torch.Tensor):
@@ -51,7 +49,7 @@ class VocabularyParallelLogits(torch.Tensor):
         return logits
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping | None = None) -> object:
         name, kwargs = _name_of(func), dict(kwargs or {})
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
@@ -65,7 +63,7 @@ class VocabularyParallelLogits(torch.Tensor):
         return func(*_gathered(args), **_gathered(kwargs))
 
 
-def gather_full(outputs: Any) -> Any:
+def gather_full(outputs: object) -> Any:
     """``outputs`` with plain full logits (..., V) in the place of split ones, at any depth of tuples, lists, mappings, dataclasses.
 
     Collective over the tensor group if there are any; differentiable, where every member goes on alike.
@@ -104,7 +102,7 @@ def _name_of(func: Callable) -> str:
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
 
 
-def _bind(args: tuple, kwargs: Mapping, **defaults: Any) -> tuple:
+def _bind(args: tuple, kwargs: Mapping, **defaults: object) -> tuple:
     """Values of the parameters ``defaults``, in their order."""
     return (*args, *(kwargs.get(name, default) for name, default in list(defaults.items())[len(args) :]))
 
@@ -112,22 +110,22 @@ def _bind(args: tuple, kwargs: Mapping, **defaults: Any) -> tuple:
 # Handlers: (logits, function, other positional arguments, keyword arguments) -> result, or NotImplemented to gather.
 
 
-def _on_local(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _on_local(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     """Same for the local part as for the whole."""
     return func(_local(logits), *args, **kwargs)
 
 
-def _wrapped(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _wrapped(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     return _like(logits, func(_local(logits), *args, **kwargs))
 
 
-def _with_number(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _with_number(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     if kwargs or not all(isinstance(arg, int | float) for arg in args):
         return NotImplemented
     return _wrapped(logits, func, args, kwargs)
 
 
-def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     if any(isinstance(arg, VocabularyParallelLogits) for arg in args):
         return NotImplemented
     local = _local(logits)
@@ -135,60 +133,53 @@ def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: d
     return _like(logits, moved) if moved.device == local.device else NotImplemented
 
 
-def _shape(logits: VocabularyParallelLogits) -> torch.Size:
-    return torch.Size((*_local(logits).shape[:-1], logits.vocabulary.size))
-
-
-def _get_shape(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
-    return _shape(logits)
-
-
-def _size(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
-    dim = args[0] if args else kwargs.get("dim")
-    return _shape(logits) if dim is None else _shape(logits)[dim]
-
-
-def _numel(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> int:
-    return math.prod(_shape(logits))
-
-
-def _length(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> int:
-    return _shape(logits)[0]
-
-
-def _view(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
-    shape = kwargs.get("shape", kwargs.get("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args))
-    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
-        return NotImplemented  # a view as another dtype
+def _whole(logits: VocabularyParallelLogits) -> Tensor:
+    """What the logits report to be, without memory."""
     local = _local(logits)
-    leading = leading_sizes(tuple(shape), rows=math.prod(local.shape[:-1]), vocabulary=logits.vocabulary.size)
-    if leading is None:
+    return torch.empty((*local.shape[:-1], logits.vocabulary.size), dtype=local.dtype, device="meta")
+
+
+def _as_whole(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+    """What is asked of the shape alone."""
+    return func(_whole(logits), *args, **kwargs)
+
+
+def _view(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+    """A view that has the vocabulary as its last dimension, whatever it makes of the others."""
+    whole = func(_whole(logits), *args, **kwargs)
+    if whole.dtype is not logits.dtype or not whole.dim() or whole.size(-1) != logits.vocabulary.size:
         return NotImplemented
-    sizes = (*leading, local.size(-1))
-    return _like(logits, local.reshape(sizes) if func.__name__ == "reshape" else local.view(sizes))
+    local = _local(logits)
+    sizes = (*whole.shape[:-1], local.size(-1))
+    return _like(logits, local.view(sizes) if func.__name__ == "view" else local.reshape(sizes))
 
 
-def _flatten(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
-    start, end = _bind(args, kwargs, start_dim=0, end_dim=-1)
-    dims = logits.dim()
-    if start % dims > end % dims or (end % dims == dims - 1 and start % dims != end % dims):
-        return NotImplemented
-    return _wrapped(logits, func, (start, end), {})
-
-
-def _unflatten(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
-    dim = args[0] if args else kwargs["dim"]
-    if not isinstance(dim, int) or dim % logits.dim() == logits.dim() - 1:
-        return NotImplemented
-    return _wrapped(logits, func, args, kwargs)
-
-
-def _getitem(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _getitem(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     return _wrapped(logits, func, args, kwargs) if keeps_vocabulary(index, logits.dim()) else NotImplemented
 
 
-def _cross_entropy(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+def keeps_vocabulary(index: tuple, dims: int) -> bool:
+    """Whether indexing leaves the last dimension whole and last. Once the ellipsis is written out, the last item must be ``:``."""
+    consumed, ellipses = 0, 0
+    for item in index:
+        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
+            if item.dim() == 0:
+                return False
+            consumed += item.dim()
+        elif isinstance(item, Tensor | slice) or (isinstance(item, int) and not isinstance(item, bool)):
+            consumed += 1
+        elif item is Ellipsis:
+            ellipses += 1
+        elif item is not None:
+            return False  # lists, arrays, Python booleans: seldom on logits, and not worth telling apart
+    if consumed < dims and (not ellipses or index[-1] is Ellipsis):
+        return ellipses <= 1
+    last = index[-1] if index[-1] is not Ellipsis else index[-2]
+    return ellipses <= 1 and isinstance(last, slice) and last == slice(None)
+
+
+def _cross_entropy(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     return _class_index_loss(logits, *args, **kwargs)
 
 
@@ -201,14 +192,14 @@ def _class_index_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    **unknown: Any,
-) -> Any:
+    **unknown: object,
+) -> object:
     """Signature of ``F.cross_entropy``; what it does not cover (class weights, class probabilities, (N, C, d)) is gathered."""
     plain = weight is None and size_average is None and reduce is None and not unknown
     known = reduction in ("mean", "sum", "none") and 0.0 <= label_smoothing <= 1.0
     indices = isinstance(target, Tensor) and not target.is_floating_point()
     # In torch's layout the classes are dimension 1: the last one only up to two dimensions.
-    if not (plain and known and indices and logits.dim() <= 2 and target.shape == _shape(logits)[:-1]):
+    if not (plain and known and indices and logits.dim() <= 2 and target.shape == _local(logits).shape[:-1]):
         return NotImplemented
     return vocabulary_parallel_cross_entropy(
         _local(logits),
@@ -221,7 +212,7 @@ def _class_index_loss(
     )
 
 
-def _argmax(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _argmax(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     """The best of each member's best; the smallest id among equals."""
     dim, keepdim = _bind(args, kwargs, dim=None, keepdim=False)
     if dim is None or dim % logits.dim() != logits.dim() - 1:
@@ -239,7 +230,7 @@ def _argmax(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwarg
     return best.unsqueeze(-1) if keepdim else best
 
 
-def _logsumexp(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _logsumexp(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     dim, keepdim = _bind(args, kwargs, dim=None, keepdim=False)
     if not isinstance(dim, int) or dim % logits.dim() != logits.dim() - 1:
         return NotImplemented
@@ -250,19 +241,19 @@ def _logsumexp(logits: VocabularyParallelLogits, func: Callable, args: tuple, kw
 def _text(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> str:
     """No values: printing on one rank must not wait for the others."""
     return (
-        f"VocabularyParallelLogits(shape={tuple(_shape(logits))}, dtype={logits.dtype}, device='{logits.device}', "
+        f"VocabularyParallelLogits(shape={tuple(logits.shape)}, dtype={logits.dtype}, device='{logits.device}', "
         f"tensor_parallel_rank={logits.group.rank} of {logits.group.size})"
     )
 
 
-def _refuse_hook(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _refuse_hook(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     raise ValueError(
         f"{func.__name__} on logits that are split along the vocabulary would see this rank's part only; take the whole first: "
         "logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
     )
 
 
-def _refuse_in_place(name: str, first: Any, kwargs: Mapping) -> None:
+def _refuse_in_place(name: str, first: object, kwargs: Mapping) -> None:
     changes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
     if (changes and isinstance(first, VocabularyParallelLogits)) or isinstance(kwargs.get("out"), VocabularyParallelLogits):
         raise ValueError(
@@ -275,24 +266,20 @@ _LOCAL = (
     "device dtype element_size get_device grad_fn is_complex is_cpu is_cuda is_floating_point is_inference is_leaf is_meta layout "
     "dim ndim requires_grad __hash__"
 )
+_SHAPE = "shape size numel nelement __len__"
 _KEEP = "bfloat16 clone contiguous detach double float half neg tanh"
 _NUMBER = "__radd__ __rmul__ __rsub__ __truediv__ add div mul multiply sub subtract true_divide"
 
-_HANDLERS: Mapping[str, Callable[[VocabularyParallelLogits, Callable, tuple, dict], Any]] = MappingProxyType(
+_HANDLERS: Mapping[str, Callable[[VocabularyParallelLogits, Callable, tuple, dict], object]] = MappingProxyType(
     {
         **dict.fromkeys(_LOCAL.split(), _on_local),
         **dict.fromkeys(_KEEP.split(), _wrapped),
         **dict.fromkeys(_NUMBER.split(), _with_number),
         **dict.fromkeys(("__repr__", "__format__", "__str__"), _text),
         **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _refuse_hook),
-        **dict.fromkeys(("view", "reshape"), _view),
-        **dict.fromkeys(("numel", "nelement"), _numel),
-        "shape": _get_shape,
-        "size": _size,
-        "__len__": _length,
+        **dict.fromkeys(_SHAPE.split(), _as_whole),
+        **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),
         "to": _to,
-        "flatten": _flatten,
-        "unflatten": _unflatten,
         "__getitem__": _getitem,
         "cross_entropy": _cross_entropy,
         "argmax": _argmax,

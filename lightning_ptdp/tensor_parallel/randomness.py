@@ -14,9 +14,9 @@ that is recomputed inside of a region needs the shared one too, where a part of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -113,39 +113,30 @@ def give_randomness(module: nn.Module, randomness: Randomness, *, blocks: nn.Mod
     Returns:
         A function that undoes it.
     """
+    undo = contextlib.ExitStack()
     if blocks is not None:
-        handles = []
+        enter, leave = partial(_enter, randomness), partial(_leave, randomness)
         for block in blocks.children():
-            handles.append(block.register_forward_pre_hook(partial(_enter, randomness)))
-            handles.append(block.register_forward_hook(partial(_leave, randomness), always_call=True))
+            _around(block, enter, leave, undo)
             for child in (module for module in block.modules() if is_whole(module)):
-                handles.append(child.register_forward_pre_hook(partial(_leave, randomness)))
-                handles.append(child.register_forward_hook(partial(_enter_again, randomness), always_call=True))
-        return partial(_remove, handles)
-    layers: list[Any] = [child for child in module.modules() if "randomness" in vars(child)]
-    for layer in layers:
-        layer.randomness = randomness
-    return partial(_take_back, layers)
+                _around(child, leave, enter, undo)
+        return undo.close
+    for layer in module.modules():
+        if "randomness" in vars(layer):
+            vars(layer)["randomness"] = randomness
+            undo.callback(setattr, layer, "randomness", None)
+    return undo.close
 
 
-def _enter(randomness: Randomness, module: nn.Module, _args: Any) -> None:
+def _around(module: nn.Module, before: Callable[..., None], behind: Callable[..., None], undo: contextlib.ExitStack) -> None:
+    undo.callback(module.register_forward_pre_hook(before).remove)
+    undo.callback(module.register_forward_hook(behind, always_call=True).remove)
+
+
+def _enter(randomness: Randomness, module: nn.Module, *_: object) -> None:
     if module.training:
         randomness.enter()
 
 
-def _leave(randomness: Randomness, *_: Any) -> None:
+def _leave(randomness: Randomness, *_: object) -> None:
     randomness.leave()
-
-
-def _enter_again(randomness: Randomness, module: nn.Module, *_: Any) -> None:
-    _enter(randomness, module, None)
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _take_back(layers: Sequence[Any]) -> None:
-    for layer in layers:
-        layer.randomness = None

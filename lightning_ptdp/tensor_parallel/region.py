@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -27,6 +27,9 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["enter_region", "is_whole", "join_around", "split_sequence_in_blocks"]
 
 _WHOLE = "_ptdp_whole_sequence"
+
+Positional: TypeAlias = tuple[object, ...]
+Keywords: TypeAlias = dict[str, object]
 
 
 def enter_region(
@@ -44,16 +47,16 @@ def enter_region(
 def split_sequence_in_blocks(first: nn.Module | None, last: nn.Module | None, *, group: Group) -> None:
     """Split the sequence in front of the block ``first`` and join it behind the block ``last``, where they are here."""
     if first is not None:
-        first.register_forward_pre_hook(partial(_change_input, partial(_split, group)), with_kwargs=True)
+        first.register_forward_pre_hook(partial(_change_input, partial(split_sequence, group=group)), with_kwargs=True)
     if last is not None:
-        last.register_forward_hook(partial(_change_output, partial(_join, group)))
+        last.register_forward_hook(partial(_change_output, partial(join_sequence, group=group)))
 
 
 def join_around(module: nn.Module, *, group: Group) -> None:
     """Let ``module`` see the whole sequence, of which it is given a slice, and return its slice."""
     module.__dict__[_WHOLE] = True
-    module.register_forward_pre_hook(partial(_change_input, partial(_join, group)), with_kwargs=True)
-    module.register_forward_hook(partial(_change_output, partial(_split, group)))
+    module.register_forward_pre_hook(partial(_change_input, partial(join_sequence, group=group)), with_kwargs=True)
+    module.register_forward_hook(partial(_change_output, partial(split_sequence, group=group)))
 
 
 def is_whole(module: nn.Module) -> bool:
@@ -65,12 +68,16 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def _change_input(
-    change: Callable[[Tensor], Tensor], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    change: Callable[[Any], Tensor], _module: nn.Module, args: Positional, kwargs: Keywords
+) -> tuple[Positional, Keywords]:
     if args:
         return (change(args[0]), *args[1:]), kwargs
     first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
     return args, {**kwargs, first: change(kwargs[first])}
+
+
+def _change_output(change: Callable[[Tensor], Tensor], _module: nn.Module, _args: object, output: Any) -> object:
+    return change(output) if isinstance(output, Tensor) else type(output)((change(output[0]), *output[1:]))
 
 
 def _enter(group: Group, sequence_parallel: bool, x: Tensor) -> Tensor:
@@ -79,30 +86,17 @@ def _enter(group: Group, sequence_parallel: bool, x: Tensor) -> Tensor:
     return gather_sequence(x, group) if sequence_parallel else copy(x, group)
 
 
-def _split(group: Group, x: Tensor) -> Tensor:
-    return split_sequence(x, group)
-
-
-def _join(group: Group, x: Tensor) -> Tensor:
-    return join_sequence(x, group)
-
-
-def _change_output(change: Callable[[Tensor], Tensor], _module: nn.Module, _args: Any, output: Any) -> Any:
-    return change(output) if isinstance(output, Tensor) else type(output)((change(output[0]), *output[1:]))
-
-
 def _own_heads(
-    heads: int, arguments: tuple[str, ...], group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    own = partial(_heads_of_rank, heads, group)
+    heads: int, arguments: tuple[str, ...], group: Group, module: nn.Module, args: Positional, kwargs: Keywords
+) -> tuple[Positional, Keywords]:
     places = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
     given = {places[name] for name in arguments if name in places}
-    return tuple(own(x) if i in given else x for i, x in enumerate(args)), {
-        name: own(x) if name in arguments else x for name, x in kwargs.items()
+    return tuple(_heads_of_rank(heads, group, x) if i in given else x for i, x in enumerate(args)), {
+        name: _heads_of_rank(heads, group, x) if name in arguments else x for name, x in kwargs.items()
     }
 
 
-def _heads_of_rank(heads: int, group: Group, x: Any) -> Any:
+def _heads_of_rank(heads: int, group: Group, x: object) -> object:
     """(b, n, ...) -> (b, n/t, ...); (b n, ...) of three dimensions -> (b n/t, ...). What is the same for all heads stays."""
     if not isinstance(x, Tensor) or (x.dim() == 4 and x.size(1) != heads):
         return x

@@ -1,7 +1,7 @@
-"""Embedding and output head split along the vocabulary (arXiv 1909.08053, section 3).
+"""Embeddings and output head: split along the vocabulary (arXiv 1909.08053, section 3), or looked up for a slice of the sequence.
 
-Every member holds ceil(V / t) rows. If V does not divide, the last members' last rows are padding: zero, outside of every piece
-of the sharding, never looked up, and never part of a loss.
+Of a vocabulary every member holds ceil(V / t) rows. If V does not divide, the last members' last rows are padding: zero, outside of every
+piece of the sharding, never looked up, and never part of a loss.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.tensor_parallel.collectives import reduce, scatter_sequence
-from lightning_ptdp.tensor_parallel.linear import column_linear
+from lightning_ptdp.tensor_parallel.collectives import reduce, scatter_sequence, split_sequence
+from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
-from lightning_ptdp.weight_gradients import WeightGradients
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["VocabularyParallelEmbedding", "VocabularyParallelHead"]
+__all__ = ["SequenceShardedEmbedding", "VocabularyParallelEmbedding", "VocabularyParallelHead"]
 
 
-class VocabularyParallelEmbedding(nn.Module):
+class VocabularyParallelEmbedding(ParallelLayer):
     """Token ids (b, s) int64 -> (b, s, h), or (b, s/t, h) under sequence parallelism.
 
     Args:
@@ -31,6 +30,8 @@ class VocabularyParallelEmbedding(nn.Module):
         sequence_parallel: Split the output along the sequence.
     """
 
+    shown = ("num_embeddings", "embedding_dim", "padded_vocabulary")
+
     def __init__(
         self,
         weight: nn.Parameter,
@@ -40,14 +41,11 @@ class VocabularyParallelEmbedding(nn.Module):
         group: Group,
         sequence_parallel: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(group=group, sequence_parallel=sequence_parallel)
         assert weight.size(0) == vocabulary.rows, (tuple(weight.shape), vocabulary)
         self.num_embeddings, self.embedding_dim = vocabulary.size, weight.size(1)
-        self.padded_vocabulary = vocabulary.padded
-        self.vocabulary = vocabulary
+        self.vocabulary, self.padded_vocabulary = vocabulary, vocabulary.padded
         self.padding_idx = padding_idx
-        self.group = group
-        self.sequence_parallel = sequence_parallel
         self.weight = weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -57,29 +55,17 @@ class VocabularyParallelEmbedding(nn.Module):
             IndexError: An id is not in [0, V) (on CUDA a device-side assertion, as in ``nn.Embedding``).
             ValueError: (sequence parallelism) s is not a multiple of t.
         """
-        words = self.vocabulary
+        words, padding = self.vocabulary, self.padding_idx
         valid = (ids >= 0) & (ids < words.size)
         here = (ids >= words.start) & (ids < words.stop)
         # An id outside of the vocabulary becomes -1 on every member, so that the look-up itself complains.
         rows = torch.where(here, ids - words.start, torch.where(valid, 0, -1))
-        x = F.embedding(rows, self.weight, self._local_padding_idx())
-        x = x.masked_fill(~here.unsqueeze(-1), 0.0)
+        padding_row = padding - words.start if padding is not None and words.start <= padding < words.stop else None
+        x = F.embedding(rows, self.weight, padding_row).masked_fill(~here.unsqueeze(-1), 0.0)
         return scatter_sequence(x, self.group) if self.sequence_parallel else reduce(x, self.group)
 
-    def _local_padding_idx(self) -> int | None:
-        words = self.vocabulary
-        inside = self.padding_idx is not None and words.start <= self.padding_idx < words.stop
-        return self.padding_idx - words.start if inside and self.padding_idx is not None else None
 
-    def extra_repr(self) -> str:
-        """Full sizes and the split."""
-        return (
-            f"{self.num_embeddings}, {self.embedding_dim}, padded_vocabulary={self.padded_vocabulary}, "
-            f"tensor_parallel_size={self.group.size}, sequence_parallel={self.sequence_parallel}"
-        )
-
-
-class VocabularyParallelHead(nn.Module):
+class VocabularyParallelHead(ParallelLayer):
     """(..., h) -> logits (..., V), of which every member holds a slice: see ``VocabularyParallelLogits``.
 
     Args:
@@ -90,6 +76,7 @@ class VocabularyParallelHead(nn.Module):
         sequence_parallel: The input is split along the sequence: (b, s/t, h) -> (b, s, V).
     """
 
+    shown = (*ParallelLayer.shown, "padded_vocabulary")
     bias: nn.Parameter | None
 
     def __init__(
@@ -101,35 +88,45 @@ class VocabularyParallelHead(nn.Module):
         group: Group,
         sequence_parallel: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(group=group, sequence_parallel=sequence_parallel)
         assert weight.size(0) == vocabulary.rows, (tuple(weight.shape), vocabulary)
         self.in_features, self.out_features = weight.size(1), vocabulary.size
-        self.padded_vocabulary = vocabulary.padded
-        self.vocabulary = vocabulary
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.weight_gradients: WeightGradients | None = None
+        self.vocabulary, self.padded_vocabulary = vocabulary, vocabulary.padded
         self.weight = weight
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits that report the whole vocabulary."""
-        local = column_linear(
-            x,
-            self.weight,
-            self.bias,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-            weight_gradients=self.weight_gradients,
-        )
-        if self.group.size == 1:
-            return local
-        return VocabularyParallelLogits.wrap(local, vocabulary=self.vocabulary, group=self.group)
-
-    def extra_repr(self) -> str:
-        """Full sizes and the split."""
+        local = self.column(x, self.weight, self.bias)
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"padded_vocabulary={self.padded_vocabulary}, tensor_parallel_size={self.group.size}, "
-            f"sequence_parallel={self.sequence_parallel}"
+            local if self.group.size == 1 else VocabularyParallelLogits.wrap(local, vocabulary=self.vocabulary, group=self.group)
         )
+
+
+class SequenceShardedEmbedding(ParallelLayer):
+    """An embedding of positions that all members hold whole and look up for their own slice of the sequence only.
+
+    Its output is added to the word embeddings, which are split along the sequence. The weight's gradient covers the slice:
+    it is partial over the group.
+
+    Args:
+        weight: The whole table (positions, h).
+        padding_idx: Row whose gradient stays zero, as in ``nn.Embedding``.
+        group: The tensor group.
+    """
+
+    shown = ("num_embeddings", "embedding_dim")
+
+    def __init__(self, weight: nn.Parameter, *, padding_idx: int | None = None, group: Group) -> None:
+        super().__init__(group=group, sequence_parallel=True)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx = padding_idx
+        self.weight = weight
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Positions (s), (1, s) or (b, s) int64 -> (..., s/t, h).
+
+        Raises:
+            ValueError: s is not a multiple of t.
+        """
+        return F.embedding(split_sequence(positions, self.group, dim=-1), self.weight, self.padding_idx)

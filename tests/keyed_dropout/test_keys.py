@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_ptdp.keyed_dropout import KeyedDropout, KeyedDropoutError
 from lightning_ptdp.keyed_dropout.keys import mix, sample_keys, uniform
+from lightning_ptdp.surroundings import Forward
+from lightning_ptdp.world.mesh import Group
 
 
 def reference(key: int, index: int) -> int:
@@ -50,3 +54,17 @@ def test_a_sample_has_its_key_in_any_batch() -> None:
 def test_a_batch_without_samples() -> None:
     with pytest.raises(ValueError, match="no tensor of 3 samples"):
         sample_keys([torch.ones(4)], 3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_what_is_dropped_inside_of_torchs_attention_is_refused(dropout: float) -> None:
+    keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
+    x = torch.randn(2, 4, 8)
+    attention = nn.MultiheadAttention(8, 2, dropout=dropout, batch_first=True)
+    with keyed.around(Forward(hook="training_step", whole={"x": x})):
+        if dropout:
+            with pytest.raises(KeyedDropoutError, match=r"nn\.MultiheadAttention"):
+                attention(x, x, x, need_weights=False)
+        else:
+            assert torch.equal(attention(x, x, x, need_weights=False)[0], attention(x, x, x, need_weights=False)[0])
+        assert torch.equal(attention.eval()(x, x, x)[0], attention(x, x, x)[0])

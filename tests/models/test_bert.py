@@ -13,7 +13,7 @@ from lightning_ptdp.models import (
     BertConfig,
     bert_flops_per_sample,
     bert_plan,
-    check_bert_tensor_parallel,
+    check_tensor_parallel,
     num_bert_parameters,
 )
 from lightning_ptdp.pipeline.discover import find_parts
@@ -176,9 +176,9 @@ def test_the_plan_names_the_matrices_that_are_split(config: BertConfig, prefix: 
 
 def test_tensor_parallel_degrees_that_do_not_divide() -> None:
     for degree in (1, 2, 4):
-        check_bert_tensor_parallel(CONFIGS["post"], degree)
+        check_tensor_parallel(CONFIGS["post"], degree)
     with pytest.raises(ValueError, match=r"num_heads=4 .*tensor_parallel_size=8.* of 1, 2, 4$"):
-        check_bert_tensor_parallel(CONFIGS["post"], 8)
+        check_tensor_parallel(CONFIGS["post"], 8)
 
 
 @pytest.mark.parametrize(

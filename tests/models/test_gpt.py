@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ptdp.models import GPT, GPTConfig, num_parameters
-from lightning_ptdp.models.gpt import Attention, GeluMLP, SwiGLU
+from lightning_ptdp.models.gpt import Attention, SwiGLU
+from lightning_ptdp.models.layers import GeluMLP
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 
 EVERY_VARIANT = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())

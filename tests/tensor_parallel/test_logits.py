@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.tensor_parallel import VocabularyParallelLogits, VocabularyRange, gather_full
-from lightning_ptdp.tensor_parallel.views import keeps_vocabulary, leading_sizes
+from lightning_ptdp.tensor_parallel.logits import keeps_vocabulary
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group
@@ -252,20 +252,32 @@ def test_indices_that_do_not(index: tuple) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
+    ("shape", "keeps"),
     [
-        ((-1, 7), (6,)),
-        ((6, -1), (6,)),
-        ((2, -1, 7), (2, 3)),
-        ((1, 6, 7), (1, 6)),
-        ((-1,), None),
-        ((-1, -1), None),
-        ((3, -1), None),
-        ((7, 6), None),
-        ((4, -1, 7), None),
-        ((5, 7), None),
-        ((), None),
+        ((-1, 7), True),
+        ((6, -1), True),
+        ((2, -1, 7), True),
+        ((1, 6, 7), True),
+        ((-1,), False),
+        ((-1, -1), False),
+        ((3, -1), False),
+        ((7, 6), False),
+        ((4, -1, 7), False),
+        ((5, 7), False),
+        ((), False),
     ],
 )
-def test_views_that_keep_the_vocabulary(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
-    assert leading_sizes(shape, rows=6, vocabulary=7) == expected
+@pytest.mark.parametrize("name", ["view", "reshape"])
+def test_views_that_keep_the_vocabulary(name: str, shape: tuple[int, ...], keeps: bool) -> None:
+    """Against torch, where that takes the shape at all."""
+    whole = torch.arange(42.0).view(6, 7)
+    logits = VocabularyParallelLogits.wrap(whole, vocabulary=VocabularyRange(size=7), group=Group())
+    try:
+        expected = getattr(whole, name)(shape)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            getattr(logits, name)(shape)
+        return
+    found = getattr(logits, name)(shape)
+    assert isinstance(found, VocabularyParallelLogits) == keeps
+    assert torch.equal(gather_full(found), expected)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.models.plans.names import ends_of, joined
+from lightning_ptdp.models.plans.names import ends_of, joined, spread_ends
 from lightning_ptdp.tensor_parallel import (
     Column,
     Kind,
@@ -66,10 +66,7 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     tensor = {pattern: kind for pattern, kind in tensor.items() if pattern.rpartition(".")[0] not in unusual}
     numbers = {pattern: values for pattern, values in numbers.items() if pattern not in unusual}
     _add_regions(module, prefix, tensor)
-    whole = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
-    for name, end in ends.items():
-        if fits(end, Vocabulary()) and all(end.weight is not weight for weight in whole):
-            tensor[joined(prefix, name)] = Vocabulary()
+    tensor |= {joined(prefix, name): Vocabulary() for name in spread_ends(module)}
     blocks, before, after = _order(module, prefix)
     tensor |= {name: Whole() for name in _parts_kept_whole(module, prefix, blocks, tensor)}
     return ParallelPlan(blocks=blocks, tensor=tensor, before=before, after=after, numbers=numbers, sequence="blocks")

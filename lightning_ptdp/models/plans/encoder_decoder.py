@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
+from torch import nn
+
+from lightning_ptdp.models.plans.blocks import Block, Config, attention, feed_forward, kinds_of, per_rank, present
 from lightning_ptdp.models.plans.names import joined
-from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, PerRank, Region, Row, Vocabulary, fits, matches
-from lightning_ptdp.tensor_parallel.numbers import Number
+from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Vocabulary, fits
+from lightning_ptdp.tensor_parallel.numbers import Number, Numbers
 
 __all__ = ["ENCODER_DECODERS", "EncoderDecoder", "encoder_decoder_plan"]
+
+_SIDES = ("encoder", "decoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +27,7 @@ class EncoderDecoder:
         base: The attribute under which a model with a head holds the bare one; "" if it has both stacks itself.
         blocks: The repeated container of both stacks.
         tail: What runs behind the blocks of a stack; all else in it runs before them.
-        heads: The attributes of the configuration that tell the numbers of heads of encoder and decoder.
-        attention: Attentions in a block.
-        memory: Attentions in a block of the decoder to what the encoder returned: their projections have two inputs, so that no
-            region can enter for all of them.
-        split: In an attention, what is split by heads.
-        output: In an attention, what is split by input features.
-        block: Other modules in a block, and what becomes of them.
+        block: Modules in a block of encoder and decoder, and what becomes of them.
         numbers: The attentions' attributes that count what is split.
     """
 
@@ -37,50 +35,48 @@ class EncoderDecoder:
     base: str
     blocks: str
     tail: str
-    heads: tuple[str, str]
-    attention: str
-    memory: str
-    split: tuple[str, ...]
-    output: str
-    block: Mapping[str, Kind]
-    numbers: Mapping[str, Number] = field(default_factory=dict)
+    block: tuple[Block, Block]
+    numbers: Numbers
+
+
+def _attentions(own: str, memory: str, split: str, out: str, *, heads: str) -> Block:
+    """The attentions in a block, whose numbers of heads the attribute ``heads`` of the configuration tells. Those to what the encoder
+    returned have two inputs, so that no region can enter for all of their projections."""
+
+    def by_heads(config: Config) -> Kind:
+        return Column(heads=getattr(config, heads))
+
+    return {**attention(own, split, out, by=by_heads), **attention(memory, split, out, by=by_heads, region=None)}
 
 
 def _t5(name: str) -> EncoderDecoder:
+    own, memory, dense = "layer.*.SelfAttention", "layer.*.EncDecAttention", "layer.*.DenseReluDense"
+    # The first block of a stack looks the bias of positions up, and hands its heads of it on to the others.
+    attentions = _attentions(own, memory, "q k v relative_attention_bias", "o", heads="num_heads")
+    block = {**attentions, **feed_forward(f"{dense}.wi {dense}.wi_0 {dense}.wi_1", f"{dense}.wo", region=dense)}
     return EncoderDecoder(
         classes=(f"{name}Model", f"{name}ForConditionalGeneration"),
         base="",
         blocks="block",
         tail="final_layer_norm",
-        heads=("num_heads", "num_heads"),
-        attention="layer.*.SelfAttention",
-        memory="layer.*.EncDecAttention",
-        # The first block of a stack looks the bias of positions up, and hands its heads of it on to the others.
-        split=("q", "k", "v", "relative_attention_bias"),
-        output="o",
-        block={
-            "layer.*.DenseReluDense": Region(),
-            **{f"layer.*.DenseReluDense.{name}": Column() for name in ("wi", "wi_0", "wi_1")},
-            "layer.*.DenseReluDense.wo": Row(),
-        },
-        numbers={"n_heads": PerRank(), "inner_dim": PerRank()},
+        block=(block, block),
+        numbers=per_rank(own, "n_heads", "inner_dim") | per_rank(memory, "n_heads", "inner_dim"),
     )
 
 
 def _bart(name: str) -> EncoderDecoder:
-    classes = tuple(f"{name}{end}" for end in ("Model", "ForConditionalGeneration", "MTModel"))
+    def block(side: str) -> Block:
+        heads = f"{side}_attention_heads"
+        attentions = _attentions("self_attn", "encoder_attn", "q_proj k_proj v_proj", "out_proj", heads=heads)
+        return {**attentions, **feed_forward("fc1", "fc2")}
+
     return EncoderDecoder(
-        classes=classes,
+        classes=tuple(f"{name}{end}" for end in ("Model", "ForConditionalGeneration", "MTModel")),
         base="model",
         blocks="layers",
         tail="layer_norm",
-        heads=("encoder_attention_heads", "decoder_attention_heads"),
-        attention="self_attn",
-        memory="encoder_attn",
-        split=("q_proj", "k_proj", "v_proj"),
-        output="out_proj",
-        block={"fc1": Column(), "fc2": Row()},
-        numbers={"num_heads": PerRank()},
+        block=(block("encoder"), block("decoder")),
+        numbers=per_rank("self_attn", "num_heads") | per_rank("encoder_attn", "num_heads"),
     )
 
 
@@ -98,53 +94,39 @@ ENCODER_DECODERS: Mapping[str, EncoderDecoder] = MappingProxyType(
 """By the folder of transformers in which the classes are defined."""
 
 
-def encoder_decoder_plan(pair: EncoderDecoder, module: Any, prefix: str = "") -> ParallelPlan:
+def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = "") -> ParallelPlan:
     """The plan of a model of the family that is found under the name ``prefix``, bare or with a head."""
     inner = pair.base if pair.base and hasattr(module, pair.base) else ""
     base, bare = joined(prefix, inner), module.get_submodule(inner)
     fronts, tails = {}, {}
-    for side in ("encoder", "decoder"):
-        names = [name for name, child in bare.get_submodule(side).named_children() if any(True for _ in child.parameters())]
+    tensor: dict[str, Kind] = {}
+    numbers: dict[str, Mapping[str, Number]] = {}
+    for side, block in zip(_SIDES, pair.block, strict=True):
+        names = _with_parameters(bare.get_submodule(side))
         fronts[side] = [joined(base, side, name) for name in names if name not in (pair.blocks, pair.tail)]
         tails[side] = [joined(base, side, name) for name in names if name == pair.tail]
+        each = joined(base, side, pair.blocks, "*")
+        tensor |= kinds_of(block, bare.config, each)
+        numbers |= {joined(each, name): values for name, values in pair.numbers.items()}
     shared = [joined(base, "shared")] if hasattr(bare, "shared") else []
-    inside = {base, *(joined(base, name) for name in ("encoder", "decoder", "shared"))}
-    heads = [joined(prefix, name) for name, child in module.named_children() if any(True for _ in child.parameters())]
-    tensor, numbers = _tensor(pair, module, prefix, base=base, config=bare.config)
+    inside = {base, *(joined(base, name) for name in (*_SIDES, "shared"))}
+    heads = [joined(prefix, name) for name in _with_parameters(module)]
     return ParallelPlan(
-        blocks=tuple(joined(base, side, pair.blocks) for side in ("encoder", "decoder")),
+        blocks=tuple(joined(base, side, pair.blocks) for side in _SIDES),
         before=(*shared, *fronts["encoder"]),
         between=(*tails["encoder"], *fronts["decoder"]),
         after=(*tails["decoder"], *(name for name in heads if name not in inside)),
-        tensor=tensor,
-        numbers=numbers,
+        tensor=present(tensor, module, prefix) | _words(module, prefix),
+        numbers=present(numbers, module, prefix),
         sequence=None,
     )
 
 
-def _tensor(
-    pair: EncoderDecoder, module: Any, prefix: str, *, base: str, config: Any
-) -> tuple[dict[str, Kind], dict[str, Mapping[str, Number]]]:
-    names = [joined(prefix, name) for name, _ in module.named_modules()]
-    wanted: dict[str, Kind] = {}
-    numbers: dict[str, Mapping[str, Number]] = {}
-    for side, heads in zip(("encoder", "decoder"), pair.heads, strict=True):
-        block = joined(base, side, pair.blocks, "*")
-        wanted |= {joined(block, name): kind for name, kind in pair.block.items()}
-        wanted[joined(block, pair.attention)] = Region()
-        for attention in (joined(block, pair.attention), joined(block, pair.memory)):
-            wanted |= {joined(attention, name): Column(heads=getattr(config, heads)) for name in pair.split}
-            wanted[joined(attention, pair.output)] = Row()
-            numbers[attention] = pair.numbers
-    wanted |= _words(module, prefix)
-
-    def exists(pattern: str) -> bool:
-        return any(matches(name, pattern) for name in names)
-
-    return {p: kind for p, kind in wanted.items() if exists(p)}, {p: found for p, found in numbers.items() if exists(p)}
+def _with_parameters(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_children() if any(True for _ in child.parameters())]
 
 
-def _words(module: Any, prefix: str) -> dict[str, Kind]:
+def _words(module: nn.Module, prefix: str) -> dict[str, Kind]:
     """All embeddings and the head, which are one weight or as many, where all can be split."""
     ends = {
         joined(prefix, name): child

@@ -14,26 +14,29 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from lightning_ptdp.models.plans.names import joined, vocabulary_of
-from lightning_ptdp.tensor_parallel import (
-    Column,
-    Kind,
-    ParallelPlan,
-    Partial,
-    PerCopy,
-    PerRank,
-    Region,
-    Row,
-    Whole,
-    matches,
+from lightning_ptdp.models.plans.blocks import (
+    Block,
+    Config,
+    attention,
+    by_kv_heads,
+    falcon_fused,
+    feed_forward,
+    fused,
+    gated,
+    has_one_kv_head,
+    kinds_of,
+    per_rank,
+    present,
+    with_bias,
+    with_sinks,
 )
-from lightning_ptdp.tensor_parallel.numbers import Number
+from lightning_ptdp.models.plans.names import joined, vocabulary_of
+from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Partial, PerCopy, PerRank, Row, Whole
+from lightning_ptdp.tensor_parallel.numbers import Numbers
 
 __all__ = ["FAMILIES", "Family", "family_plan"]
 
-Config: TypeAlias = Any
-OfConfig: TypeAlias = Callable[[Config], Kind]
-Block: TypeAlias = Mapping[str, Kind | OfConfig]
+WhyNot: TypeAlias = Mapping[Literal["sequence", "pipeline"], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class Family:
         classes: Names of the bare model's class and of those with a language-model head.
         base: The attribute under which a model with a head holds the bare one.
         blocks: The repeated container.
-        block: Modules in a block, and what becomes of them. A function of the configuration where sizes matter.
+        block: Modules in a block, and what becomes of them.
         after: What runs behind the blocks, of what stands beside them in the bare model.
         beside: What becomes of other modules of the bare model.
         numbers: Modules in a block, and their attributes that count what is split; or a function of the configuration.
@@ -57,101 +60,30 @@ class Family:
     block: Block
     after: tuple[str, ...] = ()
     beside: Mapping[str, Kind] = field(default_factory=dict)
-    numbers: Mapping[str, Mapping[str, Number]] | Callable[[Config], Mapping[str, Mapping[str, Number]]] = field(
-        default_factory=dict
-    )
-    why_not: Mapping[Literal["sequence", "pipeline"], str] = field(default_factory=dict)
-
-
-# ---- ways of splitting projections, by the configuration --------------------------------------------------------------
-
-
-def _heads(config: Config) -> Kind:
-    """A projection by heads; also a fused one that lists queries, keys and values head by head."""
-    return Column(heads=config.num_attention_heads)
-
-
-def _kv_heads(config: Config) -> Kind:
-    return Column(heads=config.num_key_value_heads, copy_heads=True)
-
-
-def _fused(config: Config) -> Kind:
-    """[q | k | v], all of the model's width."""
-    return Column(parts=(config.hidden_size,) * 3, heads=(config.num_attention_heads,) * 3)
-
-
-def _gated(config: Config) -> Kind:
-    """[gate | up] of a feed-forward part."""
-    return Column(parts=(config.intermediate_size,) * 2)
-
-
-def _one_kv_head(config: Config) -> Kind:
-    """[q | k | v] with one head of keys and values."""
-    width = config.hidden_size // config.num_attention_heads
-    return Column(parts=(config.hidden_size, width, width), heads=(config.num_attention_heads, 1, 1), copy_heads=True)
-
-
-def _falcon_fused(config: Config) -> Kind:
-    """Group by group of a head of keys and values: its queries, its keys, its values."""
-    if config.new_decoder_architecture:
-        return Column(heads=config.num_kv_heads)
-    return _one_kv_head(config) if config.multi_query else _heads(config)
-
-
-def _bigcode_fused(config: Config) -> Kind:
-    return _one_kv_head(config) if config.multi_query else _heads(config)
-
-
-def _with_bias(*arguments: str) -> OfConfig:
-    """A region that is given something for each head of the whole model."""
-
-    def region(config: Config) -> Kind:
-        return Region(heads=config.num_attention_heads, arguments=arguments)
-
-    return region
-
-
-def _with_sinks(config: Config) -> Kind:
-    return Region(heads=config.num_attention_heads, per_head=("sinks",))
+    numbers: Numbers | Callable[[Config], Numbers] = field(default_factory=dict)
+    why_not: WhyNot = field(default_factory=dict)
 
 
 # ---- blocks that several families have -------------------------------------------------------------------------------------
 
-_SEPARATE: Block = {"self_attn": Region(), **{f"self_attn.{name}": _heads for name in ("q_proj", "k_proj", "v_proj")}}
-_GROUPED: Block = {**_SEPARATE, "self_attn.k_proj": _kv_heads, "self_attn.v_proj": _kv_heads, "self_attn.o_proj": Row()}
-_GATED: Block = {"mlp": Region(), "mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row()}
-_FC: Block = {"fc1": Column(), "fc2": Row()}
+_GROUPED: Block = {**attention("self_attn"), "self_attn.k_proj": by_kv_heads, "self_attn.v_proj": by_kv_heads}
+_GATED = feed_forward("mlp.gate_proj mlp.up_proj", "mlp.down_proj", region="mlp")
 _BERT: Block = {
-    "attention.self": Region(),
-    **{f"attention.self.{name}": _heads for name in ("query", "key", "value")},
-    "attention.output.dense": Row(),
-    "intermediate.dense": Column(),
-    "output.dense": Row(),
-}
-_VIT: Block = {
-    "attention": Region(),
-    **{f"attention.{name}": _heads for name in ("q_proj", "k_proj", "v_proj")},
-    "attention.o_proj": Row(),
-    "mlp.fc1": Column(),
-    "mlp.fc2": Row(),
-}
+    **attention("attention.self", "query key value", None), "attention.output.dense": Row(),
+    **feed_forward("intermediate.dense", "output.dense"),
+}  # fmt: skip
+_OPT: Block = {**attention("self_attn", out="out_proj"), **feed_forward("fc1", "fc2")}
+_VIT: Block = {**attention("attention"), **feed_forward("mlp.fc1", "mlp.fc2")}
 _SPEECH: Block = {
-    "attention": Region(),
-    **{f"attention.{name}": _heads for name in ("q_proj", "k_proj", "v_proj")},
-    "attention.out_proj": Row(),
-    "feed_forward.intermediate_dense": Column(),
-    "feed_forward.output_dense": Row(),
-}
-_GPT2: Block = {"attn.c_attn": _fused, "attn.c_proj": Row(), "mlp.c_fc": Column(), "mlp.c_proj": Row()}
-_BLOOM: Block = {"self_attention.dense": Row(), "mlp.dense_h_to_4h": Column(), "mlp.dense_4h_to_h": Row()}
+    **attention("attention", out="out_proj"), **feed_forward("feed_forward.intermediate_dense", "feed_forward.output_dense"),
+}  # fmt: skip
+_GPT2: Block = {**attention("attn", "c_attn", "c_proj", by=fused, region=None), **feed_forward("mlp.c_fc", "mlp.c_proj")}
+_BLOOM = feed_forward("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
-_PATCHES: Mapping[Literal["sequence", "pipeline"], str] = {
+_PATCHES: WhyNot = {
     "sequence": "its sequence is an image's patches and tokens of its own before them, a length that hardly any size divides"
 }
-
-_FRAMES: Mapping[Literal["sequence", "pipeline"], str] = {
-    "sequence": "its sequence is the frames that convolutions make of sound, of whatever length"
-}
+_FRAMES: WhyNot = {"sequence": "its sequence is the frames that convolutions make of sound, of whatever length"}
 
 
 def _encoder(prefix: str, base: str, **more: Any) -> Family:
@@ -167,30 +99,20 @@ def _decoder(prefix: str, base: str, **more: Any) -> Family:
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "gpt2": _decoder(
-            "GPT2", "transformer", blocks="h", block=_GPT2, after=("ln_f",),
-            numbers={"attn": {"split_size": PerRank(), "num_heads": PerRank()}},
+            "GPT2", "transformer", blocks="h", block=_GPT2, after=("ln_f",), numbers=per_rank("attn", "split_size", "num_heads"),
         ),
         "gpt_bigcode": _decoder(
-            "GPTBigCode", "transformer", blocks="h", block={**_GPT2, "attn": Region(), "attn.c_attn": _bigcode_fused}, after=("ln_f",),
-            numbers=lambda config: {
-                "attn": {"embed_dim": PerRank(), "num_key_value_groups": PerRank()}
-                if config.multi_query
-                else {"embed_dim": PerRank(), "num_heads": PerRank()}
-            },
+            "GPTBigCode", "transformer", blocks="h", after=("ln_f",),
+            block={**_GPT2, **attention("attn", "c_attn", "c_proj", by=falcon_fused)},
+            numbers=lambda config: per_rank("attn", "embed_dim", "num_key_value_groups" if config.multi_query else "num_heads"),
         ),
         "gptj": _decoder(
-            "GPTJ", "transformer", blocks="h", after=("ln_f",), numbers={"attn": {"num_attention_heads": PerRank()}},
-            block={
-                "attn": Region(), "attn.q_proj": _heads, "attn.k_proj": _heads, "attn.v_proj": _heads, "attn.out_proj": Row(),
-                "mlp.fc_in": Column(), "mlp.fc_out": Row(),
-            },
+            "GPTJ", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("attn", "num_attention_heads"),
+            block={**attention("attn", out="out_proj"), **feed_forward("mlp.fc_in", "mlp.fc_out")},
         ),
         "gpt_neo": _decoder(
-            "GPTNeo", "transformer", blocks="h", after=("ln_f",), numbers={"attn.attention": {"num_heads": PerRank()}},
-            block={
-                "attn.attention": Region(), "attn.attention.q_proj": _heads, "attn.attention.k_proj": _heads,
-                "attn.attention.v_proj": _heads, "attn.attention.out_proj": Row(), "mlp.c_fc": Column(), "mlp.c_proj": Row(),
-            },
+            "GPTNeo", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("attn.attention", "num_heads"),
+            block={**attention("attn.attention", out="out_proj"), **feed_forward("mlp.c_fc", "mlp.c_proj")},
         ),
         "stablelm": _decoder(
             "StableLm", "model", blocks="layers", block={**_GROUPED, **_GATED}, after=("norm",),
@@ -202,40 +124,41 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
         ),
         "gpt_oss": _decoder(
-            "GptOss", "model", blocks="layers", block={**_GROUPED, "self_attn": _with_sinks, "mlp": Whole()}, after=("norm",),
+            "GptOss", "model", blocks="layers", block={**_GROUPED, "self_attn": with_sinks, "mlp": Whole()}, after=("norm",),
             numbers=lambda config: {"self_attn": {"num_key_value_groups": PerCopy(heads=config.num_key_value_heads)}},
         ),
         "opt": Family(
             classes=("OPTForCausalLM",), base="model.decoder", blocks="layers", after=("final_layer_norm", "project_out"),
-            block={**_SEPARATE, "self_attn.out_proj": Row(), **_FC}, numbers={"self_attn": {"num_heads": PerRank()}},
+            block=_OPT, numbers=per_rank("self_attn", "num_heads"),
             why_not={"sequence": "its feed-forward parts put samples and tokens into one dimension"},
         ),
-        "biogpt": _decoder(
-            "BioGpt", "biogpt", blocks="layers", block={**_SEPARATE, "self_attn.out_proj": Row(), **_FC}, after=("layer_norm",),
-        ),
+        "biogpt": _decoder("BioGpt", "biogpt", blocks="layers", block=_OPT, after=("layer_norm",)),
         "persimmon": _decoder(
-            "Persimmon", "model", blocks="layers", after=("final_layernorm",), numbers={"self_attn": {"num_heads": PerRank()}},
+            "Persimmon", "model", blocks="layers", after=("final_layernorm",), numbers=per_rank("self_attn", "num_heads"),
             block={
-                "self_attn": Region(), "self_attn.query_key_value": _heads, "self_attn.dense": Row(), "self_attn.q_layernorm": Partial(),
-                "self_attn.k_layernorm": Partial(), "mlp.dense_h_to_4h": Column(), "mlp.dense_4h_to_h": Row(),
+                **attention("self_attn", "query_key_value", "dense"), "self_attn.q_layernorm": Partial(),
+                "self_attn.k_layernorm": Partial(), **_BLOOM,
             },
         ),
         "falcon": _decoder(
             "Falcon", "transformer", blocks="h", after=("ln_f",),
-            block={**_BLOOM, "self_attention": _with_bias("alibi", "attention_mask"), "self_attention.query_key_value": _falcon_fused},
+            block={
+                **_BLOOM,
+                **attention("self_attention", "query_key_value", "dense", by=falcon_fused, region=with_bias("alibi", "attention_mask")),
+            },
             numbers=lambda config: {
-                "self_attention": {"num_heads": PerRank(), "num_kv_heads": PerRank(heads=1 if _has_one_kv_head(config) else None)}
+                "self_attention": {"num_heads": PerRank(), "num_kv_heads": PerRank(heads=1 if has_one_kv_head(config) else None)}
             },
         ),
         "bloom": _decoder(
-            "Bloom", "transformer", blocks="h", after=("ln_f",), numbers={"self_attention": {"num_heads": PerRank()}},
-            block={**_BLOOM, "self_attention": _with_bias("alibi"), "self_attention.query_key_value": _heads},
+            "Bloom", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("self_attention", "num_heads"),
+            block={**_BLOOM, **attention("self_attention", "query_key_value", "dense", region=with_bias("alibi"))},
         ),
         "mpt": _decoder(
-            "Mpt", "transformer", blocks="blocks", after=("norm_f",), numbers={"attn": {"n_heads": PerRank()}},
+            "Mpt", "transformer", blocks="blocks", after=("norm_f",), numbers=per_rank("attn", "n_heads"),
             block={
-                "attn": _with_bias("position_bias"), "attn.Wqkv": _fused, "attn.out_proj": Row(), "ffn.up_proj": Column(),
-                "ffn.down_proj": Row(),
+                **attention("attn", "Wqkv", "out_proj", by=fused, region=with_bias("position_bias")),
+                **feed_forward("ffn.up_proj", "ffn.down_proj"),
             },
         ),
         "bert": _encoder("Bert", "bert"),
@@ -245,44 +168,36 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "electra": _encoder("Electra", "electra"),
         "megatron_bert": _encoder(
             "MegatronBert", "bert", after=("encoder.ln", "pooler"),
-            numbers={"attention.self": {"num_attention_heads": PerRank(), "all_head_size": PerRank()}},
+            numbers=per_rank("attention.self", "num_attention_heads", "all_head_size"),
         ),
         "esm": _encoder("Esm", "esm", after=("encoder.emb_layer_norm_after", "pooler", "contact_head")),
         "mpnet": _encoder(
             "MPNet", "mpnet", beside={"encoder.relative_attention_bias": Partial()},
             block={
-                "attention.attn": _with_bias("position_bias"), **{f"attention.attn.{name}": _heads for name in "qkv"},
-                "attention.attn.o": Row(), "intermediate.dense": Column(), "output.dense": Row(),
+                **attention("attention.attn", "q k v", "o", region=with_bias("position_bias")),
+                **feed_forward("intermediate.dense", "output.dense"),
             },
-            numbers={"attention.attn": {"num_attention_heads": PerRank(), "all_head_size": PerRank()}},
+            numbers=per_rank("attention.attn", "num_attention_heads", "all_head_size"),
         ),
-        "nomic_bert": _encoder("NomicBert", "nomic_bert", blocks="layers", block={**_SEPARATE, "self_attn.o_proj": Row(), **_GATED}),
+        "nomic_bert": _encoder("NomicBert", "nomic_bert", blocks="layers", block={**attention("self_attn"), **_GATED}),
         "modernbert": _encoder(
             "ModernBert", "model", blocks="layers", after=("final_norm",),
-            block={"attn": Region(), "attn.Wqkv": _fused, "attn.Wo": Row(), "mlp.Wi": _gated, "mlp.Wo": Row()},
+            block={**attention("attn", "Wqkv", "Wo", by=fused), "mlp.Wi": gated, "mlp.Wo": Row()},
         ),
         "distilbert": _encoder(
             "DistilBert", "distilbert", blocks="transformer.layer",
-            block={
-                "attention": Region(), "attention.q_lin": _heads, "attention.k_lin": _heads, "attention.v_lin": _heads,
-                "attention.out_lin": Row(), "ffn.lin1": Column(), "ffn.lin2": Row(),
-            },
+            block={**attention("attention", "q_lin k_lin v_lin", "out_lin"), **feed_forward("ffn.lin1", "ffn.lin2")},
         ),
         "deberta_v2": _encoder(
-            "DebertaV2", "deberta",
+            "DebertaV2", "deberta", numbers=per_rank("attention.self", "num_attention_heads"),
             block={
-                "attention": Whole(),
-                **{f"attention.self.{name}_proj": _heads for name in ("query", "key", "value", "pos_key", "pos_query")},
-                "attention.output.dense": Row(), "intermediate.dense": Column(), "output.dense": Row(),
+                "attention": Whole(), "attention.output.dense": Row(), **feed_forward("intermediate.dense", "output.dense"),
+                **attention("attention.self", "query_proj key_proj value_proj pos_key_proj pos_query_proj", None, region=None),
             },
-            numbers={"attention.self": {"num_attention_heads": PerRank()}},
         ),
         "albert": _encoder(
             "Albert", "albert", blocks="encoder.albert_layer_groups.*.albert_layers",
-            block={
-                "attention.query": _heads, "attention.key": _heads, "attention.value": _heads, "attention.dense": Row(),
-                "ffn": Column(), "ffn_output": Row(),
-            },
+            block={**attention("attention", "query key value", "dense", region=None), **feed_forward("ffn", "ffn_output")},
             why_not={
                 "pipeline": "'albert_layer_groups' holds one layer that is called again and again, and all stages would need it",
                 "sequence": "'albert_layer_groups' holds one layer that is called again and again, without a first and a last one",
@@ -305,45 +220,29 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 """By the folder of transformers in which the classes are defined."""
 
 
-def _has_one_kv_head(config: Config) -> bool:
-    return config.multi_query and not config.new_decoder_architecture
-
-
-def family_plan(family: Family, module: Any, prefix: str = "") -> ParallelPlan:
+def family_plan(family: Family, module: nn.Module, prefix: str = "") -> ParallelPlan:
     """The plan of a model of the family that is found under the name ``prefix``, bare or with a head."""
-    has_head = bool(family.base) and _get(module, family.base) is not None
-    base = joined(prefix, family.base) if has_head else prefix
-    bare = _get(module, family.base) if has_head else module
-    config = bare.config
-    names = {joined(prefix, name) for name, _ in module.named_modules()}
-    block = joined(base, family.blocks, "*")
-
-    def exists(pattern: str) -> bool:
-        return any(matches(name, pattern) for name in names)
-
-    wanted = {joined(block, name): value if isinstance(value, Kind) else value(config) for name, value in family.block.items()}
-    wanted |= {joined(base, name): kind for name, kind in family.beside.items()}
-    tensor: dict[str, Kind] = {pattern: kind for pattern, kind in wanted.items() if exists(pattern)}
-    tensor |= vocabulary_of(module, prefix)
+    inner = family.base if _has(module, family.base) else ""
+    base, config = joined(prefix, inner), module.get_submodule(inner).config
+    container = joined(base, family.blocks)
+    block = joined(container, "*")
+    tensor = kinds_of(family.block, config, block) | kinds_of(family.beside, config, base)
     numbers = family.numbers(config) if callable(family.numbers) else family.numbers
-    blocks = joined(base, family.blocks) if "pipeline" not in family.why_not else None
-    before, after = _order(module, prefix, base=base, blocks=joined(base, family.blocks), after=family.after)
+    before, after = _order(module, prefix, base=base, blocks=container, after=family.after)
+    cuts = "pipeline" not in family.why_not
     return ParallelPlan(
-        blocks=blocks,
-        tensor=tensor,
-        before=before if blocks else (),
-        after=after if blocks else (),
+        blocks=container if cuts else None,
+        tensor=present(tensor, module, prefix) | vocabulary_of(module, prefix),
+        before=before if cuts else (),
+        after=after if cuts else (),
         sequence=None if "sequence" in family.why_not else "blocks",
-        numbers={joined(block, name): values for name, values in numbers.items() if exists(joined(block, name))},
+        numbers=present({joined(block, name): values for name, values in numbers.items()}, module, prefix),
         why_not=family.why_not,
     )
 
 
-def _get(module: nn.Module, path: str) -> Any:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+def _has(module: nn.Module, path: str) -> bool:
+    return any(name == path for name, _ in module.named_modules())
 
 
 def _order(

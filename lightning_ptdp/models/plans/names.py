@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_ptdp.tensor_parallel import Alias, Kind, Vocabulary, fits
 
-__all__ = ["ends_of", "joined", "vocabulary_of"]
+__all__ = ["ends_of", "joined", "spread_ends", "vocabulary_of"]
 
 
 def joined(*parts: str) -> str:
@@ -17,7 +17,7 @@ def joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def ends_of(module: Any) -> dict[str, Any]:
+def ends_of(module: Any) -> dict[str, nn.Module]:
     """Embedding of tokens and language-model head of a Hugging Face model, by name; what embeds an image is neither."""
     ends: list[Any] = [module.get_output_embeddings()]
     with contextlib.suppress(NotImplementedError):  # how transformers says that a model has no such embedding
@@ -29,13 +29,18 @@ def ends_of(module: Any) -> dict[str, Any]:
     }
 
 
-def vocabulary_of(module: Any, prefix: str) -> dict[str, Kind]:
-    """Embedding and head, where both can be split, and modules that hold a parameter of theirs under another name."""
+def spread_ends(module: nn.Module) -> dict[str, nn.Module]:
+    """Those of ``ends_of`` that can be split: not one whose weight is also that of an end which cannot."""
     ends = ends_of(module)
     whole = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
-    spread = {
+    return {
         name: end for name, end in ends.items() if fits(end, Vocabulary()) and all(end.weight is not weight for weight in whole)
     }
+
+
+def vocabulary_of(module: nn.Module, prefix: str) -> dict[str, Kind]:
+    """Embedding and head, where both can be split, and modules that hold a parameter of theirs under another name."""
+    spread = spread_ends(module)
     own = {id(parameter) for end in spread.values() for parameter in end.parameters()}
     aliases = (
         name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import nn
 
 from lightning_ptdp.models.plans.names import joined
 from lightning_ptdp.tensor_parallel import Attention, Column, Kind, ParallelPlan, Row
@@ -10,7 +10,7 @@ from lightning_ptdp.tensor_parallel import Attention, Column, Kind, ParallelPlan
 __all__ = ["transformer_encoder_plan", "transformer_plan"]
 
 
-def transformer_encoder_plan(module: Any, prefix: str = "") -> ParallelPlan:
+def transformer_encoder_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
     """The plan of an ``nn.TransformerEncoder`` of ``nn.TransformerEncoderLayer`` found under the name ``prefix``.
 
     What stands around it, such as an embedding and a head, is replicated; a pipeline finds it by where it is registered.
@@ -23,7 +23,7 @@ def transformer_encoder_plan(module: Any, prefix: str = "") -> ParallelPlan:
     )
 
 
-def transformer_plan(module: Any, prefix: str = "") -> ParallelPlan:
+def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
     """The plan of an ``nn.Transformer`` with torch's own encoder and decoder, found under the name ``prefix``."""
     encoder, decoder = joined(prefix, "encoder"), joined(prefix, "decoder")
     return ParallelPlan(

@@ -9,9 +9,12 @@ from torch import nn
 
 from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_embedding, shape_text
-from lightning_ptdp.tensor_parallel.position import SequenceShardedEmbedding
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange, shard_vocabulary
-from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from lightning_ptdp.tensor_parallel.vocabulary import (
+    SequenceShardedEmbedding,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+)
 
 __all__ = ["Position", "Vocabulary"]
 
