@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Piece", "Shape", "Sharding", "iterate_pieces", "slice_full"]
+__all__ = ["Piece", "Shape", "Sharding", "slice_full"]
 
 Shape = tuple[int, ...]
 
@@ -104,19 +104,13 @@ class Sharding:
         return [local[piece.local_slices] for piece in self.pieces if piece.copy == 0]
 
 
-def iterate_pieces(sharding: Sharding) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """(index in the local tensor, index in the full tensor) of every piece."""
-    for piece in sharding.pieces:
-        yield piece.local_slices, piece.full_slices
-
-
 def slice_full(full: Tensor, sharding: Sharding) -> Tensor:
     """A new tensor with the local part of ``full``, same dtype and device (meta stays meta); padding is zero."""
     assert tuple(full.shape) == sharding.full_shape, (tuple(full.shape), sharding.full_shape)
     make = torch.zeros if sharding.num_padding else torch.empty
     local = make(sharding.local_shape, dtype=full.dtype, device=full.device)
-    for here, there in iterate_pieces(sharding):
-        local[here] = full.detach()[there]
+    for piece in sharding.pieces:
+        local[piece.local_slices] = full.detach()[piece.full_slices]
     return local
 
 

@@ -30,7 +30,7 @@ from harness import Comparison, compare, report
 from lightning_ptdp.checkpoint import BackgroundSaver, load_tensors, save_checkpoint
 from lightning_ptdp.checkpoint.files import sync_folder
 from lightning_ptdp.sharding import Sharding
-from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
+from lightning_ptdp.tensor_parallel.sharding import shard_columns
 
 Tensors = dict[str, tuple[torch.Tensor, Sharding]]
 WIDTH = 1024
@@ -69,7 +69,7 @@ def model(layers: int, size: int, rank: int) -> Tensors:
             cut = (
                 shard_columns(shape, parts=[shape[0]], size=size, index=rank)
                 if columns
-                else shard_rows(shape, size=size, index=rank)
+                else shard_columns(shape, parts=shape[1:], size=size, index=rank, dim=1)
             )
             found[f"model/{layer}.{name}"] = (torch.randn(cut.local_shape), cut)
     return found

@@ -31,42 +31,20 @@ __all__ = ["ContextForward", "ContextParallel"]
 PADDING_KEYS = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContextForward:
-    """One forward on a slice of the sequence.
+@dataclass(kw_only=True)
+class ContextForward(Supplier, Interceptor):
+    """One forward on a slice of the sequence: what the model is handed, and what its attention becomes.
 
     Attributes:
         batch: This rank's part of the batch: what the step is called with.
-        length: s, tokens of the whole sequence.
     """
 
     batch: Any
-    length: int
-    _interceptor: Interceptor
-    _supplier: Supplier
-
-    @property
-    def group(self) -> Group:
-        """The ranks that have the other slices."""
-        return self._interceptor.group
-
-    @property
-    def shifted_targets(self) -> Tensor | None:
-        """After the forward: labels of this rank that are not ignored where the model shifts labels itself, () int64; else None.
-
-        A count of the batch's own labels misses those that other ranks' tokens predict.
-        """
-        return self._supplier.targets
 
     @property
     def num_targets(self) -> Tensor | None:
         """After the forward: labels of this rank that are not ignored, () int64; None if the batch has no "labels"."""
         return count_targets(self.batch) if self.shifted_targets is None else self.shifted_targets
-
-    @property
-    def attention_calls(self) -> int:
-        """Attention calls that were replaced."""
-        return self._interceptor.calls
 
     def share(self, loss: Tensor) -> Tensor:
         """Weight of this rank's mean loss, so that the mean over the group is the mean over all labels; collective.
@@ -84,7 +62,7 @@ class ContextForward:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Around the forward, or its recomputation."""
-        with self._supplier.attached(), self._interceptor.mode():
+        with self.attached(), self.mode():
             yield
 
 
@@ -156,8 +134,7 @@ class ContextParallel(Surrounding):
         if module not in self._takers:
             self._takers = {module: find_takers(module)}
         takers = self._takers[module]
-        given = isinstance(batch, Mapping) and batch.get("position_ids") is not None
-        if self.needs_positions and not given and not any(taker.takes_positions for taker in takers):
+        if self.needs_positions and _given(batch) is None and not any(taker.takes_positions for taker in takers):
             raise ContextParallelError(
                 f"no module in {type(module).__name__} takes position_ids: a model that counts positions itself would count from 0 on "
                 "every context rank. Give its forward a parameter position_ids, or put 'position_ids' (batch, sequence) into the batch "
@@ -167,22 +144,18 @@ class ContextParallel(Surrounding):
         where = positions(length, rank, size, device=first_tensor(local).device)[None]
         return ContextForward(
             batch=local,
+            group=self.group,
             length=length,
-            _interceptor=Interceptor(
-                kind=self.attention,
-                group=self.group,
-                length=length,
-                padded=is_padded(batch, self.padding_keys),
-                differentiates=torch.is_grad_enabled(),
-            ),
-            _supplier=Supplier(takers=takers, positions=where, length=length, group=self.group),
+            takers=takers,
+            positions=where,
+            kind=self.attention,
+            padded=is_padded(batch, self.padding_keys),
+            differentiates=torch.is_grad_enabled(),
         )
 
     def _check_documents(self, batch: Any, takers: list[Taker]) -> None:
-        if not isinstance(batch, Mapping) or not any(taker.reads_documents for taker in takers):
-            return
-        places = batch.get("position_ids")
-        if isinstance(places, Tensor) and batch.get("attention_mask") is None and bool((places.diff() != 1).any()):
+        places, reads = _given(batch), any(taker.reads_documents for taker in takers)
+        if reads and isinstance(places, Tensor) and batch.get("attention_mask") is None and bool((places.diff() != 1).any()):
             raise ContextParallelError(
                 "the batch's position_ids begin anew within a sequence, from which the model would tell documents apart; in a slice of "
                 "the sequence it cannot. Put the mask into the batch as 'attention_mask' (batch, 1, sequence, sequence), or use "
@@ -196,9 +169,13 @@ class ContextParallel(Surrounding):
                 "replaces torch.nn.functional.scaled_dot_product_attention: let the model use it (Hugging Face: "
                 "attn_implementation='sdpa'; not under torch.compile), or use context_parallel_size=1"
             )
-        given = isinstance(running.batch, Mapping) and running.batch.get("position_ids") is not None
-        if self.needs_positions and not given and not running._supplier.used:
+        if self.needs_positions and _given(running.batch) is None and not running.used:
             raise ContextParallelError(
                 "the step called none of the modules that take position_ids, so its positions were counted from 0 on every context rank; "
                 "call such a module itself and not its parts, or hand 'position_ids' in the batch"
             )
+
+
+def _given(batch: object) -> object:
+    """The positions in a batch."""
+    return batch.get("position_ids") if isinstance(batch, Mapping) else None

@@ -36,7 +36,7 @@ class Interceptor:
         length: s, tokens of the whole sequence.
         padded: The batch holds padding, on whatever rank (``batch.is_padded``).
         differentiates: The forward began with gradients enabled.
-        calls: Attention calls so far.
+        attention_calls: Those that were replaced so far.
     """
 
     kind: AttentionKind
@@ -44,7 +44,7 @@ class Interceptor:
     length: int
     padded: bool
     differentiates: bool
-    calls: int = 0
+    attention_calls: int = 0
 
     def mode(self) -> Replacing:
         """The mode under which calls are intercepted."""
@@ -73,7 +73,7 @@ class Interceptor:
             ContextParallelError: The call has no meaning for a slice of the sequence.
         """
         self._check(query, key, value)
-        self.calls += 1
+        self.attention_calls += 1
         if query.dim() == 3:
             # Samples and heads in one dimension: as good as heads.
             query, key, value = query[None], key[None], value[None]

@@ -138,7 +138,8 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mask, _ = ctx.saved_tensors
         options = ctx.options
-        dq = own = gradients = None
+        dq, own = torch.empty(0), [torch.empty(0)]
+        gradients = _Travelling([torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v)], options.group)
         with torch.autocast(q.device.type, enabled=False):
             for step, rows, columns, block, (visiting_k, visiting_v) in options.steps(k, v, mask):
                 grad_rows, out_rows, lse_rows = grad[:, :, rows], out[:, :, rows], lse[:, :, rows]
@@ -146,14 +147,14 @@ class _Ring(torch.autograd.Function):
                 if step == 0:
                     dq, own = dq_part.to(lse.dtype), [x.to(lse.dtype) for x in dkv_part]
                 else:
-                    assert dq is not None
                     dq[:, :, rows] += dq_part
-                    gradients = _pass_on(gradients, dkv_part, columns, like=(k, v), dtype=lse.dtype, group=options.group)
-        assert dq is not None and own is not None
-        if gradients is not None:
-            gradients.finish()
-            for mine, home in zip(own, gradients.here(), strict=True):
-                mine += home
+                    gradients.finish()
+                    for total, part in zip(gradients.here(), dkv_part, strict=True):
+                        total[:, :, columns] += part
+                    gradients.start()  # behind the keys and values that they are of
+        gradients.finish()
+        for mine, home in zip(own, gradients.here(), strict=True):
+            mine += home
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None
 
 
@@ -194,26 +195,6 @@ class _Travelling:
         self._work = []
         assert self._spare is not None
         self._buffer, self._spare = self._spare, self._buffer
-
-
-def _pass_on(
-    gradients: _Travelling | None,
-    parts: Sequence[Tensor],
-    columns: slice,
-    *,
-    like: Sequence[Tensor],
-    dtype: torch.dtype,
-    group: Group,
-) -> _Travelling:
-    """Add to the gradients of the visiting keys and values and start to send them behind these."""
-    if gradients is None:
-        gradients = _Travelling([torch.zeros(x.shape, dtype=dtype, device=x.device) for x in like], group)
-    else:
-        gradients.finish()
-    for total, part in zip(gradients.here(), parts, strict=True):
-        total[:, :, columns] += part
-    gradients.start()
-    return gradients
 
 
 def _like(q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -111,7 +111,8 @@ class Supplier:
         length: s, tokens of the whole sequence.
         group: The context group.
         used: How often positions were handed out, or were given already.
-        targets: Number of labels of the loss of a model that was handed shifted ones.
+        shifted_targets: After the forward: labels of this rank that are not ignored where the model shifts labels itself, () int64;
+            else None. A count of the batch's own labels misses those that other ranks' tokens predict.
     """
 
     takers: Sequence[Taker]
@@ -119,7 +120,7 @@ class Supplier:
     length: int
     group: Group
     used: int = 0
-    targets: Tensor | None = None
+    shifted_targets: Tensor | None = None
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -141,7 +142,7 @@ class Supplier:
         given = {**dict(zip(named, args, strict=False)), **kwargs}
         added: dict[str, object] = {}
         if taker.takes_positions:
-            self._check(module)
+            self._check_length(module)
             self.used += 1
             if given.get(_POSITIONS) is None:
                 added[_POSITIONS] = self._positions_of(taker, given.get(_TOKENS))
@@ -152,7 +153,7 @@ class Supplier:
             shifted = given.get("shift_labels")
             if not isinstance(shifted, Tensor):
                 shifted = added["shift_labels"] = self._shift(labels)
-            self.targets = (shifted != _IGNORED_LABEL).sum()
+            self.shifted_targets = (shifted != _IGNORED_LABEL).sum()
         # What was given as None by its place is put there, all else is given by name.
         places = tuple(added.pop(name, value) for name, value in zip(named, args, strict=False))
         return (*places, *args[len(named) :]), {**kwargs, **added}
@@ -171,7 +172,7 @@ class Supplier:
         whole = gather_sequence(labels, 1, group=self.group)
         return shard_sequence(F.pad(whole[:, 1:], (0, 1), value=_IGNORED_LABEL), 1, rank=self.group.rank, size=self.group.size)
 
-    def _check(self, module: nn.Module) -> None:
+    def _check_length(self, module: nn.Module) -> None:
         check = getattr(module, "check_sequence_length", None)
         if callable(check):
             check(self.length)

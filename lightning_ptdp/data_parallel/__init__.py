@@ -1,14 +1,14 @@
 """Replicas: flat buckets of gradients reduced during the backward, optimizers stepped in shards, and the norm over all ranks."""
 
 from lightning_ptdp.data_parallel.arrivals import overlaps_gather
-from lightning_ptdp.data_parallel.buckets import HALF, BucketEntry, GradientBuckets
+from lightning_ptdp.data_parallel.buckets import HALF, GradientBuckets
 from lightning_ptdp.data_parallel.elementwise import check_elementwise
 from lightning_ptdp.data_parallel.gradients import Gradients
 from lightning_ptdp.data_parallel.loose import LooseGradients
-from lightning_ptdp.data_parallel.norm import global_norm
-from lightning_ptdp.data_parallel.reduction import Reduction
+from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
 from lightning_ptdp.data_parallel.shards import FlatSharding
 from lightning_ptdp.data_parallel.stepped import Stepped, SteppedParameters
+from lightning_ptdp.data_parallel.sums import global_norm
 
 __all__ = [
     "HALF",

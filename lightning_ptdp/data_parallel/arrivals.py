@@ -58,7 +58,7 @@ class Arrivals:
         for hook in self._hooks:
             hook.remove()
 
-    def _enter(self, block: nn.Module, _: Any) -> None:
+    def _enter(self, block: nn.Module, _: object) -> None:
         self._called.add(block)
         self._stepped.wait(self._blocks[block])
 
@@ -82,32 +82,23 @@ def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> 
             stacklevel=2,
         )
     if asked is None:
-        return not _readers_between_steps(trainer, names)
+        return not _is_read_between_steps(trainer, names)
     return asked and not averaging
 
 
-def _readers_between_steps(trainer: Any, names: LightningNames) -> list[str]:
-    """Who may read parameters between an optimizer's step and the next forward: the user's hooks and callbacks, by class name."""
-    base = trainer.lightning_module.__class__
-    own = [] if not any(_overrides(base, name, names.LightningModule) for name in _hooks_of(base)) else [base.__name__]
-    return own + [
-        type(callback).__name__
+def _is_read_between_steps(trainer: Any, names: LightningNames) -> bool:
+    """Whether the user's hooks or callbacks may read parameters between an optimizer's step and the next forward."""
+    return _has_hooks(type(trainer.lightning_module), names.LightningModule) or any(
+        isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))
+        or (type(callback).__module__.split(".")[0] not in _HARMLESS and _has_hooks(type(callback), names.Callback))
         for callback in trainer.callbacks
-        if isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))
-        or (
-            type(callback).__module__.split(".")[0] not in _HARMLESS
-            and any(_overrides(type(callback), name, names.Callback) for name in _hooks_of(type(callback)))
-        )
-    ]
+    )
 
 
 _HARMLESS = ("lightning", "pytorch_lightning", "lightning_ptdp")
 """Packages whose callbacks read parameters through the strategy only, if at all."""
 
 
-def _hooks_of(cls: type) -> list[str]:
-    return [name for name in dir(cls) if name.startswith(_HOOKS)]
-
-
-def _overrides(cls: type, name: str, base: Any) -> bool:
-    return getattr(cls, name) is not getattr(base, name, None)
+def _has_hooks(cls: type, base: type) -> bool:
+    """Whether a class has something of its own in the place of a hook of ``base``."""
+    return any(getattr(cls, name) is not getattr(base, name, None) for name in dir(cls) if name.startswith(_HOOKS))

@@ -10,41 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ptdp._torch import set_gradient_dtype
-from lightning_ptdp.data_parallel.reduction import Pending, Reduction
+from lightning_ptdp.data_parallel.reduction import BucketEntry, Pending, Reduction
 from lightning_ptdp.data_parallel.shards import Shard
 from lightning_ptdp.data_parallel.sums import add_up
-from lightning_ptdp.records import Sum
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["HALF", "Bucket", "BucketEntry", "GradientBuckets"]
+__all__ = ["HALF", "Bucket", "GradientBuckets"]
 
 HALF = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
-
-
-@dataclass(frozen=True)
-class BucketEntry:
-    """A parameter and where its gradient has to go.
-
-    Attributes:
-        parameter: Local (possibly sharded) parameter.
-        chunk: Pipeline stage whose backward completes the gradient; None if several stages contribute.
-        reduction: How it is summed over the ranks that read something else.
-        sums: What is to be summed over others then.
-        tied: Whether those are at other stages, where its neighbours in a buffer would be others.
-    """
-
-    parameter: nn.Parameter
-    chunk: int | None = None
-    reduction: Reduction = field(default_factory=Reduction)
-    sums: tuple[Sum, ...] = ()
-    tied: bool = False
 
 
 @dataclass(eq=False)
@@ -78,10 +59,7 @@ class Bucket:
     def own_shards(self) -> Iterator[tuple[BucketEntry, Shard]]:
         """What ``mine`` holds of each parameter."""
         start = int(self.mine().storage_offset() - self.buffer.storage_offset())
-        return self.shards(start, start + int(self.mine().numel()))
-
-    def shards(self, start: int, stop: int) -> Iterator[tuple[BucketEntry, Shard]]:
-        """What [start, stop) of the buffer holds of each parameter."""
+        stop = start + self.mine().numel()
         for entry, offset in zip(self.entries, self.offsets, strict=True):
             first, last = max(start, offset), min(stop, offset + entry.parameter.numel())
             if first < last:
@@ -214,7 +192,8 @@ class GradientBuckets:
         for entry in self.entries:
             for where, group in entry.sums:
                 for shard, flat in mine.get(id(entry), ()):
-                    yield from ((view, group) for view in (shard.rectangles_in(where, flat) if where else [flat]))
+                    views = [view for _, view in shard.overlap(where, flat)] if where else [flat]
+                    yield from ((view, group) for view in views)
 
     def stash(self, scale: float) -> None:
         """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can be scaled on its own."""
@@ -246,18 +225,14 @@ class GradientBuckets:
 
     def local(self) -> Iterator[Tensor]:
         """What there is of gradients, in few tensors."""
-        yield from (bucket.buffer for bucket in self.buckets())
+        return (bucket.buffer for bucket in self.buckets())
 
     def buckets(self) -> Iterator[Bucket]:
         """All buckets, in backward order within each chunk."""
-        for buckets in self._buckets.values():
-            yield from buckets
+        return chain.from_iterable(self._buckets.values())
 
     def _allocate(self, entries: list[BucketEntry]) -> Bucket:
-        offsets, total = [], 0
-        for entry in entries:
-            offsets.append(total)
-            total += -(-entry.parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        *offsets, total = accumulate((-(-e.parameter.numel() // _ALIGNMENT) * _ALIGNMENT for e in entries), initial=0)
         multiple = _ALIGNMENT * entries[0].reduction.parts
         first = entries[0].parameter
         dtype = torch.float32 if self.widen and first.dtype in HALF else first.dtype

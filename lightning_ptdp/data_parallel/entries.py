@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel.buckets import HALF, BucketEntry, GradientBuckets
+from lightning_ptdp.data_parallel.buckets import HALF, GradientBuckets
 from lightning_ptdp.data_parallel.loose import LooseGradients
-from lightning_ptdp.data_parallel.reduction import Reduction
+from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
 from lightning_ptdp.data_parallel.stepped import SteppedParameters
 from lightning_ptdp.records import Records
 from lightning_ptdp.world.mesh import ProcessMesh

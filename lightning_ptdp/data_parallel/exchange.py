@@ -7,8 +7,9 @@ every element in one place only, in the order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ __all__ = ["Work", "own_part", "start_all_gather", "start_reduce_scatter"]
 class Work(Protocol):
     """What waits for a collective: torch's handle, or what looks like one."""
 
-    def wait(self) -> Any:
+    def wait(self) -> object:
         """Return when the result is there (on CUDA: when the stream waits for it)."""
 
 
@@ -35,7 +36,9 @@ def own_part(buffer: Tensor, group: Group) -> Tensor:
 def start_reduce_scatter(buffer: Tensor, group: Group) -> Work:
     """Sum ``buffer`` over the group; only ``own_part`` holds the sum afterwards, the rest is undefined."""
     if _is_gloo(group):
-        return _DirectReduceScatter(buffer, group)
+        parts = _parts(buffer, group)
+        received = torch.empty_like(buffer).split(parts[0].numel())
+        return _Direct(group, parts, received, partial(_add_in_order, parts[group.rank], received, group.rank))
     work: Work = reduce_scatter_single(own_part(buffer, group), buffer, group.handle, async_op=True)
     return work
 
@@ -43,7 +46,8 @@ def start_reduce_scatter(buffer: Tensor, group: Group) -> Work:
 def start_all_gather(buffer: Tensor, group: Group) -> Work:
     """Fill the other ranks' parts of ``buffer`` from their own ones."""
     if _is_gloo(group):
-        return _DirectAllGather(buffer, group)
+        parts = _parts(buffer, group)
+        return _Direct(group, [parts[group.rank]] * group.size, parts)
     work: Work = all_gather_single(buffer, own_part(buffer, group), group.handle, async_op=True)
     return work
 
@@ -58,11 +62,20 @@ def _parts(buffer: Tensor, group: Group) -> Sequence[Tensor]:
 
 
 class _Direct:
-    """Messages between all pairs, each rank starting with its right neighbour so that no one is asked by all at once."""
+    """Messages between all pairs, each rank starting with its right neighbour so that no one is asked by all at once.
 
-    def __init__(self, group: Group, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        self._pending: list[Any] = []
-        self._kept = sent  # torch does not keep what is being sent alive
+    Args:
+        group: The ranks.
+        sent: What each of them is sent; torch does not keep it alive.
+        received: Where what each of them sends goes.
+        settle: What is left to do then.
+    """
+
+    def __init__(
+        self, group: Group, sent: Sequence[Tensor], received: Sequence[Tensor], settle: Callable[[], None] | None = None
+    ) -> None:
+        self._kept, self._settle = sent, settle
+        self._pending: list[Work | None] = []
         self._future: torch.futures.Future[None] = torch.futures.Future()
         for step in range(1, group.size):
             target, source = (group.rank + step) % group.size, (group.rank - step) % group.size
@@ -74,39 +87,22 @@ class _Direct:
         if self._future.done():
             return
         for work in self._pending:
+            assert work is not None
             work.wait()
-        self._settle()
+        if self._settle is not None:
+            self._settle()
+            self._settle = None
         self._future.set_result(None)
 
     def get_future(self) -> torch.futures.Future[None]:
         """Is done when somebody has waited."""
         return self._future
 
-    def _settle(self) -> None:
-        """Nothing is left to do."""
 
-
-class _DirectAllGather(_Direct):
-    def __init__(self, buffer: Tensor, group: Group) -> None:
-        parts = _parts(buffer, group)
-        super().__init__(group, [parts[group.rank]] * group.size, parts)
-
-
-class _DirectReduceScatter(_Direct):
-    def __init__(self, buffer: Tensor, group: Group) -> None:
-        parts = _parts(buffer, group)
-        self._mine, self._rank = parts[group.rank], group.rank
-        self._others = torch.empty_like(buffer).split(self._mine.numel())
-        super().__init__(group, parts, self._others)
-
-    def _settle(self) -> None:
-        # In the order of the ranks, so that a part does not depend on who owns it.
-        if self._rank:
-            total = self._others[0]
-            for rank in range(1, len(self._others)):
-                total.add_(self._mine if rank == self._rank else self._others[rank])
-            self._mine.copy_(total)
-        else:
-            for other in self._others[1:]:
-                self._mine.add_(other)
-        self._others = ()
+def _add_in_order(mine: Tensor, received: Sequence[Tensor], rank: int) -> None:
+    """Add up in the order of the ranks, so that a part does not depend on who owns it."""
+    first, *others = (mine if index == rank else term for index, term in enumerate(received))
+    for term in others:
+        first.add_(term)
+    if rank:
+        mine.copy_(first)

@@ -14,8 +14,8 @@ from lightning_ptdp.data_parallel.arrivals import Arrivals
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.entries import lay_out, make_stepped, needs_masters
 from lightning_ptdp.data_parallel.loose import LooseGradients
-from lightning_ptdp.data_parallel.norm import global_norm
 from lightning_ptdp.data_parallel.stepped import Stepped, SteppedParameters
+from lightning_ptdp.data_parallel.sums import global_norm
 from lightning_ptdp.records import Records
 from lightning_ptdp.world.mesh import ProcessMesh
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptdp.data_parallel.exchange import Work, own_part, start_all_gather, start_reduce_scatter
+from lightning_ptdp.records import Sum
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Pending", "Reduction"]
+__all__ = ["BucketEntry", "Pending", "Reduction"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,25 @@ class Reduction:
             yield start_all_gather(sent, self.inner)
         if sent is not buffer:
             self.mine(buffer).copy_(self.mine(sent))
+
+
+@dataclass(frozen=True)
+class BucketEntry:
+    """A parameter and where its gradient has to go.
+
+    Attributes:
+        parameter: Local (possibly sharded) parameter.
+        chunk: Pipeline stage whose backward completes the gradient; None if several stages contribute.
+        reduction: How it is summed over the ranks that read something else.
+        sums: What is to be summed over others then.
+        tied: Whether those are at other stages, where its neighbours in a buffer would be others.
+    """
+
+    parameter: nn.Parameter
+    chunk: int | None = None
+    reduction: Reduction = field(default_factory=Reduction)
+    sums: tuple[Sum, ...] = ()
+    tied: bool = False
 
 
 def _all_reduce(buffer: Tensor, group: Group) -> Work:

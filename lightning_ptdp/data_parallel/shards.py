@@ -53,13 +53,8 @@ class Shard:
         dimensions."""
         yield from _rectangles(self.shape, self.start, self.stop, self.start)
 
-    def rectangles_in(self, where: Sequence[slice], flat: Tensor) -> Iterator[Tensor]:
-        """Views of ``flat`` (size,), one a rectangle, with what the tensor's rectangle ``where`` has in common with it."""
-        for _, view in self.overlap(where, flat):
-            yield view
-
     def overlap(self, where: Sequence[slice], flat: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """As ``rectangles_in``, each with its offset within ``where``."""
+        """(offset within ``where``, view of ``flat`` (size,)) of what the tensor's rectangle ``where`` has in common with the range."""
         for offset, extent, position in self.rectangles():
             lows = [max(begin, cut.start) for begin, cut in zip(offset, where, strict=True)]
             highs = [min(begin + size, cut.stop) for begin, size, cut in zip(offset, extent, where, strict=True)]
@@ -127,6 +122,5 @@ class FlatSharding:
         """Views of ``local`` that together leave out what an earlier tensor-parallel rank holds as well."""
         if not self.whole.copies:
             return [local]
-        return [
-            view for piece in self.whole.pieces if piece.copy == 0 for view in self.shard.rectangles_in(piece.local_slices, local)
-        ]
+        first = [piece for piece in self.whole.pieces if piece.copy == 0]
+        return [view for piece in first for _, view in self.shard.overlap(piece.local_slices, local)]

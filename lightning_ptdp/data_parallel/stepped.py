@@ -100,8 +100,6 @@ class SteppedParameters:
             for stepped in self.entries:
                 if stepped.target is not None:
                     stepped.target.copy_(stepped.value)
-        if not isinstance(self._gradients, GradientBuckets):
-            return
         for index, (bucket, flat) in reversed(list(enumerate(self._flat))):
             self._pending[index] = bucket.reduction.start_gather(flat)
 

@@ -1,6 +1,6 @@
-"""Sums of gradients over other ranks than the replicas: of parts that several ranks hold alike, each with one term.
+"""Sums of gradients over other ranks than the replicas: of parts that several ranks hold alike, each with one term; and their norm.
 
-Those are parameters that saw a slice of the sequence, tied ones of other stages, and, with fewer heads of keys and values than ranks,
+The former are parameters that saw a slice of the sequence, tied ones of other stages, and, with fewer heads of keys and values than ranks,
 the heads that several ranks hold beside others of their own.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["add_up"]
+__all__ = ["add_up", "global_norm"]
 
 
 def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:
@@ -33,3 +33,23 @@ def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:
         dist.all_reduce(flat, group=group.handle)
         for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
             view.copy_(total.view_as(view))
+
+
+def global_norm(gradients: Iterable[Tensor], *, group: Group, device: torch.device) -> Tensor:
+    """2-norm over all ranks of ``group`` of the gradients that this rank counts.
+
+    Args:
+        gradients: Local gradients; a replicated one must be given by exactly one rank of the group.
+        group: The ranks of one replica.
+        device: Where the result lives.
+
+    Returns:
+        0-dimensional float32 tensor, equal on every rank.
+    """
+    local = list(gradients)
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    if local:
+        square += torch.nn.utils.get_total_norm(local).to(torch.float64) ** 2
+    if group.size > 1:
+        dist.all_reduce(square, group=group.handle)
+    return square.sqrt().to(torch.float32)

@@ -175,10 +175,14 @@ class KeyedDropout(Surrounding):
         weights = scores.softmax(-1)
         return (weights * self._kept(weights, dropout_p)) @ value
 
+    @property
+    def _now(self) -> _Running:
+        assert self._running is not None
+        return self._running
+
     def _kept(self, x: Tensor, p: float) -> Tensor:
         """0 for what is dropped, 1 / (1 - p) for what is kept, of the shape and dtype of ``x``."""
-        running = self._running
-        assert running is not None
+        running = self._now
         caller, samples = self._caller(), running.samples.to(x.device)
         if p == 1.0:
             return torch.zeros_like(x)
@@ -194,10 +198,9 @@ class KeyedDropout(Surrounding):
 
     def _caller(self) -> tuple[str, int]:
         """Innermost module, and how often it has asked before in this call."""
-        assert self._running is not None
-        if not self._running.calls:
+        if not self._now.calls:
             return "", 0
-        call = self._running.calls[-1]
+        call = self._now.calls[-1]
         call[1] += 1
         return call[0], call[1]
 
@@ -214,8 +217,7 @@ class KeyedDropout(Surrounding):
 
     def _positions(self, own: Tensor) -> Tensor:
         """Places in the whole sequence of tokens 0, 1, ... here."""
-        running, context, tensor = self._running, self._context, self._tensor
-        assert running is not None
+        running, context, tensor = self._now, self._context, self._tensor
         if running.length is None:
             return own
         places = positions(running.length, context.rank, context.size, device=own.device)
@@ -227,11 +229,8 @@ class KeyedDropout(Surrounding):
 
     def _is_slice(self, x: Tensor) -> bool:
         """Whether ``x`` is a slice of the sequence, with all channels."""
-        running = self._running
-        assert running is not None
-        if not self._sequence_parallel or running.length is None or x.dim() != 3:
-            return False
-        return x.size(1) * self._tensor.size * self._context.size == running.length
+        parts = self._tensor.size * self._context.size
+        return self._sequence_parallel and x.dim() == 3 and x.size(1) * parts == self._now.length
 
 
 def _without_dropout(*args: Any, **kwargs: Any) -> object:

@@ -6,8 +6,6 @@ be built eagerly, or on the meta device and filled later, one leaf at a time und
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +18,9 @@ class NormalLinear(nn.Linear):
     With ``truncated`` no weight is further than two standard deviations from 0, which makes the deviation 0.88 ``std``.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, std: float, truncated: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, std: float, truncated: bool = False) -> None:
         self.std, self.truncated = std, truncated  # before the base class, whose constructor calls reset_parameters
-        super().__init__(in_features, out_features, bias=bias, **kwargs)
+        super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
         """Draw the weight, clear the bias."""
@@ -36,9 +32,9 @@ class NormalLinear(nn.Linear):
 class NormalEmbedding(nn.Embedding):
     """``nn.Embedding`` whose weight starts as normal(0, ``std``), ``truncated`` as in ``NormalLinear``."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, std: float, truncated: bool = False, **kwargs: Any) -> None:
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, std: float, truncated: bool = False) -> None:
         self.std, self.truncated = std, truncated  # before the base class, whose constructor calls reset_parameters
-        super().__init__(num_embeddings, embedding_dim, **kwargs)
+        super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:
         """Draw the weight."""

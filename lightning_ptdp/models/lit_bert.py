@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_ptdp.metrics import MeanLoss, TokenAccuracy
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.bert_config import BertConfig
-from lightning_ptdp.models.bert_plan import bert_plan
-from lightning_ptdp.models.bert_size import bert_flops_per_sample, num_bert_parameters
 from lightning_ptdp.models.config import check_tensor_parallel
 from lightning_ptdp.models.optimization import AdamWConfig, configure_adamw
+from lightning_ptdp.models.own_plans import bert_plan
+from lightning_ptdp.models.size import bert_flops_per_sample, num_bert_parameters
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -102,11 +102,11 @@ class LitBert(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """The losses, and the predictions of both heads."""
-        return self._evaluate(batch)
+        output = self(batch)
+        losses = self._losses(output, batch)
+        return {**losses, "tokens": _likeliest(output.masked, batch), "orders": output.order.argmax(-1)}
 
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """As ``validation_step``."""
-        return self._evaluate(batch)
+    test_step = validation_step
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """The likeliest token at each position that the decoder ran at, -1 elsewhere, (b, s) int64; and ``order_logits`` (b, 2)."""
@@ -142,11 +142,6 @@ class LitBert(pl.LightningModule):
     def flops_per_sample(self, sequence_length: int | None = None) -> int:
         """Model operations, forward and backward, of one training sequence (None: of the longest) with 15 % of its tokens predicted."""
         return bert_flops_per_sample(self.config, sequence_length=sequence_length)
-
-    def _evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        output = self(batch)
-        losses = self._losses(output, batch)
-        return {**losses, "tokens": _likeliest(output.masked, batch), "orders": output.order.argmax(-1)}
 
     def _losses(self, output: BertOutput, batch: Batch) -> dict[str, Tensor]:
         labels, orders, positions = batch["labels"], batch["next_sentence_label"], _positions(batch)

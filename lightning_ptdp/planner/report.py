@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from lightning_ptdp.columns import columns
-from lightning_ptdp.models.gpt_size import num_parameters
+from lightning_ptdp.models.size import num_parameters
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.search import Candidate, Plan
 

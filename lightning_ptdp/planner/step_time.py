@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_ptdp.models.gpt_size import flops_per_sample
+from lightning_ptdp.models.size import flops_per_sample
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
 from lightning_ptdp.planner.communication import group_link, pipeline_link
 from lightning_ptdp.planner.job import Choice, Job
@@ -28,7 +28,7 @@ class StepTime:
         messages: Waiting for messages between stages.
         gradients: Summing gradients over the replicas, and gathering parameters, as far as nothing hides it.
         optimizer: The optimizer's step.
-        model_flops: Operations that the mathematics needs, of the whole job (models/flops.py).
+        model_flops: Operations that the mathematics needs, of the whole job (models/size.py).
         hardware_flops: The same with the recomputed forward passes.
         world_size: Number of devices.
         peak: Operations a second of one device.

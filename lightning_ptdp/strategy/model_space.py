@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_ptdp.checkpoint import Placed
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.data_parallel import Stepped
-from lightning_ptdp.sharding import Sharding, iterate_pieces
+from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.strategy.collectives import WorldCollectives
 
 __all__ = ["MASTER", "MODEL", "ModelSpace", "checked_tensor"]
@@ -55,8 +55,8 @@ class ModelSpace(WorldCollectives):
         for part in ranks:
             for name, (tensor, sharding) in part.items():
                 full = whole.setdefault(name, torch.empty(sharding.full_shape, dtype=tensor.dtype))
-                for here, there in iterate_pieces(sharding):
-                    full[there] = tensor[here]
+                for piece in sharding.pieces:
+                    full[piece.full_slices] = tensor[piece.local_slices]
         return {**whole, **{alias: whole[name] for alias, name in self.parallel.aliases.items() if name in whole}}
 
     @contextlib.contextmanager

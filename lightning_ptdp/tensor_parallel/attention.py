@@ -22,9 +22,7 @@ class ParallelMultiheadAttention(ParallelLayer):
         in_proj_weight: Local rows [q_r | k_r | v_r] of the fused projection (3 e/t, e).
         in_proj_bias: Local bias (3 e/t), or None.
         out_proj: The output projection, split by input features.
-        num_heads: Heads of the whole module.
-        dropout: Probability with which an attention weight is dropped in training.
-        batch_first: Inputs are (b, s, e), else (s, b, e).
+        whole: The module in whose place it is put.
         group: The tensor group.
         sequence_parallel: The input is split along the sequence: (b, s/t, e).
     """
@@ -38,16 +36,13 @@ class ParallelMultiheadAttention(ParallelLayer):
         in_proj_bias: nn.Parameter | None,
         out_proj: RowParallelLinear,
         *,
-        num_heads: int,
-        dropout: float,
-        batch_first: bool,
+        whole: nn.MultiheadAttention,
         group: Group,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(group=group, sequence_parallel=sequence_parallel)
-        self.embed_dim, self.num_heads = in_proj_weight.size(1), num_heads
-        self.head_dim = self.embed_dim // num_heads
-        self.dropout, self.batch_first = dropout, batch_first
+        self.embed_dim, self.num_heads, self.head_dim = whole.embed_dim, whole.num_heads, whole.head_dim
+        self.dropout, self.batch_first = whole.dropout, whole.batch_first
         # nn.TransformerEncoderLayer asks for it before it hands all weights to a fused kernel, which would not know of the group.
         self._qkv_same_embed_dim = False
         self.in_proj_weight = in_proj_weight

@@ -9,11 +9,13 @@ Operations in place would change a copy and are refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -180,23 +182,13 @@ def keeps_vocabulary(index: tuple, dims: int) -> bool:
 
 
 def _cross_entropy(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    return _class_index_loss(logits, *args, **kwargs)
-
-
-def _class_index_loss(
-    logits: VocabularyParallelLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    **unknown: object,
-) -> object:
-    """Signature of ``F.cross_entropy``; what it does not cover (class weights, class probabilities, (N, C, d)) is gathered."""
-    plain = weight is None and size_average is None and reduce is None and not unknown
-    known = reduction in ("mean", "sum", "none") and 0.0 <= label_smoothing <= 1.0
+    """What it does not cover (class weights, class probabilities, (N, C, d)) is gathered."""
+    call = inspect.signature(F.cross_entropy).bind(logits, *args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    target, reduction, smoothing = given["target"], given["reduction"], given["label_smoothing"]
+    plain = all(given[name] is None for name in ("weight", "size_average", "reduce"))
+    known = reduction in get_args(Reduction) and 0.0 <= smoothing <= 1.0
     indices = isinstance(target, Tensor) and not target.is_floating_point()
     # In torch's layout the classes are dimension 1: the last one only up to two dimensions.
     if not (plain and known and indices and logits.dim() <= 2 and target.shape == _local(logits).shape[:-1]):
@@ -206,9 +198,9 @@ def _class_index_loss(
         target,
         vocabulary=logits.vocabulary,
         group=logits.group,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=cast(Reduction, reduction),
+        ignore_index=given["ignore_index"],
+        label_smoothing=smoothing,
+        reduction=reduction,
     )
 
 

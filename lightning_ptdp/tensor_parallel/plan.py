@@ -192,13 +192,7 @@ class ParallelPlan:
     def _check_paths(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = () if self.blocks is None else (self.blocks,) if isinstance(self.blocks, str) else self.blocks
-        named = {
-            "blocks": blocks,
-            "before": self.before,
-            "between": self.between,
-            "after": self.after,
-            "everywhere": self.everywhere,
-        }
+        named = {"blocks": blocks} | {key: getattr(self, key) for key in ("before", "between", "after", "everywhere")}
         for label, path in ((label, path) for label, paths in named.items() for path in paths):
             if path not in modules:
                 raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_ptdp.sharding import Piece, Shape, Sharding
 
-__all__ = ["VocabularyRange", "shard_columns", "shard_rows", "shard_vocabulary"]
+__all__ = ["VocabularyRange", "shard_columns", "shard_vocabulary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,6 @@ def shard_columns(
         )
         local, full = local + extent, full + part
     return Sharding(full_shape=tuple(shape), local_shape=_at(dim, local, shape), pieces=tuple(pieces), sharded=("tensor",))
-
-
-def shard_rows(shape: Sequence[int], *, size: int, index: int, dim: int = 1) -> Sharding:
-    """Split the input features of a matrix, its dimension ``dim``, over ``size`` members."""
-    return shard_columns(shape, parts=(shape[dim],), size=size, index=index, dim=dim)
 
 
 def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Sharding:

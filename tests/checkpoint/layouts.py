@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ptdp.sharding import Sharding, iterate_pieces
-from lightning_ptdp.tensor_parallel.sharding import VocabularyRange, shard_columns, shard_rows, shard_vocabulary
+from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.tensor_parallel.sharding import VocabularyRange, shard_columns, shard_vocabulary
 
 PADDING = -7
 FUSED_PARTS = (8, 4, 4)  # query, key and value rows of one fused matrix: each part is split over the tensor ranks
@@ -56,14 +56,14 @@ def shard(full: torch.Tensor, kind: str, *, size: int, rank: int) -> tuple[torch
         case "fused":
             sharding = shard_columns(full.shape, parts=FUSED_PARTS, size=size, index=rank)
         case "row":
-            sharding = shard_rows(full.shape, size=size, index=rank)
+            sharding = shard_columns(full.shape, parts=full.shape[1:], size=size, index=rank, dim=1)
         case "vocabulary":
             sharding = shard_vocabulary(full.shape, VocabularyRange(size=full.shape[0], parts=size, index=rank))
         case _:
             sharding = Sharding.replicated(full.shape)
     local = torch.full(sharding.local_shape, PADDING, dtype=full.dtype)
-    for here, there in iterate_pieces(sharding):
-        local[here] = full[there]
+    for piece in sharding.pieces:
+        local[piece.local_slices] = full[piece.full_slices]
     return local, sharding
 
 

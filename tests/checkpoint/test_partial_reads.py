@@ -13,7 +13,7 @@ from lightning_ptdp.checkpoint import load_tensors, save_checkpoint
 from lightning_ptdp.checkpoint.local import cut_strips, rectangles_of
 from lightning_ptdp.checkpoint.stored import runs
 from lightning_ptdp.sharding import Sharding, slice_full
-from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
+from lightning_ptdp.tensor_parallel.sharding import shard_columns
 from tests.checkpoint.layouts import PADDING, shard
 
 SHAPES = {"column": (2048, 2048), "row": (2048, 1536), "vocabulary": (5001, 1024), "fused": (3072, 1024), "replicated": (777,)}
@@ -67,7 +67,7 @@ def test_strips_of_a_shard_lie_where_those_of_the_whole_lie() -> None:
     offsets = {strip.offset for strip in cut_strips(rectangles_of({"w": (full, Sharding.replicated((2048, 1536)))}))}
     assert offsets == {(0, 192 * strip) for strip in range(8)}
     for index in range(2):
-        sharding = shard_rows(full.shape, size=2, index=index)
+        sharding = shard_columns(full.shape, parts=full.shape[1:], size=2, index=index, dim=1)
         strips = list(cut_strips(rectangles_of({"w": (full[:, index * 768 : index * 768 + 768], sharding)})))
         assert {strip.offset for strip in strips} == {(0, 192 * number) for number in range(4 * index, 4 * index + 4)}
         for strip in strips:

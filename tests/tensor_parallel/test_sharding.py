@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.sharding import Piece, Sharding, iterate_pieces, slice_full
+from lightning_ptdp.sharding import Piece, Sharding, slice_full
 from lightning_ptdp.tensor_parallel import VocabularyRange
-from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows, shard_vocabulary
+from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_vocabulary
 from tests.tensor_parallel.toy import assemble_full
 
 SIZES = (1, 2, 4)
@@ -35,7 +35,7 @@ def test_columns_split_every_part_on_its_own(size: int, parts: tuple[int, ...], 
 @pytest.mark.parametrize("size", SIZES)
 def test_rows(size: int) -> None:
     full = full_tensor(3, 8)
-    shardings = [shard_rows((3, 8), size=size, index=index) for index in range(size)]
+    shardings = [shard_columns((3, 8), parts=(8,), size=size, index=index, dim=1) for index in range(size)]
     local = [slice_full(full, sharding) for sharding in shardings]
     torch.testing.assert_close(torch.cat(local, dim=1), full, rtol=0, atol=0)
     torch.testing.assert_close(assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0)
@@ -75,7 +75,7 @@ def test_replicated_scalar() -> None:
     sharding = Sharding.replicated((), partial=("tensor",))
     assert sharding.partial
     assert not sharding.sharded
-    assert list(iterate_pieces(sharding)) == [((), ())]
+    assert [(piece.local_slices, piece.full_slices) for piece in sharding.pieces] == [((), ())]
     assert slice_full(torch.tensor(3.0), sharding).item() == 3.0
 
 

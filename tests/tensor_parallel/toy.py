@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.sharding import Sharding, iterate_pieces, slice_full
+from lightning_ptdp.sharding import Sharding, slice_full
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
@@ -177,6 +177,6 @@ def assemble_full(parts: Sequence[tuple[Tensor, Sharding]]) -> Tensor:
     first, sharding = parts[0]
     full = torch.empty(sharding.full_shape, dtype=first.dtype, device=first.device)
     for local, sharding in parts:
-        for here, there in iterate_pieces(sharding):
-            full[there] = local.detach()[here]
+        for piece in sharding.pieces:
+            full[piece.full_slices] = local.detach()[piece.local_slices]
     return full

@@ -14,22 +14,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from lightning_ptdp.models.plans.blocks import (
-    Block,
-    Config,
-    attention,
-    by_kv_heads,
-    falcon_fused,
-    feed_forward,
-    fused,
-    gated,
-    has_one_kv_head,
-    kinds_of,
-    per_rank,
-    present,
-    with_bias,
-    with_sinks,
-)
+from lightning_ptdp.models.plans import blocks as of
+from lightning_ptdp.models.plans.blocks import Block, Config, attention, feed_forward, per_rank
 from lightning_ptdp.models.plans.names import joined, vocabulary_of
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Partial, PerCopy, PerRank, Row, Whole
 from lightning_ptdp.tensor_parallel.numbers import Numbers
@@ -66,7 +52,7 @@ class Family:
 
 # ---- blocks that several families have -------------------------------------------------------------------------------------
 
-_GROUPED: Block = {**attention("self_attn"), "self_attn.k_proj": by_kv_heads, "self_attn.v_proj": by_kv_heads}
+_GROUPED: Block = {**attention("self_attn"), "self_attn.k_proj": of.by_kv_heads, "self_attn.v_proj": of.by_kv_heads}
 _GATED = feed_forward("mlp.gate_proj mlp.up_proj", "mlp.down_proj", region="mlp")
 _BERT: Block = {
     **attention("attention.self", "query key value", None), "attention.output.dense": Row(),
@@ -77,7 +63,7 @@ _VIT: Block = {**attention("attention"), **feed_forward("mlp.fc1", "mlp.fc2")}
 _SPEECH: Block = {
     **attention("attention", out="out_proj"), **feed_forward("feed_forward.intermediate_dense", "feed_forward.output_dense"),
 }  # fmt: skip
-_GPT2: Block = {**attention("attn", "c_attn", "c_proj", by=fused, region=None), **feed_forward("mlp.c_fc", "mlp.c_proj")}
+_GPT2: Block = {**attention("attn", "c_attn", "c_proj", by=of.fused, region=None), **feed_forward("mlp.c_fc", "mlp.c_proj")}
 _BLOOM = feed_forward("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 _PATCHES: WhyNot = {
@@ -103,7 +89,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gpt_bigcode": _decoder(
             "GPTBigCode", "transformer", blocks="h", after=("ln_f",),
-            block={**_GPT2, **attention("attn", "c_attn", "c_proj", by=falcon_fused)},
+            block={**_GPT2, **attention("attn", "c_attn", "c_proj", by=of.falcon_fused)},
             numbers=lambda config: per_rank("attn", "embed_dim", "num_key_value_groups" if config.multi_query else "num_heads"),
         ),
         "gptj": _decoder(
@@ -124,7 +110,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
         ),
         "gpt_oss": _decoder(
-            "GptOss", "model", blocks="layers", block={**_GROUPED, "self_attn": with_sinks, "mlp": Whole()}, after=("norm",),
+            "GptOss", "model", blocks="layers", block={**_GROUPED, "self_attn": of.with_sinks, "mlp": Whole()}, after=("norm",),
             numbers=lambda config: {"self_attn": {"num_key_value_groups": PerCopy(heads=config.num_key_value_heads)}},
         ),
         "opt": Family(
@@ -144,20 +130,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Falcon", "transformer", blocks="h", after=("ln_f",),
             block={
                 **_BLOOM,
-                **attention("self_attention", "query_key_value", "dense", by=falcon_fused, region=with_bias("alibi", "attention_mask")),
+                **attention("self_attention", "query_key_value", "dense", by=of.falcon_fused),
+                "self_attention": of.with_bias("alibi", "attention_mask"),
             },
             numbers=lambda config: {
-                "self_attention": {"num_heads": PerRank(), "num_kv_heads": PerRank(heads=1 if has_one_kv_head(config) else None)}
+                "self_attention": {"num_heads": PerRank(), "num_kv_heads": PerRank(heads=1 if of.has_one_kv_head(config) else None)}
             },
         ),
         "bloom": _decoder(
             "Bloom", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("self_attention", "num_heads"),
-            block={**_BLOOM, **attention("self_attention", "query_key_value", "dense", region=with_bias("alibi"))},
+            block={**_BLOOM, **attention("self_attention", "query_key_value", "dense", region=of.with_bias("alibi"))},
         ),
         "mpt": _decoder(
             "Mpt", "transformer", blocks="blocks", after=("norm_f",), numbers=per_rank("attn", "n_heads"),
             block={
-                **attention("attn", "Wqkv", "out_proj", by=fused, region=with_bias("position_bias")),
+                **attention("attn", "Wqkv", "out_proj", by=of.fused, region=of.with_bias("position_bias")),
                 **feed_forward("ffn.up_proj", "ffn.down_proj"),
             },
         ),
@@ -174,7 +161,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mpnet": _encoder(
             "MPNet", "mpnet", beside={"encoder.relative_attention_bias": Partial()},
             block={
-                **attention("attention.attn", "q k v", "o", region=with_bias("position_bias")),
+                **attention("attention.attn", "q k v", "o", region=of.with_bias("position_bias")),
                 **feed_forward("intermediate.dense", "output.dense"),
             },
             numbers=per_rank("attention.attn", "num_attention_heads", "all_head_size"),
@@ -182,7 +169,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "nomic_bert": _encoder("NomicBert", "nomic_bert", blocks="layers", block={**attention("self_attn"), **_GATED}),
         "modernbert": _encoder(
             "ModernBert", "model", blocks="layers", after=("final_norm",),
-            block={**attention("attn", "Wqkv", "Wo", by=fused), "mlp.Wi": gated, "mlp.Wo": Row()},
+            block={**attention("attn", "Wqkv", "Wo", by=of.fused), "mlp.Wi": of.gated, "mlp.Wo": Row()},
         ),
         "distilbert": _encoder(
             "DistilBert", "distilbert", blocks="transformer.layer",
@@ -226,17 +213,17 @@ def family_plan(family: Family, module: nn.Module, prefix: str = "") -> Parallel
     base, config = joined(prefix, inner), module.get_submodule(inner).config
     container = joined(base, family.blocks)
     block = joined(container, "*")
-    tensor = kinds_of(family.block, config, block) | kinds_of(family.beside, config, base)
+    tensor = of.kinds_of(family.block, config, block) | of.kinds_of(family.beside, config, base)
     numbers = family.numbers(config) if callable(family.numbers) else family.numbers
     before, after = _order(module, prefix, base=base, blocks=container, after=family.after)
     cuts = "pipeline" not in family.why_not
     return ParallelPlan(
         blocks=container if cuts else None,
-        tensor=present(tensor, module, prefix) | vocabulary_of(module, prefix),
+        tensor=of.present(tensor, module, prefix) | vocabulary_of(module, prefix),
         before=before if cuts else (),
         after=after if cuts else (),
         sequence=None if "sequence" in family.why_not else "blocks",
-        numbers=present({joined(block, name): values for name, values in numbers.items()}, module, prefix),
+        numbers=of.present({joined(block, name): values for name, values in numbers.items()}, module, prefix),
         why_not=family.why_not,
     )
 

@@ -12,7 +12,6 @@ from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention,
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides, shape_text
 from lightning_ptdp.tensor_parallel.kinds.linear import Row
 from lightning_ptdp.tensor_parallel.linear import RowParallelLinear
-from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
 
 __all__ = ["Attention"]
 
@@ -39,12 +38,11 @@ class Attention(Kind):
             raise ValueError(f"'{name}': sequence_parallel=True needs an nn.MultiheadAttention with batch_first=True")
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
-        size, index = place.group.size, place.group.rank
         found = super().shardings(module, place)
         shapes = {name: sharding.full_shape for name, sharding in found.items()}
-        found["out_proj.weight"] = shard_rows(shapes["out_proj.weight"], size=size, index=index)
+        found["out_proj.weight"] = place.columns(shapes["out_proj.weight"], shapes["out_proj.weight"][1:], dim=1)
         for name in shapes.keys() & {"in_proj_weight", "in_proj_bias"}:
-            found[name] = shard_columns(shapes[name], parts=(shapes[name][0] // 3,) * 3, size=size, index=index)
+            found[name] = place.columns(shapes[name], (shapes[name][0] // 3,) * 3)
         return found
 
     def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
@@ -52,14 +50,7 @@ class Attention(Kind):
         group, split = place.group, place.sequence_parallel
         out = RowParallelLinear(local["out_proj.weight"], local.get("out_proj.bias"), group=group, sequence_parallel=split)
         return ParallelMultiheadAttention(
-            local["in_proj_weight"],
-            local.get("in_proj_bias"),
-            out,
-            num_heads=module.num_heads,
-            dropout=module.dropout,
-            batch_first=module.batch_first,
-            group=group,
-            sequence_parallel=split,
+            local["in_proj_weight"], local.get("in_proj_bias"), out, whole=module, group=group, sequence_parallel=split
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.sharding import Sharding, slice_full
 from lightning_ptdp.tensor_parallel.linear_like import has_own_forward
+from lightning_ptdp.tensor_parallel.sharding import shard_columns
 from lightning_ptdp.world.layout import nearest_divisors
 from lightning_ptdp.world.mesh import Group
 
@@ -40,6 +41,12 @@ class Place:
     def partial(self) -> tuple[str, ...]:
         """The axes over which the gradient of a parameter is summed that sees a slice of the sequence, where it is split."""
         return ("tensor",) if self.sequence_parallel else ()
+
+    def columns(
+        self, shape: Sequence[int], parts: Sequence[int], *, copies: Sequence[int] | None = None, dim: int = 0
+    ) -> Sharding:
+        """``shard_columns`` over the group."""
+        return shard_columns(shape, parts=parts, size=self.group.size, index=self.group.rank, copies=copies, dim=dim)
 
     def local(self, module: nn.Module, name: str, sharding: Sharding) -> nn.Parameter:
         """The parameter ``name`` of the module as it is here: its part, or itself if it is not split."""

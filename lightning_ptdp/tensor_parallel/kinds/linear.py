@@ -12,7 +12,6 @@ from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides, check_embedding, shape_text
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.tensor_parallel.linear_like import is_conv1d, is_linear, output_input_sizes, stores_outputs_last
-from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_rows
 
 __all__ = ["Column", "Row"]
 
@@ -80,14 +79,8 @@ class Column(Kind):
         found = {}
         for name, parameter in module.named_parameters():
             dim = parameter.dim() - 1 if stores_outputs_last(module) else 0
-            found[name] = shard_columns(
-                parameter.shape,
-                parts=self._part_sizes(parameter.shape[dim]),
-                size=place.group.size,
-                index=place.group.rank,
-                copies=self.copies(place.group.size),
-                dim=dim,
-            )
+            parts = self._part_sizes(parameter.shape[dim])
+            found[name] = place.columns(parameter.shape, parts, copies=self.copies(place.group.size), dim=dim)
         return found
 
     def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
@@ -133,11 +126,8 @@ class Row(Kind):
         check_divides(name, "in_features", output_input_sizes(module)[1], size)
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
-        weight = module.get_parameter("weight")
-        dim = 0 if is_conv1d(module) else 1
-        return super().shardings(module, place) | {
-            "weight": shard_rows(weight.shape, size=place.group.size, index=place.group.rank, dim=dim)
-        }
+        shape, dim = module.get_parameter("weight").shape, 0 if is_conv1d(module) else 1
+        return super().shardings(module, place) | {"weight": place.columns(shape, (shape[dim],), dim=dim)}
 
     def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
         return RowParallelLinear(

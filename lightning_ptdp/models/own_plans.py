@@ -1,4 +1,4 @@
-"""How a GPT is cut: which layers are split over the tensor-parallel ranks, and what the pipeline's stages are made of.
+"""How a GPT and a BERT are cut: which layers are split over the tensor-parallel ranks, and what the pipeline's stages are made of.
 
 As in Megatron-LM (arXiv 1909.08053, section 3): the first matrix of each half block is split by output columns, the second by
 input rows, so that a half block needs one all-reduce in each direction; embedding and head are split along the vocabulary.
@@ -6,10 +6,11 @@ input rows, so that a half block needs one all-reduce in each direction; embeddi
 
 from __future__ import annotations
 
+from lightning_ptdp.models.bert_config import BertConfig
 from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, PerCopy, Position, Row, Vocabulary
 
-__all__ = ["gpt_plan"]
+__all__ = ["bert_plan", "gpt_plan"]
 
 
 def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
@@ -36,4 +37,32 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
         after=(f"{root}norm", f"{root}head"),
         numbers={f"{block}.attention": {"queries_per_kv": PerCopy(heads=config.kv_heads)}},
         selective=(f"{block}.attention.core",),
+    )
+
+
+def bert_plan(config: BertConfig, prefix: str = "model") -> ParallelPlan:
+    """The plan of a ``Bert(config)`` that is found under the name ``prefix`` ("" if it is the root).
+
+    Sequence parallelism splits the sequence within the blocks only: the sentence head reads the first token, which is in one rank's
+    slice, and the masked-LM head takes tokens from everywhere.
+    """
+    root = f"{prefix}." if prefix else ""
+    block, h, n = f"{root}blocks.*", config.hidden_size, config.num_heads
+    tensor: dict[str, Kind] = {
+        f"{root}embeddings.token": Vocabulary(),
+        f"{root}embeddings.position": Position(),
+        f"{block}.attention.qkv": Column(parts=(h, h, h), heads=(n, n, n)),
+        f"{block}.attention.projection": Row(),
+        f"{block}.mlp.up": Column(),
+        f"{block}.mlp.down": Row(),
+        f"{root}masked_head.decoder": Vocabulary(),
+    }
+    norm = (f"{root}norm",) if config.norm_order == "pre" else ()
+    return ParallelPlan(
+        blocks=f"{root}blocks",
+        tensor=tensor,
+        before=(f"{root}embeddings",),
+        after=(*norm, f"{root}masked_head", f"{root}order_head"),
+        selective=(f"{block}.attention.core",),
+        sequence="blocks",
     )

@@ -1,0 +1,94 @@
+"""How large a GPT or a BERT is, computed from its configuration alone: parameters, and floating-point operations exactly.
+
+A multiply-add counts as 2 operations. Only matrix products are counted, and attention over the full s x s square, as the papers
+do; a causal kernel that skips half of it looks faster by that much. "Model" operations are those that the mathematics needs
+(forward + twice that for backward); "hardware" operations add the recomputed forward pass.
+"""
+
+from __future__ import annotations
+
+from lightning_ptdp.models.bert_config import BertConfig
+from lightning_ptdp.models.config import TransformerConfig
+from lightning_ptdp.models.gpt_config import GPTConfig
+
+__all__ = ["bert_flops_per_sample", "flops_per_sample", "num_bert_parameters", "num_parameters"]
+
+_PREDICTED_SHARE = 0.15
+"""Of the tokens (arXiv 1810.04805, section 3.1)."""
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """Number of parameters, a tied head counted once; equals the module's exactly."""
+    h, f = config.hidden_size, config.ffn_size
+    qkv = (config.num_heads + 2 * config.kv_heads) * config.head_dim
+    up = f if config.mlp == "gelu" else 2 * f
+    matrices = h * qkv + h * h + h * up + f * h
+    biases = qkv + h + up + h if config.bias else 0
+    norm = 2 * h if config.norm == "layer" and config.bias else h
+    positions = config.sequence_length * h if config.position == "learned" else 0
+    embeddings = config.vocabulary_size * h * (1 if config.tie_embeddings else 2) + positions
+    return embeddings + config.num_layers * (matrices + biases + 2 * norm) + norm
+
+
+def flops_per_sample(config: GPTConfig, *, sequence_length: int | None = None, recompute: bool = False) -> int:
+    """Operations of training on one sequence, forward and backward (see above).
+
+    Args:
+        config: The model.
+        sequence_length: s in tokens; None: the longest that the model takes.
+        recompute: Count the blocks' recomputed forward pass too.
+    """
+    length = config.sequence_length if sequence_length is None else sequence_length
+    blocks, head = _matmul_flops_per_token(config, length, gated=config.mlp == "swiglu")
+    return length * _training_flops_per_token(blocks=blocks, head=head, recompute=recompute)
+
+
+def num_bert_parameters(config: BertConfig) -> int:
+    """Number of parameters, both heads included and the tied decoder's weight counted once; equals the module's exactly."""
+    h, f, v = config.hidden_size, config.ffn_size, config.vocabulary_size
+    embeddings = (v + config.sequence_length + config.num_segments) * h
+    attention, mlp, norm = 4 * h * h + 4 * h, 2 * h * f + f + h, 2 * h
+    masked_head, order_head = h * h + h + norm + v, h * h + h + 2 * h + 2
+    # One norm more: behind the embeddings (post) or behind the blocks (pre).
+    return embeddings + config.num_layers * (attention + mlp + 2 * norm) + norm + masked_head + order_head
+
+
+def bert_flops_per_sample(
+    config: BertConfig, *, sequence_length: int | None = None, predictions: int | None = None, recompute: bool = False
+) -> int:
+    """Operations of training on one sequence, forward and backward (see above).
+
+    With ``predictions=sequence_length`` the blocks and the decoder cost what the formula of arXiv 2104.04473, section 5.1, says of a
+    GPT (attention covers the full square in both); the heads' square matrices come on top.
+
+    Args:
+        config: The model.
+        sequence_length: s in tokens; None: the longest that the model takes.
+        predictions: Positions at which the decoder runs; None: 15 % of the sequence.
+        recompute: Count the blocks' recomputed forward pass too.
+    """
+    length = config.sequence_length if sequence_length is None else sequence_length
+    count = max(1, round(_PREDICTED_SHARE * length)) if predictions is None else predictions
+    blocks, decoder = _matmul_flops_per_token(config, length)
+    square = 2 * config.hidden_size**2
+    heads = count * (decoder + square) + square + 4 * config.hidden_size
+    return length * _training_flops_per_token(blocks=blocks, head=0, recompute=recompute) + 3 * heads
+
+
+def _matmul_flops_per_token(config: TransformerConfig, sequence_length: int, *, gated: bool = False) -> tuple[int, int]:
+    """Forward operations for one token: (all blocks, head); exact for GQA and SwiGLU (``gated``)."""
+    h, head_dim = config.hidden_size, config.head_dim
+    qkv = 2 * h * (config.num_heads + 2 * config.kv_heads) * head_dim
+    scores_and_values = 2 * 2 * sequence_length * config.num_heads * head_dim
+    projection = 2 * config.num_heads * head_dim * h
+    mlp = 2 * (3 if gated else 2) * h * config.ffn_size
+    return config.num_layers * (qkv + scores_and_values + projection + mlp), 2 * h * config.vocabulary_size
+
+
+def _training_flops_per_token(*, blocks: int, head: int, recompute: bool = False) -> int:
+    """Forward and backward operations for one token, from ``_matmul_flops_per_token``.
+
+    Backward costs twice the forward pass. ``recompute`` adds the blocks' second forward pass: hardware operations. Divide
+    model operations (``recompute=False``) by time and peak for the model FLOP utilization (MFU).
+    """
+    return (4 if recompute else 3) * blocks + 3 * head
