@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["derive_seed", "seeded"]
+__all__ = ["States", "derive_seed", "reseed", "seeded", "set_states"]
+
+States: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+"""Of the CPU's generator and of a GPU's."""
 
 
 def derive_seed(*parts: object) -> int:
@@ -20,16 +24,27 @@ def derive_seed(*parts: object) -> int:
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Run with torch's generators (CPU and ``device``) seeded, and put their states back afterwards."""
+    states = reseed(seed, device)
+    try:
+        yield
+    finally:
+        set_states(states, device)
+
+
+def reseed(seed: int, device: torch.device) -> States:
+    """Seed torch's generators (CPU and ``device``); returns the states that they had."""
     cuda = device.type == "cuda"
-    cpu_state = torch.get_rng_state()
-    device_state = torch.cuda.get_rng_state(device) if cuda else None
+    states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
     torch.default_generator.manual_seed(seed)
     if cuda:
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu_state)
-        if device_state is not None:
-            torch.cuda.set_rng_state(device_state, device)
+    return states
+
+
+def set_states(states: States, device: torch.device) -> None:
+    """Put states of torch's generators back."""
+    cpu_state, device_state = states
+    torch.set_rng_state(cpu_state)
+    if device_state is not None:
+        torch.cuda.set_rng_state(device_state, device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ptdp.context_parallel.sharding import check_sequence, shard_sequence
 from lightning_ptdp.nested import map_named, named_tensors
 
-__all__ = ["SequenceDims", "count_targets", "first_tensor", "is_padded", "sequence_length", "shard_batch"]
+__all__ = ["SequenceDims", "count_targets", "is_padded", "sequence_length", "shard_batch"]
 
 SequenceDims = Mapping[str, int | None]
 
@@ -95,11 +95,6 @@ def count_targets(batch: Any, name: str = "labels", ignore_index: int = -100) ->
     """
     found = [tensor for key, tensor in named_tensors(batch) if key == name and not tensor.is_floating_point()]
     return (found[0] != ignore_index).sum() if found else None
-
-
-def first_tensor(batch: Any) -> Tensor:
-    """The first tensor of a batch that has one."""
-    return next(tensor for _, tensor in named_tensors(batch))
 
 
 def _sequence_dim(tensor: Tensor, length: int) -> int | None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_ptdp.context_parallel.batch import (
     SequenceDims,
     count_targets,
-    first_tensor,
     is_padded,
     sequence_length,
     shard_batch,
@@ -23,6 +22,7 @@ from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.intercept import AttentionKind, Interceptor
 from lightning_ptdp.context_parallel.sharding import check_sequence, positions
 from lightning_ptdp.context_parallel.supply import Supplier, Taker, find_takers
+from lightning_ptdp.nested import iterate_tensors
 from lightning_ptdp.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.world.mesh import Group
 
@@ -141,7 +141,7 @@ class ContextParallel(Surrounding):
                 "and use them, or, if the model needs no positions, say context_parallel_positions=False"
             )
         self._check_documents(batch, takers)
-        where = positions(length, rank, size, device=first_tensor(local).device)[None]
+        where = positions(length, rank, size, device=next(iterate_tensors(local)).device)[None]
         return ContextForward(
             batch=local,
             group=self.group,

@@ -67,15 +67,6 @@ def ring_attention(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
-    """What a rank computes in one step: these of its query rows with these of the visiting columns."""
-
-    rows: slice
-    columns: slice
-    causal: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Options:
     group: Group
     causal: bool
@@ -83,36 +74,29 @@ class _Options:
     dropout_p: float
     seed: int
 
-    def source(self, step: int) -> int:
-        """Whose keys and values are here."""
-        return (self.group.rank - step) % self.group.size
-
-    def part(self, step: int, length: int) -> _Part:
-        everything, chunk = slice(0, length), length // 2
-        if not self.causal or step == 0:
-            return _Part(rows=everything, columns=everything, causal=self.causal)
-        if self.source(step) < self.group.rank:
-            return _Part(rows=everything, columns=slice(0, chunk))
-        return _Part(rows=slice(chunk, length), columns=everything)
-
-    def block(self, step: int, part: _Part, mask: Tensor | None, length: int) -> Block:
-        source = self.source(step)
-        bias = None if mask is None else _bias(mask, part, source, self.group.size, length)
-        seed = derive_seed(self.seed, self.group.rank, source) if self.dropout_p else 0
-        return Block(scale=self.scale, causal=part.causal, bias=bias, dropout_p=self.dropout_p, seed=seed)
-
     def steps(self, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, slice, slice, Block, list[Tensor]]]:
         """(step, rows of the queries, columns, how they attend, the columns of the keys and values that are here), while the next
         keys and values are on their way."""
-        travelling, length = _Travelling((k, v), self.group), k.size(2)
-        for step in range(self.group.size):
+        travelling, length, rank, size = _Travelling((k, v), self.group), k.size(2), self.group.rank, self.group.size
+        for step in range(size):
             visiting = travelling.here()
-            if step < self.group.size - 1:
+            if step < size - 1:
                 travelling.start()
-            part = self.part(step, length)
-            block = self.block(step, part, mask, length)
-            yield step, part.rows, part.columns, block, [x[:, :, part.columns] for x in visiting]
+            source = (rank - step) % size  # whose keys and values are here
+            rows, columns = self._seen(step, source, length)
+            bias = None if mask is None else _bias(mask, rows, columns, source, size)
+            seed = derive_seed(self.seed, rank, source) if self.dropout_p else 0
+            causal = self.causal and step == 0
+            block = Block(scale=self.scale, causal=causal, bias=bias, dropout_p=self.dropout_p, seed=seed)
+            yield step, rows, columns, block, [x[:, :, columns] for x in visiting]
             travelling.finish()
+
+    def _seen(self, step: int, source: int, length: int) -> tuple[slice, slice]:
+        """Which of the rows see which of the columns."""
+        everything, chunk = slice(0, length), length // 2
+        if not self.causal or step == 0:
+            return everything, everything
+        return (everything, slice(0, chunk)) if source < self.group.rank else (slice(chunk, length), everything)
 
 
 class _Ring(torch.autograd.Function):
@@ -210,12 +194,12 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _bias(mask: Tensor, part: _Part, source: int, size: int, length: int) -> Tensor:
-    """The part's rows of the mask, and its columns: those of the chunks of rank ``source``; additive."""
-    chunk = length // 2
-    rows = mask[..., part.rows, :] if mask.size(-2) > 1 else mask
-    halves = [rows.narrow(-1, start * chunk, chunk) for start in (source, 2 * size - 1 - source)]
-    bias = torch.cat(halves, -1)[..., part.columns]
+def _bias(mask: Tensor, rows: slice, columns: slice, source: int, size: int) -> Tensor:
+    """These rows of the mask, and these columns of the chunks of rank ``source``; additive."""
+    chunk = mask.size(-1) // (2 * size)
+    mask = mask[..., rows, :] if mask.size(-2) > 1 else mask
+    halves = [mask.narrow(-1, start * chunk, chunk) for start in (source, 2 * size - 1 - source)]
+    bias = torch.cat(halves, -1)[..., columns]
     if bias.dtype is torch.bool:
         return torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, -torch.inf)
     return bias if bias.dtype is torch.float64 else bias.float()

@@ -87,22 +87,15 @@ def why_without_values(name: str, module: nn.Module) -> str:
     )
 
 
-def _resets(chain: list[Any]) -> list[Callable[[], Any]]:
-    found = (_own_reset(chain[-1]), *(_reset_of_children(module) for module in reversed(chain[:-1])))
-    return [reset for reset in found if reset is not None]
+def _resets(chain: list[Any]) -> list[Callable[[], object]]:
+    """Its own, and of the modules around it: torch's that set values of their children, such as ``nn.MultiheadAttention``, do it in
+    ``_reset_parameters``."""
+    own = (getattr(chain[-1], key, None) for key in ("reset_parameters", "_reset_parameters"))
+    around = (getattr(module, "_reset_parameters", None) for module in reversed(chain[:-1]))
+    return [reset for reset in (next(filter(callable, own), None), *around) if callable(reset)]
 
 
-def _own_reset(module: nn.Module) -> Callable[[], Any] | None:
-    return next((f for key in ("reset_parameters", "_reset_parameters") if callable(f := getattr(module, key, None))), None)
-
-
-def _reset_of_children(module: nn.Module) -> Callable[[], Any] | None:
-    """torch's modules that set values of their children, such as ``nn.MultiheadAttention``, do it in ``_reset_parameters``."""
-    reset = getattr(module, "_reset_parameters", None)
-    return reset if callable(reset) else None
-
-
-def _takes_a_module(function: Any) -> bool:
+def _takes_a_module(function: object) -> bool:
     if not callable(function):
         return False
     parameters = inspect.signature(function).parameters.values()
@@ -115,7 +108,7 @@ def _unset(tensor: Tensor) -> Tensor:
     return nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 
 
-def _mark(dtype: torch.dtype) -> Any:
+def _mark(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return False if dtype is torch.bool else torch.iinfo(dtype).min

@@ -8,6 +8,7 @@ holds the whole model. A module built eagerly keeps its values, after a check th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,28 +61,23 @@ class Materializer:
         """
         if not is_meta(module):
             return
-        drawn: dict[str, nn.Module] = {}
 
+        @cache
         def values(owner_name: str) -> nn.Module:
-            if owner_name not in drawn:
-                drawn[owner_name] = self._values(owner_name, module)
-            return drawn[owner_name]
+            return self._values(owner_name, module)
 
         for key, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in self._made:
                 owner_name, owner_key = self._owners[id(parameter)]
-                value = values(owner_name)._parameters[owner_key]
-                assert value is not None
+                value = values(owner_name).get_parameter(owner_key)
                 new = nn.Parameter(value.detach().to(self._device), requires_grad=parameter.requires_grad)
                 self._made[id(parameter)] = new
             module._parameters[key] = self._made[id(parameter)]
         for key, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
-                drawn_buffer = values(name)._buffers[key]
-                assert drawn_buffer is not None
-                module._buffers[key] = drawn_buffer.to(self._device)
+                module._buffers[key] = values(name).get_buffer(key).to(self._device)
 
     def _values(self, name: str, asked: nn.Module) -> nn.Module:
         """A module with initial values, drawn on the CPU so that they do not depend on the device."""

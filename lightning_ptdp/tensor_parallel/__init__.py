@@ -4,7 +4,6 @@ A ``ParallelPlan`` says which modules are split and how; ``shard_module`` puts a
 tells of every parameter which part of the whole it is (``sharding.py``). The model's own code does not change.
 """
 
-from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
 from lightning_ptdp.tensor_parallel.captured import check_captured, refuse_captured_parts
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from lightning_ptdp.tensor_parallel.kinds import (
@@ -41,7 +40,6 @@ __all__ = [
     "ColumnParallelLinear",
     "Kind",
     "ParallelPlan",
-    "ParallelMultiheadAttention",
     "Partial",
     "PerCopy",
     "PerRank",

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp._torch import untraced
-from lightning_ptdp.random import derive_seed
+from lightning_ptdp.random import States, derive_seed, reseed, set_states
 from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.tensor_parallel.region import is_whole
 
@@ -51,7 +51,7 @@ class SplitRandomness(Surrounding):
 
     def __init__(self, *, rank: int, device: torch.device, blocks: str | None = None, returns: bool = False) -> None:
         self._rank, self._device, self._blocks, self._returns = rank, device, blocks, returns
-        self._shared: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._shared: States | None = None
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Follow where the module enters and leaves what is split."""
@@ -71,7 +71,7 @@ class SplitRandomness(Surrounding):
         return contextlib.nullcontext(), self._from(self._shared)
 
     @contextlib.contextmanager
-    def _from(self, shared: tuple[torch.Tensor, torch.Tensor | None] | None) -> Iterator[None]:
+    def _from(self, shared: States | None) -> Iterator[None]:
         outer, self._shared = self._shared, shared
         try:
             yield
@@ -83,23 +83,15 @@ class SplitRandomness(Surrounding):
         """What follows is split; does nothing inside of a region."""
         if self._shared is not None:
             return
-        seed = derive_seed(int(torch.randint(2**62, ())), self._rank)
-        on_gpu = self._device.type == "cuda"
-        self._shared = torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if on_gpu else None
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(seed)
+        self._shared = reseed(derive_seed(int(torch.randint(2**62, ())), self._rank), self._device)
 
     @untraced
     def leave(self) -> None:
         """What follows is the same on all members again."""
         if self._shared is None:
             return
-        (state, device_state), self._shared = self._shared, None
-        torch.set_rng_state(state)
-        if device_state is not None:
-            torch.cuda.set_rng_state(device_state, self._device)
+        shared, self._shared = self._shared, None
+        set_states(shared, self._device)
 
 
 def give_randomness(module: nn.Module, randomness: Randomness, *, blocks: nn.Module | None = None) -> Callable[[], None]:
