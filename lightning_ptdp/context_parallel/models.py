@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -13,19 +13,23 @@ __all__ = ["names_in_forward", "why_not"]
 
 def why_not(model: nn.Module) -> str | None:
     """Why context parallelism would compute something else than the model; None if nothing of the kind is seen."""
+    return next(_reasons(model), None)
+
+
+def _reasons(model: nn.Module) -> Iterator[str]:
     known: list[Any] = [module for module in model.modules() if hasattr(type(module), "main_input_name")]
-    reasons = ((module, _why_not_cut(module)) for module in known)
-    found = next((f"{type(module).__name__} {reason}" for module, reason in reasons if reason is not None), None)
-    if found is not None:
-        return found
+    for module in known:
+        if (reason := _why_not_cut(module)) is not None:
+            yield f"{type(module).__name__} {reason}"
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1):
-            return (
+            yield (
                 f"'{name}' ({type(module).__name__}) mixes tokens along time, as state-space layers do, beside attention; a rank has a "
                 "slice of the sequence only"
             )
-    reasons = ((module, _why_not_attend(module) or _why_not_compare(module)) for module in known)
-    return next((f"{type(module).__name__} {reason}" for module, reason in reasons if reason is not None), None)
+    for module in known:
+        if (reason := _why_not_attend(module) or _why_not_compare(module)) is not None:
+            yield f"{type(module).__name__} {reason}"
 
 
 def names_in_forward(module: nn.Module) -> Collection[str]:

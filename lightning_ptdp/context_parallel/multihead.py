@@ -35,13 +35,13 @@ def multi_head_attention(attend: Callable[..., Tensor], *args: Any, **kwargs: An
     _check(given, x)
     projected = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
     q, k, v = (part.unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3) for part in projected.chunk(3, dim=-1))
-    mask = _seen(given["attn_mask"], given["num_heads"])
-    causal = bool(given["is_causal"])
-    if causal or mask is None:
+    causal, mask, padding = bool(given["is_causal"]), given["attn_mask"], given["key_padding_mask"]
+    if mask is not None:
+        mask = _seen(mask, given["num_heads"])
+    if causal:
         mask = None
-    padding = given["key_padding_mask"]
     if padding is not None:
-        keys = _seen(padding, None)[:, None, None, :]  # type: ignore[index]
+        keys = _seen(padding)[:, None, None, :]
         if causal:
             length = x.size(0)
             mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril_()[None, None]
@@ -50,10 +50,8 @@ def multi_head_attention(attend: Callable[..., Tensor], *args: Any, **kwargs: An
     return F.linear(y.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]), None
 
 
-def _seen(mask: Tensor | None, heads: int | None) -> Tensor | None:
+def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
     """torch's masks are True, or -inf, where a key is *not* seen."""
-    if mask is None:
-        return None
     if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != -torch.inf)).any()):
         raise ContextParallelError(
             "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be split over context ranks"

@@ -125,15 +125,11 @@ class Supplier:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """While a forward runs."""
-        handles = [
-            taker.module.register_forward_pre_hook(partial(self._before, taker), prepend=True, with_kwargs=True)
-            for taker in self.takers
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for taker in self.takers:
+                before = partial(self._before, taker)
+                hooks.enter_context(taker.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _before(
         self, taker: Taker, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]

@@ -73,5 +73,4 @@ def make_stepped(
 ) -> SteppedParameters | None:
     """What the optimizer steps on; None if that is the parameters."""
     masters = needs_masters(config, records)
-    scatters = isinstance(gradients, GradientBuckets) and gradients.scatters
-    return SteppedParameters(gradients, masters=masters) if masters or scatters else None
+    return SteppedParameters(gradients, masters=masters) if masters or gradients.scatters else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class LooseGradients:
 
     entries: Sequence[BucketEntry]
     widen: bool = True
+    scatters: ClassVar[bool] = False
     _arrived: set[int] = field(default_factory=set)
     _kept: list[Tensor | None] = field(default_factory=list)
     _stash: list[Tensor | None] = field(default_factory=list)

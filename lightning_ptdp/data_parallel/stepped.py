@@ -63,7 +63,7 @@ class SteppedParameters:
 
     def __init__(self, gradients: GradientBuckets | LooseGradients, *, masters: bool) -> None:
         self._gradients, self._masters = gradients, masters
-        self.is_sharded = isinstance(gradients, GradientBuckets) and gradients.scatters
+        self.is_sharded = gradients.scatters
         self._flat: list[tuple[Bucket, Tensor]] = []
         self._pending: dict[int, Pending] = {}
         self._bucket_of: dict[int, int] = {}

@@ -6,16 +6,6 @@ from torch import Tensor, nn
 
 __all__ = ["shallow_copy", "without_tensors"]
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
 
 def without_tensors(model: nn.Module) -> nn.Module:
     """A copy whose tensors are on the meta device, without hooks; the model is not changed.
@@ -45,5 +35,5 @@ def _copy(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, T
     fields["_modules"] = {
         key: None if child is None else _copy(child, modules, tensors) for key, child in module._modules.items()
     }
-    fields.update({key: type(fields[key])() for key in _HOOKS if key in fields})
+    fields.update({key: value for key, value in vars(nn.Module()).items() if "_hooks" in key})
     return shadow

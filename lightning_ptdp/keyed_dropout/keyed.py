@@ -71,10 +71,8 @@ class KeyedDropout(Surrounding):
         undo = contextlib.ExitStack()
         undo.callback(give_randomness(module, self))
         for name, child in module.named_modules():
-            entered = child.register_forward_pre_hook(partial(self._entered, name), prepend=True)
-            left = child.register_forward_hook(self._left, always_call=True)
-            undo.callback(entered.remove)
-            undo.callback(left.remove)
+            undo.enter_context(child.register_forward_pre_hook(partial(self._entered, name), prepend=True))
+            undo.enter_context(child.register_forward_hook(self._left, always_call=True))
         return undo.close
 
     def enter(self) -> None:

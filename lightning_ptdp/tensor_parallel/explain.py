@@ -40,7 +40,7 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
                 fate = f"the same parameter as {first}"
             counts[_general(name), shape_text(shape), local, fate] += 1
     rows = [("parameter", "shape", "on a rank", "what becomes of it")]
-    rows += [(name + (f"  x{count}" if count > 1 else ""), *rest) for (name, *rest), count in counts.items()]  # type: ignore[misc]
+    rows += [(f"{row[0]}  x{count}" if count > 1 else row[0], *row[1:]) for row, count in counts.items()]
     return columns(rows, words=range(len(rows[0])))
 
 

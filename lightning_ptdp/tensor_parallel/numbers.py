@@ -27,10 +27,9 @@ class PerRank:
 
     heads: int | None = None
 
-    def local(self, whole: int, tensor_parallel_size: int) -> int | None:
-        """The number on a rank; None if it does not divide."""
-        parts = tensor_parallel_size if self.heads is None else min(self.heads, tensor_parallel_size)
-        return whole // parts if whole % parts == 0 else None
+    def parts(self, tensor_parallel_size: int) -> int:
+        """Into how many it is divided."""
+        return tensor_parallel_size if self.heads is None else min(self.heads, tensor_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,9 @@ class PerCopy:
 
     heads: int
 
-    def local(self, whole: int, tensor_parallel_size: int) -> int | None:
-        """The number on a rank; None if it does not divide."""
-        copies = max(1, tensor_parallel_size // self.heads)
-        return whole // copies if whole % copies == 0 else None
+    def parts(self, tensor_parallel_size: int) -> int:
+        """Into how many it is divided."""
+        return max(1, tensor_parallel_size // self.heads)
 
 
 Number: TypeAlias = PerRank | PerCopy
@@ -69,12 +67,10 @@ def local_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: i
                         f"the plan's numbers[{pattern!r}] names '{key}', which is no plain attribute of '{name}' "
                         f"({type(module).__name__}); it has: {', '.join(_plain(module)) or 'none'}"
                     )
-                value = number.local(vars(module)[key], tensor_parallel_size)
-                if value is None:
-                    raise ValueError(
-                        f"'{name}': {key}={vars(module)[key]} is not divisible by tensor_parallel_size={tensor_parallel_size}"
-                    )
-                yield module, key, value
+                value, parts = vars(module)[key], number.parts(tensor_parallel_size)
+                if value % parts:
+                    raise ValueError(f"'{name}': {key}={value} is not divisible by tensor_parallel_size={tensor_parallel_size}")
+                yield module, key, value // parts
 
 
 def set_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int) -> None:

@@ -121,8 +121,8 @@ def give_randomness(module: nn.Module, randomness: Randomness, *, blocks: nn.Mod
 
 
 def _around(module: nn.Module, before: Callable[..., None], behind: Callable[..., None], undo: contextlib.ExitStack) -> None:
-    undo.callback(module.register_forward_pre_hook(before).remove)
-    undo.callback(module.register_forward_hook(behind, always_call=True).remove)
+    undo.enter_context(module.register_forward_pre_hook(before))
+    undo.enter_context(module.register_forward_hook(behind, always_call=True))
 
 
 def _enter(randomness: Randomness, module: nn.Module, *_: object) -> None:
