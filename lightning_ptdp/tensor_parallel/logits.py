@@ -183,7 +183,7 @@ def keeps_vocabulary(index: tuple, dims: int) -> bool:
 
 def _cross_entropy(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     """What it does not cover (class weights, class probabilities, (N, C, d)) is gathered."""
-    call = inspect.signature(F.cross_entropy).bind(logits, *args, **kwargs)
+    call = _LOSS.bind(logits, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments
     target, reduction, smoothing = given["target"], given["reduction"], given["label_smoothing"]
@@ -258,6 +258,7 @@ _LOCAL = (
     "device dtype element_size get_device grad_fn is_complex is_cpu is_cuda is_floating_point is_inference is_leaf is_meta layout "
     "dim ndim requires_grad __hash__"
 )
+_LOSS = inspect.signature(F.cross_entropy)
 _SHAPE = "shape size numel nelement __len__"
 _KEEP = "bfloat16 clone contiguous detach double float half neg tanh"
 _NUMBER = "__radd__ __rmul__ __rsub__ __truediv__ add div mul multiply sub subtract true_divide"

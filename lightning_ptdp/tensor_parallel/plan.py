@@ -77,24 +77,18 @@ class ParallelPlan:
 
     def splits_sequence(self, name: str, sequence_parallel: bool) -> bool:
         """Whether the module or parameter ``name`` sees a slice of the sequence."""
-        if sequence_parallel and self._is_in_whole(name):
+        if not sequence_parallel or self.sequence is None or self._is_in_whole(name):
             return False
-        if self.sequence == "blocks":
-            return (
-                sequence_parallel and isinstance(self.blocks, str) and name.startswith(f"{self.blocks}." if self.blocks else "")
-            )
-        return sequence_parallel and self.sequence is not None
+        inside = isinstance(self.blocks, str) and name.startswith(f"{self.blocks}." if self.blocks else "")
+        return inside or self.sequence == "ends"
 
     def partial(self, name: str, sequence_parallel: bool) -> tuple[str, ...]:
         """The axes over which the gradient of the parameter ``name``, which each rank has whole, is a sum."""
         return ("tensor",) if self.splits_sequence(name, sequence_parallel) else ()
 
     def _is_in_whole(self, name: str) -> bool:
-        whole = [pattern.split(".") for pattern, kind in self.kinds.items() if kind.keeps_sequence]
-        parts = name.split(".")
-        return any(
-            len(pattern) <= len(parts) and matches(".".join(parts[: len(pattern)]), ".".join(pattern)) for pattern in whole
-        )
+        whole = [pattern for pattern, kind in self.kinds.items() if kind.keeps_sequence]
+        return any(matches(".".join(name.split(".")[: pattern.count(".") + 1]), pattern) for pattern in whole)
 
     def resolve(self, model: nn.Module) -> dict[str, Kind]:
         """Kind of every module that the plan names, in the model's order; a module found under two names is there twice.
