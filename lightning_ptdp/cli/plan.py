@@ -16,7 +16,7 @@ from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.world.layout import AXES
 
 if TYPE_CHECKING:
-    from lightning_ptdp.models.gpt_config import GPTConfig
+    from lightning_ptdp.models.config import GPTConfig
     from lightning_ptdp.planner import Device, Job, Space
 
 __all__ = ["run"]
@@ -144,7 +144,7 @@ def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 
 def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
-    from lightning_ptdp.models.gpt_config import GPTConfig
+    from lightning_ptdp.models.config import GPTConfig
 
     given = {field: getattr(options, field) for field, _ in _SIZES.values() if getattr(options, field) is not None}
     if not config:
@@ -168,7 +168,7 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
 
 def _sizes_of_bert(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """A BERT keeps and computes what a GPT of its sizes does, but for the attention's mask and the small parts around its head."""
-    from lightning_ptdp.models.bert_config import BertConfig
+    from lightning_ptdp.models.config import BertConfig
 
     print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
     bert = BertConfig(**sizes)

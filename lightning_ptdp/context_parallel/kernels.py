@@ -110,7 +110,7 @@ def _sum_repeated(grad: Tensor, heads: int) -> Tensor:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    dtype = _compute_dtype(q)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty((*q.shape[:3], v.size(-1)), dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
     for rows, keys in _tiles(q, k, block):
@@ -126,7 +126,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
 def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _compute_dtype(q)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     for rows, keys in _tiles(q, k, block):
@@ -144,10 +144,6 @@ def _plain_backward(
     return dq, dk, dv
 
 
-def _compute_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype is torch.float64 else torch.float32
-
-
 def _tiles(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]:
     """Rows of queries that are computed together, and the keys that they can see."""
     length = q.size(2)
@@ -159,7 +155,7 @@ def _tiles(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]:
 
 def _scores(q: Tensor, k: Tensor, block: Block, rows: slice, keys: slice) -> Tensor:
     """(b, n, rows, keys)."""
-    dtype = _compute_dtype(q)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     folded = _fold(q[:, :, rows].to(dtype), k).matmul(k[:, :, keys].to(dtype).transpose(-1, -2))
     scores = _unfold(folded, q).mul_(block.scale)
     if block.bias is not None:

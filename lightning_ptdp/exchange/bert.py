@@ -12,7 +12,7 @@ from typing import Literal
 from lightning_ptdp.checked_json import one_of
 from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, Family, Field, Row
 from lightning_ptdp.models.bert import Bert
-from lightning_ptdp.models.bert_config import BertConfig
+from lightning_ptdp.models.config import BertConfig
 
 __all__ = ["BERT", "MEGATRON_BERT"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning_ptdp.checked_json import flag, one_of
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, Family, Field, Row
+from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.gpt import GPT
-from lightning_ptdp.models.gpt_config import GPTConfig
 
 __all__ = ["GPT2"]
 

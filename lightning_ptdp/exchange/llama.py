@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_ptdp.checked_json import flag, optional, record, text
 from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, Family, Field, Row, check_choices
+from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.gpt import GPT
-from lightning_ptdp.models.gpt_config import GPTConfig
 
 __all__ = ["LLAMA"]
 

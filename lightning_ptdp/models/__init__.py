@@ -4,11 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.models.bert import Bert, BertOutput
-from lightning_ptdp.models.bert_config import BertConfig
-from lightning_ptdp.models.config import check_tensor_parallel
+from lightning_ptdp.models.config import BertConfig, GPTConfig, check_tensor_parallel
 from lightning_ptdp.models.generate import generate
 from lightning_ptdp.models.gpt import GPT
-from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.models.optimization import AdamWConfig
 from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
 from lightning_ptdp.models.size import bert_flops_per_sample, flops_per_sample, num_bert_parameters, num_parameters

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.models.bert_config import BertConfig
-from lightning_ptdp.models.init import NormalEmbedding, NormalLinear, TiedLinear
-from lightning_ptdp.models.layers import AttentionCore, GeluMLP, Transformer
+from lightning_ptdp.models.config import BertConfig
+from lightning_ptdp.models.layers import AttentionCore, GeluMLP, NormalEmbedding, NormalLinear, TiedLinear, Transformer
 
 __all__ = [
     "Bert",

@@ -1,17 +1,18 @@
-"""The sizes that every transformer here has."""
+"""The sizes and choices that make a GPT or a BERT."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from lightning_ptdp.option_types import Size, check_types
 
-__all__ = ["TransformerConfig", "check_tensor_parallel", "near"]
+__all__ = ["BertConfig", "GPTConfig", "TransformerConfig", "check_tensor_parallel"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes of a transformer, explained where its choices are.
+    """Sizes that every transformer here has, explained where its choices are.
 
     Raises:
         ValueError: Sizes that do not fit together; the message names the field and what would work.
@@ -52,16 +53,145 @@ class TransformerConfig:
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; use a num_heads of "
-                f"{near(self.hidden_size, self.num_heads)}"
+                f"{_near(self.hidden_size, self.num_heads)}"
             )
 
 
-def near(number: int, wanted: int) -> str:
-    """The divisors of ``number`` that are near to what was wanted, for a message."""
-    # Imported here: a configuration alone needs no layout.
-    from lightning_ptdp.world.layout import nearest_divisors
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(TransformerConfig):
+    """Sizes and layout of a decoder-only transformer; the defaults are GPT-2 small (124 M parameters).
 
-    return ", ".join(str(divisor) for divisor in nearest_divisors(number, wanted))
+    ``GPTConfig.gpt2(...)`` and ``GPTConfig.llama(...)`` are the two usual sets of choices; every field can be set alone.
+
+    Args:
+        vocabulary_size: V, number of token ids.
+        sequence_length: Longest sequence that the model takes, in tokens.
+        num_layers: l, number of blocks.
+        hidden_size: h, width of the residual stream.
+        num_heads: Number of attention heads; must divide ``hidden_size``.
+        num_kv_heads: Number of key/value heads, shared by equal groups of query heads (GQA, arXiv 2305.13245); None: one
+            for each head.
+        ffn_hidden_size: f, inner width of the feed-forward part; None: 4h for ``mlp="gelu"``, and for ``mlp="swiglu"`` the
+            Llama rule (arXiv 2302.13971, section 2.2): 8h/3 rounded up to a multiple of 256 (of 64 below h = 1024).
+        norm: "layer" (LayerNorm) or "rms" (RMSNorm, arXiv 1910.07467).
+        position: "learned" (an embedding of the position) or "rope" (rotation of queries and keys, arXiv 2104.09864).
+        mlp: "gelu" (tanh approximation, as GPT-2) or "swiglu" (arXiv 2002.05202).
+        bias: Biases in the linear layers and in LayerNorm.
+        tie_embeddings: The output head uses the token embedding's weight.
+        dropout: Probability on the embeddings, the attention weights and the two residual branches.
+        init_std: Standard deviation of the initial weights; the two projections that write to the residual stream
+            get ``init_std / sqrt(2 l)`` (GPT-2).
+        norm_eps: Epsilon of the norms.
+        rope_base: Base of the rotary wavelengths.
+
+    Raises:
+        ValueError: Sizes that do not fit together; the message names the field and what would work.
+    """
+
+    vocabulary_size: Size = 50257
+    sequence_length: Size = 1024
+    num_kv_heads: Size | None = None
+    norm: Literal["layer", "rms"] = "layer"
+    position: Literal["learned", "rope"] = "learned"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True
+    tie_embeddings: bool = True
+    rope_base: float = 10_000.0
+
+    @classmethod
+    def gpt2(cls, **changes: Any) -> GPTConfig:
+        """The GPT-2 layout: LayerNorm, learned positions, GELU, biases, tied head."""
+        return cls(**changes)
+
+    @classmethod
+    def llama(cls, **changes: Any) -> GPTConfig:
+        """The Llama layout: RMSNorm, rotary positions, SwiGLU, no biases, a head of its own."""
+        layout: dict[str, Any] = {"norm": "rms", "position": "rope", "mlp": "swiglu", "bias": False, "tie_embeddings": False}
+        return cls(**(layout | changes))
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads, with the default filled in."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner width of the feed-forward part, with the default filled in."""
+        if self.ffn_hidden_size is not None or self.mlp == "gelu":
+            return super().ffn_size
+        multiple = 256 if self.hidden_size >= 1024 else 64
+        return -(-8 * self.hidden_size // (3 * multiple)) * multiple
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}, so that query heads "
+                f"cannot share key/value heads equally; use a num_kv_heads of {_near(self.num_heads, self.kv_heads)}"
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"position='rope' turns pairs of channels, but hidden_size / num_heads = {self.hidden_size} / "
+                f"{self.num_heads} = {self.head_dim} is odd; change num_heads or hidden_size, or use position='learned'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(TransformerConfig):
+    """Sizes and layout of a bidirectional encoder; the defaults are BERT base (110 M parameters, arXiv 1810.04805).
+
+    ``BertConfig.original(...)`` and ``BertConfig.megatron(...)`` are the two usual sets of choices; every field can be set alone.
+
+    Args:
+        vocabulary_size: V, number of token ids.
+        sequence_length: Longest sequence that the model takes, in tokens, special ones included.
+        num_layers: l, number of blocks.
+        hidden_size: h, width of the residual stream.
+        num_heads: Number of attention heads; must divide ``hidden_size``.
+        ffn_hidden_size: f, inner width of the feed-forward part; None: 4h.
+        num_segments: Number of token types; a pair of sentences has two.
+        norm_order: Where LayerNorm stands: "post", behind the residual sum and behind the embeddings (arXiv 1810.04805), or "pre", in front
+            of attention and feed-forward part and behind the last block, which is what trains at 24 layers of h = 2048 and more
+            (arXiv 1909.08053, section 5.3, figure 7).
+        gelu: "exact" (by the error function) or "tanh" (its approximation).
+        dropout: Probability on the embeddings and the residual branches.
+        attention_dropout: Probability on the attention weights; None: ``dropout``.
+        init_std: Standard deviation of the initial weights.
+        truncated_init: Draw no initial weight further than two standard deviations from 0 (the original's code).
+        scaled_residual_init: The two projections that write to the residual stream get ``init_std / sqrt(2 l)``
+            (arXiv 1909.08053, section 4.2).
+        norm_eps: Epsilon of LayerNorm.
+
+    Raises:
+        ValueError: Sizes that do not fit together; the message names the field and what would work.
+    """
+
+    vocabulary_size: Size = 30522
+    sequence_length: Size = 512
+    num_segments: Size = 2
+    norm_order: Literal["post", "pre"] = "post"
+    gelu: Literal["exact", "tanh"] = "exact"
+    dropout: float = 0.1
+    attention_dropout: float | None = None
+    truncated_init: bool = True
+    scaled_residual_init: bool = False
+    norm_eps: float = 1e-12
+
+    @classmethod
+    def original(cls, **changes: Any) -> BertConfig:
+        """BERT as published (arXiv 1810.04805): LayerNorm behind the sums, exact GELU, truncated initial weights."""
+        return cls(**changes)
+
+    @classmethod
+    def megatron(cls, **changes: Any) -> BertConfig:
+        """Megatron's BERT (arXiv 1909.08053, section 5.3): LayerNorm in front, GELU by tanh, smaller residual projections."""
+        layout = {"norm_order": "pre", "gelu": "tanh", "truncated_init": False, "scaled_residual_init": True, "norm_eps": 1e-5}
+        return cls(**{**layout, **changes})
+
+    @property
+    def attention_dropout_rate(self) -> float:
+        """Dropout of the attention weights, with the default filled in."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
 
 
 def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) -> None:
@@ -82,3 +212,11 @@ def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) 
                 f"{name}={size} is not divisible by tensor_parallel_size={tensor_parallel_size}; this model works with a "
                 f"tensor_parallel_size of {working}"
             )
+
+
+def _near(number: int, wanted: int) -> str:
+    """The divisors of ``number`` that are near to what was wanted, for a message."""
+    # Imported here: a configuration alone needs no layout.
+    from lightning_ptdp.world.layout import nearest_divisors
+
+    return ", ".join(str(divisor) for divisor in nearest_divisors(number, wanted))

@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.models.gpt_config import GPTConfig
-from lightning_ptdp.models.init import NormalEmbedding, NormalLinear, TiedLinear
-from lightning_ptdp.models.layers import AttentionCore, GeluMLP, Transformer
+from lightning_ptdp.models.config import GPTConfig
+from lightning_ptdp.models.layers import AttentionCore, GeluMLP, NormalEmbedding, NormalLinear, TiedLinear, Transformer
 from lightning_ptdp.models.rotary import Rotary
 
 __all__ = ["GPT", "Attention", "Block", "GPTConfig", "SwiGLU"]

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_ptdp.metrics import MeanLoss, TokenAccuracy
 from lightning_ptdp.models.bert import Bert, BertOutput
-from lightning_ptdp.models.bert_config import BertConfig
-from lightning_ptdp.models.config import check_tensor_parallel
+from lightning_ptdp.models.config import BertConfig, check_tensor_parallel
 from lightning_ptdp.models.optimization import AdamWConfig, configure_adamw
 from lightning_ptdp.models.own_plans import bert_plan
 from lightning_ptdp.models.size import bert_flops_per_sample, num_bert_parameters

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.metrics import Perplexity
-from lightning_ptdp.models.config import check_tensor_parallel
+from lightning_ptdp.models.config import GPTConfig, check_tensor_parallel
 from lightning_ptdp.models.gpt import GPT
-from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.models.optimization import AdamWConfig, configure_adamw
 from lightning_ptdp.models.own_plans import gpt_plan
 from lightning_ptdp.models.size import flops_per_sample, num_parameters

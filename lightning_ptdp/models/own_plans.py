@@ -6,8 +6,7 @@ input rows, so that a half block needs one all-reduce in each direction; embeddi
 
 from __future__ import annotations
 
-from lightning_ptdp.models.bert_config import BertConfig
-from lightning_ptdp.models.gpt_config import GPTConfig
+from lightning_ptdp.models.config import BertConfig, GPTConfig
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, PerCopy, Position, Row, Vocabulary
 
 __all__ = ["bert_plan", "gpt_plan"]

@@ -7,27 +7,50 @@ do; a causal kernel that skips half of it looks faster by that much. "Model" ope
 
 from __future__ import annotations
 
-from lightning_ptdp.models.bert_config import BertConfig
-from lightning_ptdp.models.config import TransformerConfig
-from lightning_ptdp.models.gpt_config import GPTConfig
+from lightning_ptdp.models.config import BertConfig, GPTConfig, TransformerConfig
 
-__all__ = ["bert_flops_per_sample", "flops_per_sample", "num_bert_parameters", "num_parameters"]
+__all__ = [
+    "bert_flops_per_sample",
+    "flops_per_sample",
+    "layer_matrices",
+    "layer_parameters",
+    "norm_parameters",
+    "num_bert_parameters",
+    "num_parameters",
+    "position_parameters",
+]
 
 _PREDICTED_SHARE = 0.15
 """Of the tokens (arXiv 1810.04805, section 3.1)."""
 
 
+def layer_matrices(config: GPTConfig, t: int = 1) -> tuple[tuple[int, int], ...]:
+    """(outputs, inputs) of a layer's matrices on one of ``t`` tensor-parallel ranks: qkv, projection, up, down. Of fewer key heads than
+    ranks, every rank has one."""
+    h, f, kv_heads = config.hidden_size, config.ffn_size // t, max(1, config.kv_heads // t)
+    q = config.num_heads // t * config.head_dim
+    return ((q + 2 * kv_heads * config.head_dim, h), (h, q), (f if config.mlp == "gelu" else 2 * f, h), (h, f))
+
+
+def layer_parameters(config: GPTConfig, t: int = 1) -> int:
+    """All parameters of one layer on one of ``t`` tensor-parallel ranks."""
+    return 2 * norm_parameters(config) + sum(out * (width + config.bias) for out, width in layer_matrices(config, t))
+
+
+def norm_parameters(config: GPTConfig) -> int:
+    """Of one norm."""
+    return 2 * config.hidden_size if config.norm == "layer" and config.bias else config.hidden_size
+
+
+def position_parameters(config: GPTConfig) -> int:
+    """Of the table of positions, if there is one."""
+    return config.sequence_length * config.hidden_size if config.position == "learned" else 0
+
+
 def num_parameters(config: GPTConfig) -> int:
     """Number of parameters, a tied head counted once; equals the module's exactly."""
-    h, f = config.hidden_size, config.ffn_size
-    qkv = (config.num_heads + 2 * config.kv_heads) * config.head_dim
-    up = f if config.mlp == "gelu" else 2 * f
-    matrices = h * qkv + h * h + h * up + f * h
-    biases = qkv + h + up + h if config.bias else 0
-    norm = 2 * h if config.norm == "layer" and config.bias else h
-    positions = config.sequence_length * h if config.position == "learned" else 0
-    embeddings = config.vocabulary_size * h * (1 if config.tie_embeddings else 2) + positions
-    return embeddings + config.num_layers * (matrices + biases + 2 * norm) + norm
+    tables = config.vocabulary_size * config.hidden_size * (1 if config.tie_embeddings else 2) + position_parameters(config)
+    return tables + config.num_layers * layer_parameters(config) + norm_parameters(config)
 
 
 def flops_per_sample(config: GPTConfig, *, sequence_length: int | None = None, recompute: bool = False) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_ptdp.models.gpt_size import layer_matrices
+from lightning_ptdp.models.size import layer_matrices
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import matrix_elements
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from lightning_ptdp.models.gpt_config import GPTConfig
+from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.option_types import Count, Size, check_types
 from lightning_ptdp.planner.devices import Device
 from lightning_ptdp.schedule.generators import schedule_placement

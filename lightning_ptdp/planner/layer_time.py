@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ptdp.models.gpt_size import layer_matrices
+from lightning_ptdp.models.size import layer_matrices
 from lightning_ptdp.planner.activations import layer_activations
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.job import Choice, Job

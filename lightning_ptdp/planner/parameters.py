@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from lightning_ptdp.models.gpt_config import GPTConfig
-from lightning_ptdp.models.gpt_size import layer_matrices, layer_parameters, norm_parameters, position_parameters
+from lightning_ptdp.models.config import GPTConfig
+from lightning_ptdp.models.size import layer_matrices, layer_parameters, norm_parameters, position_parameters
 from lightning_ptdp.schedule.partition import partition_layers
 from lightning_ptdp.world.layout import ParallelLayout
 

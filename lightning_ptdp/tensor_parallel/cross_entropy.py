@@ -84,7 +84,7 @@ class _CrossEntropy(torch.autograd.Function):
         z_loss: float,
     ) -> Tensor:
         own = logits_nw[:, : words.count]
-        dtype = torch.float64 if logits_nw.dtype is torch.float64 else torch.float32
+        dtype = torch.promote_types(logits_nw.dtype, torch.float32)
         here_n = counted_n & (target_n >= words.start) & (target_n < words.stop)
         column_n = _columns(target_n, counted_n, here_n, words)
 
@@ -145,7 +145,7 @@ class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, words: VocabularyRange, group: Group) -> Tensor:
         own = logits[..., : words.count]
-        dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         largest = _largest(own, dtype, group)
         result = largest + _sum_over((own - largest.unsqueeze(-1)).exp_().sum(-1), group).log()
         ctx.save_for_backward(logits, result)

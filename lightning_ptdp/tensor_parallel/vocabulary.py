@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.tensor_parallel.collectives import reduce, scatter_sequence, split_sequence
-from lightning_ptdp.tensor_parallel.linear import ParallelLayer
+from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, ParallelLayer
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 from lightning_ptdp.world.mesh import Group
@@ -65,7 +65,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
         return scatter_sequence(x, self.group) if self.sequence_parallel else reduce(x, self.group)
 
 
-class VocabularyParallelHead(ParallelLayer):
+class VocabularyParallelHead(ColumnParallelLinear):
     """(..., h) -> logits (..., V), of which every member holds a slice: see ``VocabularyParallelLogits``.
 
     Args:
@@ -77,7 +77,6 @@ class VocabularyParallelHead(ParallelLayer):
     """
 
     shown = (*ParallelLayer.shown, "padded_vocabulary")
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -88,12 +87,9 @@ class VocabularyParallelHead(ParallelLayer):
         group: Group,
         sequence_parallel: bool = False,
     ) -> None:
-        super().__init__(group=group, sequence_parallel=sequence_parallel)
+        super().__init__(weight, bias, group=group, sequence_parallel=sequence_parallel)
         assert weight.size(0) == vocabulary.rows, (tuple(weight.shape), vocabulary)
-        self.in_features, self.out_features = weight.size(1), vocabulary.size
-        self.vocabulary, self.padded_vocabulary = vocabulary, vocabulary.padded
-        self.weight = weight
-        self.register_parameter("bias", bias)
+        self.vocabulary, self.padded_vocabulary, self.out_features = vocabulary, vocabulary.padded, vocabulary.size
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits that report the whole vocabulary."""

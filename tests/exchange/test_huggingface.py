@@ -14,7 +14,7 @@ import torch
 from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata, read_state, save_checkpoint
 from lightning_ptdp.exchange import from_huggingface, open_huggingface, to_huggingface
 from lightning_ptdp.models import LitGPT
-from lightning_ptdp.models.gpt_config import GPTConfig
+from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.sharding import Sharding
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.models.theirs import hf_gpt2, hf_llama, randomized

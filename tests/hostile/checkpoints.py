@@ -31,8 +31,8 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, convert, open_safetensors
+from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.gpt import GPT
-from lightning_ptdp.models.gpt_config import GPTConfig
 from lightning_ptdp.sharding import Sharding
 from tests.checkpoint.format_1 import STORED
 from tests.hostile import Case

@@ -2,11 +2,10 @@
 
 from torch import nn
 
-from lightning_ptdp.tensor_parallel.kinds.attention import Attention
 from lightning_ptdp.tensor_parallel.kinds.embedding import Position, Vocabulary
 from lightning_ptdp.tensor_parallel.kinds.kept import Alias, Partial, Region, Whole
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides
-from lightning_ptdp.tensor_parallel.kinds.linear import Column, Row
+from lightning_ptdp.tensor_parallel.kinds.linear import Attention, Column, Row
 
 __all__ = [
     "KINDS",
