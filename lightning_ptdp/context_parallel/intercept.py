@@ -1,9 +1,18 @@
 """Puts ring or all-to-all attention in the place of every call of ``scaled_dot_product_attention`` in somebody's model, and the whole
 sequence's first token in the place of the slice's: models that pool pick ``x[:, 0]`` for a classifier, ``x[:, -1]`` for a score. Both
-tokens are on the group's first rank (``sharding.py``), which hands them to the others."""
+tokens are on the group's first rank (``sharding.py``), which hands them to the others.
+
+``torch.nn.MultiheadAttention`` is one call to a torch function mode, and inside of the mode's handler the mode is off: the attention
+inside would not be seen. So the handler computes what ``F.multi_head_attention_forward`` does, for the case that occurs in training:
+self-attention without extra keys, whose weights nobody asks for.
+
+Shapes: s tokens here, b samples, h channels, n heads; torch has the sequence first.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +26,6 @@ from torch.autograd.function import once_differentiable
 from lightning_ptdp.context_parallel.all_to_all import all_to_all_attention
 from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.masks import read_mask
-from lightning_ptdp.context_parallel.multihead import multi_head_attention
 from lightning_ptdp.context_parallel.ring import ring_attention
 from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.replacing import Replacing
@@ -53,7 +61,7 @@ class Interceptor:
         return Replacing(
             {
                 F.scaled_dot_product_attention: self.attend,
-                F.multi_head_attention_forward: partial(multi_head_attention, self.attend),
+                F.multi_head_attention_forward: partial(_multi_head_attention, self.attend),
                 Tensor.__getitem__: self.index,
             }
         )
@@ -136,16 +144,14 @@ def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor
     if not (isinstance(index, tuple) and len(index) > 1):
         return None
     if isinstance(index[0], Tensor) and isinstance(index[1], Tensor) and not index[1].is_floating_point():
-        raise ContextParallelError(
-            f"the model picks a token of each sample out of a hidden state by its number, of which each of {group.size} context ranks "
-            f"holds a slice of {x.size(1)} tokens; only the first (0) and the last (-1) of the sequence can be picked. Use "
-            "context_parallel_size=1"
-        )
-    if isinstance(index[0], Tensor) or index[0] != slice(None) or type(index[1]) is not int:
+        picked = "a token of each sample by its number"
+    elif isinstance(index[0], Tensor) or index[0] != slice(None) or type(index[1]) is not int:
         return None
-    if index[1] not in (0, -1):
+    else:
+        picked = f"token {index[1]}" if index[1] not in (0, -1) else ""
+    if picked:
         raise ContextParallelError(
-            f"the model picks token {index[1]} out of a hidden state, of which each of {group.size} context ranks holds a slice of "
+            f"the model picks {picked} out of a hidden state, of which each of {group.size} context ranks holds a slice of "
             f"{x.size(1)} tokens; only the first (0) and the last (-1) of the sequence can be picked. Use context_parallel_size=1"
         )
     return _FromFirst.apply(x[index].contiguous(), group)
@@ -167,3 +173,59 @@ class _FromFirst(torch.autograd.Function):
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.group.handle)
         return total if ctx.group.rank == 0 else torch.zeros_like(total), None
+
+
+def _multi_head_attention(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """``F.multi_head_attention_forward`` with ``attend`` (signature of ``scaled_dot_product_attention``) inside.
+
+    Raises:
+        ContextParallelError: It is asked for something else than plain self-attention.
+    """
+    call = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    x = given["query"]
+    _check_plain(given, x)
+    projected = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
+    q, k, v = (part.unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3) for part in projected.chunk(3, dim=-1))
+    causal, mask, padding = bool(given["is_causal"]), given["attn_mask"], given["key_padding_mask"]
+    if mask is not None:
+        mask = _seen(mask, given["num_heads"])
+    if causal:
+        mask = None
+    if padding is not None:
+        keys = _seen(padding)[:, None, None, :]
+        if causal:
+            length = x.size(0)
+            mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril_()[None, None]
+        mask, causal = (keys if mask is None else mask & keys), False
+    y = attend(q, k, v, attn_mask=mask, dropout_p=given["dropout_p"] if given["training"] else 0.0, is_causal=causal)
+    return F.linear(y.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]), None
+
+
+def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
+    """torch's masks are True, or -inf, where a key is *not* seen."""
+    if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != -torch.inf)).any()):
+        raise ContextParallelError(
+            "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be split over context ranks"
+        )
+    seen = ~mask if mask.dtype is torch.bool else mask == 0
+    return seen.unflatten(0, (-1, heads)) if heads is not None and seen.dim() == 3 else seen
+
+
+def _check_plain(given: dict[str, Any], x: Tensor) -> None:
+    unsupported = {
+        "need_weights=True (call the attention with need_weights=False)": given["need_weights"],
+        "cross-attention": given["key"] is not x or given["value"] is not x,
+        "separate projections (kdim, vdim)": given["use_separate_proj_weight"],
+        "add_bias_kv": given["bias_k"] is not None or given["bias_v"] is not None,
+        "add_zero_attn": given["add_zero_attn"],
+        "static keys or values": given["static_k"] is not None or given["static_v"] is not None,
+        "a batch dimension left out": x.dim() != 3,
+    }
+    found = [name for name, present in unsupported.items() if present]
+    if found:
+        raise ContextParallelError(
+            f"nn.MultiheadAttention with {', '.join(found)} cannot be split over context ranks; use plain self-attention, or "
+            "context_parallel_size=1"
+        )

@@ -32,40 +32,39 @@ class LooseGradients:
     entries: Sequence[BucketEntry]
     widen: bool = True
     scatters: ClassVar[bool] = False
-    _arrived: set[int] = field(default_factory=set)
-    _kept: list[Tensor | None] = field(default_factory=list)
-    _stash: list[Tensor | None] = field(default_factory=list)
+    _arrived: set[nn.Parameter] = field(default_factory=set)
+    _kept: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    _stash: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert all(entry.reduction.size == 1 for entry in self.entries)
-        self._kept = [None] * len(self.entries)
         for entry in self.entries:
             if self.widen and entry.parameter.dtype in HALF:
                 set_gradient_dtype(entry.parameter, torch.float32)
 
     def install(self) -> None:
         """Put back the kept gradients; one that was never taken off the parameter stays."""
-        for entry, gradient in zip(self.entries, self._kept, strict=True):
-            if entry.parameter.grad is None:
-                entry.parameter.grad = gradient
+        for parameter, gradient in self._kept.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
 
     def resume(self) -> None:
         """Go on adding to the gradients that the parameters have."""
-        self._kept = [None] * len(self.entries)
+        self._kept = {}
 
     def park(self) -> None:
         """Take the gradients off the parameters and keep them; an unused parameter's is zero."""
-        for index, entry in enumerate(self.entries):
-            gradient = entry.parameter.grad
+        for entry in self.entries:
+            parameter, gradient = entry.parameter, entry.parameter.grad
             if gradient is not None:
-                self._arrived.add(index)
-            self._kept[index] = _zeros(entry.parameter) if gradient is None else gradient
-            entry.parameter.grad = None
+                self._arrived.add(parameter)
+            self._kept[parameter] = _zeros(parameter) if gradient is None else gradient
+            parameter.grad = None
 
     def zero(self) -> None:
         """Forget all gradients."""
-        self._stash = []
-        self._kept = [None] * len(self.entries)
+        self._stash = {}
+        self._kept = {}
         for entry in self.entries:
             entry.parameter.grad = None
 
@@ -79,22 +78,20 @@ class LooseGradients:
             (parameter.grad[where], group) for parameter, sums in summed for where, group in sums if parameter.grad is not None
         )
         if scale is not None:
-            for entry in self.entries:
-                if entry.parameter.grad is not None:
-                    entry.parameter.grad.mul_(scale)
+            for gradient in self.local():
+                gradient.mul_(scale)
 
     def stash(self, scale: float) -> None:
         """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can be scaled on its own."""
-        before = self._stash or [None] * len(self.entries)
-        self._stash = [_sum(kept, entry.parameter.grad, scale) for kept, entry in zip(before, self.entries, strict=True)]
         for entry in self.entries:
+            self._stash[entry.parameter] = _sum(self._stash.get(entry.parameter), entry.parameter.grad, scale)
             entry.parameter.grad = None
 
     def unstash(self, scale: float) -> None:
         """``scale`` times the gradients plus what was moved aside."""
-        for kept, entry in zip(self._stash, self.entries, strict=True):
-            entry.parameter.grad = _sum(kept, entry.parameter.grad, scale)
-        self._stash = []
+        for parameter, kept in self._stash.items():
+            parameter.grad = _sum(kept, parameter.grad, scale)
+        self._stash = {}
 
     @property
     def has_stash(self) -> bool:
@@ -103,7 +100,7 @@ class LooseGradients:
 
     def local(self) -> Iterator[Tensor]:
         """What there is of gradients."""
-        yield from (entry.parameter.grad for entry in self.entries if entry.parameter.grad is not None)
+        return (entry.parameter.grad for entry in self.entries if entry.parameter.grad is not None)
 
     def close(self) -> None:
         """Detach from the parameters."""
@@ -113,11 +110,8 @@ class LooseGradients:
 
     def unused(self) -> list[nn.Parameter]:
         """Parameters that never had a gradient, tied ones left out: another stage may have used those."""
-        return [
-            entry.parameter
-            for index, entry in enumerate(self.entries)
-            if index not in self._arrived and entry.parameter.grad is None and not entry.tied
-        ]
+        never = [entry for entry in self.entries if entry.parameter not in self._arrived and entry.parameter.grad is None]
+        return [entry.parameter for entry in never if not entry.tied]
 
 
 def _zeros(parameter: Tensor) -> Tensor:
