@@ -6,7 +6,6 @@ import itertools
 import resource
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
+from lightning_ptdp.callbacks.timeline import has_pipeline
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
 from lightning_ptdp.planner import known_peak_flops
 from lightning_ptdp.schedule.spans import Timeline
@@ -41,13 +41,15 @@ class StepTimes(Callback):
         self._timeline: Timeline | None = None
         self._shape = (0, 0)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         """After the measured steps, record."""
         if self._measured and self._recorder is None:
             self._recorder = Recorder(trainer.strategy.root_device)
             trainer.strategy.observers.add(self._recorder)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Look at the clock; after the last step, gather and stop."""
         if trainer.global_step <= len(self._ends):
             return  # gradients are being accumulated
@@ -60,7 +62,7 @@ class StepTimes(Callback):
         if self._recorder is not None:
             trainer.strategy.observers.remove(self._recorder)
             self._timeline = self._recorder.gather(trainer.strategy.mesh.group("pipeline"))
-        if self._recorder is not None or (self._measured and not _has_pipeline(trainer)):
+        if self._recorder is not None or (self._measured and not has_pipeline(trainer)):
             self._shape = batch_shape(batch)
             trainer.should_stop = True
 
@@ -95,10 +97,6 @@ class StepTimes(Callback):
             bubble=None if measured is None else float(measured.bubble_fraction),
             ideal_bubble=None if measured is None else float(ideal_timeline(measured).bubble_fraction),
         )
-
-
-def _has_pipeline(trainer: Trainer) -> bool:
-    return getattr(getattr(trainer.strategy, "layout", None), "pipeline_parallel_size", 1) > 1
 
 
 def _peak_memory(device: torch.device) -> int:

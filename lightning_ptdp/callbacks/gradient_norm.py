@@ -33,7 +33,7 @@ class GradientNorm(Callback):
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._norm = torch.nn.utils.get_total_norm(gradients)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Log the last step's norm."""
         norm = self._norm if self._norm is not None else getattr(trainer.strategy, "gradient_norm", None)
         if norm is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptdp.summary import StrategySummary, render
@@ -34,19 +32,16 @@ class LayoutSummary(Callback):
                 logger.log_text(f"{text}\n", "layout.txt")
 
 
-def _tags(summary: StrategySummary) -> dict[str, Any]:
+def _tags(summary: StrategySummary) -> dict[str, object]:
     layout = summary.layout
-    return {
+    tags = {
         "layout": layout.describe(),
         "world_size": layout.world_size,
         **{f"{axis.name}_parallel_size": layout.size(axis.name) for axis in layout.axes},
         "virtual_pipeline_size": layout.virtual_pipeline_size,
         "sequence_parallel": layout.sequence_parallel,
         "schedule": summary.schedule,
-        **_sizes(summary),
+        "num_microbatches": summary.num_microbatches,
+        "micro_batch_size": summary.micro_batch_size,
     }
-
-
-def _sizes(summary: StrategySummary) -> dict[str, int]:
-    sizes = {"num_microbatches": summary.num_microbatches, "micro_batch_size": summary.micro_batch_size}
-    return {name: size for name, size in sizes.items() if size is not None}
+    return {name: value for name, value in tags.items() if value is not None}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -23,7 +21,7 @@ class TrainPerplexity(Callback):
     def __init__(self, loss: str | None = None) -> None:
         self.loss = loss
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Log it, if the loss was logged."""
         name = self.loss or getattr(pl_module, "perplexity_loss", "train_loss")
         loss = trainer.callback_metrics.get(name)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,7 +17,7 @@ __all__ = ["PredictionWriter"]
 
 _PADDING = -1
 
-Record = dict[str, Any]
+Record = dict[str, object]
 
 
 class PredictionWriter(Callback):
@@ -48,7 +48,13 @@ class PredictionWriter(Callback):
             self._out = self._path.open("w", encoding="utf-8")
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Gather the replicas' rows and write them."""
         summarize = getattr(pl_module, "summarize_predictions", None)
@@ -88,7 +94,7 @@ def _indices(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> list[int]
     return list(tell(batch_idx)) if callable(tell) else None
 
 
-def _records(outputs: Any, indices: list[int] | None) -> Iterator[Record]:
+def _records(outputs: object, indices: list[int] | None) -> Iterator[Record]:
     columns = {"prediction": outputs} if isinstance(outputs, Tensor) else outputs
     if not isinstance(columns, Mapping) or not all(isinstance(value, Tensor) and value.dim() for value in columns.values()):
         raise ValueError(
@@ -104,7 +110,7 @@ def _records(outputs: Any, indices: list[int] | None) -> Iterator[Record]:
             yield {"sample": indices[row], **record}
 
 
-def _kind(outputs: Any) -> str:
+def _kind(outputs: object) -> str:
     if isinstance(outputs, Mapping):
         return "a mapping of " + ", ".join(sorted({type(value).__name__ for value in outputs.values()}))
     return "a " + type(outputs).__name__
@@ -113,13 +119,10 @@ def _kind(outputs: Any) -> str:
 def _from_all_replicas(trainer: Trainer, records: list[Record]) -> list[list[Record]]:
     """What every replica has, in order, on rank 0; collective."""
     mesh = getattr(trainer.strategy, "mesh", None)
-    if mesh is None:
-        ranks, handle = list(range(trainer.world_size)), None
-    else:
-        group = mesh.group("replicas")
-        ranks, handle = list(group.ranks), group.handle
+    group = None if mesh is None else mesh.group("replicas")
+    ranks = range(trainer.world_size) if group is None else group.ranks
     if len(ranks) == 1:
         return [records]
-    gathered: list[Any] | None = [None] * len(ranks) if dist.get_rank() == ranks[0] else None
-    dist.gather_object(records, gathered, dst=ranks[0], group=handle)
+    gathered: list[list[Record]] | None = [[] for _ in ranks] if dist.get_rank() == ranks[0] else None
+    dist.gather_object(records, gathered, dst=ranks[0], group=None if group is None else group.handle)
     return gathered or []

@@ -7,15 +7,16 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, TextIO
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
+from lightning_ptdp.option_types import Size, check_arguments
+
 __all__ = ["StepProgress"]
 
 Style = Literal["rich", "tqdm", "lines"]
-_STYLES = ("rich", "tqdm", "lines")
 
 
 class StepProgress(ProgressBar):
@@ -28,12 +29,9 @@ class StepProgress(ProgressBar):
         refresh_rate: Steps from one update to the next; lines follow the Trainer's ``log_every_n_steps`` too.
     """
 
-    def __init__(self, style: Style | None = None, refresh_rate: int = 1) -> None:
+    def __init__(self, style: Style | None = None, refresh_rate: Size = 1) -> None:
         super().__init__()
-        if style is not None and style not in _STYLES:
-            raise ValueError(f"style={style!r} must be one of {_STYLES}, or None")
-        if refresh_rate < 1:
-            raise ValueError(f"refresh_rate={refresh_rate} must be at least 1 step")
+        check_arguments(StepProgress.__init__, locals())
         self._style, self._refresh_rate, self._enabled = style, refresh_rate, True
         self._display: _Display | None = None
         self._shown = -1
@@ -53,7 +51,7 @@ class StepProgress(ProgressBar):
             self._shown = trainer.global_step
             self._display = _open(self._style, first=trainer.global_step, last=_last_step(trainer), every=every)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Show the step."""
         step = trainer.global_step
         if self._display is not None and step != self._shown and step % self._refresh_rate == 0:
@@ -61,7 +59,13 @@ class StepProgress(ProgressBar):
             self._display.show(step, describe(trainer.progress_bar_metrics))
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Say that this is a validation."""
         if self._display is not None and not isinstance(self._display, _Lines):
@@ -77,7 +81,7 @@ class StepProgress(ProgressBar):
         """Give the terminal back."""
         self._close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without the display, which belongs to a terminal."""
         return {**vars(self), "_display": None}
 
@@ -87,7 +91,7 @@ class StepProgress(ProgressBar):
         self._display = None
 
 
-def describe(metrics: Mapping[str, Any]) -> str:
+def describe(metrics: Mapping[str, object]) -> str:
     """Metrics in a line: ``train_loss 3.142, 12.3k tokens/s, MFU 41.2%``."""
     return ", ".join(_one(name, float(value)) for name, value in metrics.items() if isinstance(value, (int, float)))
 
@@ -158,7 +162,7 @@ class _Rich:
         self._progress.stop()
 
 
-def _stream_handlers() -> list[logging.StreamHandler[Any]]:
+def _stream_handlers() -> list[logging.StreamHandler[TextIO]]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers}
     return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]

@@ -56,7 +56,7 @@ class SaveOnSignal(pl.Callback):
         self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
         self._notes.take(*numbers)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         """Look at what the ranks said after the step before, and say what has come since."""
         numbers = _signals(trainer)
         agreed = self._agreed()
@@ -89,11 +89,11 @@ class SaveOnSignal(pl.Callback):
         """Likewise."""
         self._close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, str]:
         """Without handlers and groups, which cannot be copied."""
         return {"_name": self._name}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, str]) -> None:
         self.__dict__.update(state)
         self._begin_empty()
 
@@ -122,12 +122,8 @@ class SaveOnSignal(pl.Callback):
 
 
 def _signals(trainer: pl.Trainer) -> tuple[int, ...]:
-    return (*_ENDS, *_requeue_signals(trainer))
-
-
-def _requeue_signals(trainer: pl.Trainer) -> tuple[int, ...]:
-    """The signal after which Lightning saves and asks SLURM to run the job again."""
+    """Those that end, and the one after which Lightning saves and asks SLURM to run the job again."""
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     if not getattr(environment, "auto_requeue", False) or not hasattr(environment, "requeue_signal"):
-        return ()
-    return (int(environment.requeue_signal or signal.SIGUSR1),)
+        return _ENDS
+    return (*_ENDS, int(environment.requeue_signal or signal.SIGUSR1))

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
+from lightning_ptdp.nested import iterate_tensors
+from lightning_ptdp.option_types import Size, check_arguments
 from lightning_ptdp.planner import known_peak_flops
 
 __all__ = ["Throughput", "batch_shape", "device_name", "flops_per_sample", "replicas"]
-
-
-@dataclass(frozen=True)
-class _Step:
-    seconds: float
-    samples: int
-    tokens: int
-    flops: float
 
 
 class Throughput(Callback):
@@ -40,13 +31,13 @@ class Throughput(Callback):
             none of the planner's.
     """
 
-    def __init__(self, window: int = 20, peak_tflops: float | None = None) -> None:
-        if window < 1:
-            raise ValueError(f"window={window} must be at least 1 step")
+    def __init__(self, window: Size = 20, peak_tflops: float | None = None) -> None:
+        check_arguments(Throughput.__init__, locals())
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"peak_tflops={peak_tflops} must be more than 0, or None")
         self._peak_tflops = peak_tflops
-        self._steps: deque[_Step] = deque(maxlen=window)
+        # Seconds, samples, tokens and operations of a step.
+        self._steps: deque[tuple[float, int, int, float]] = deque(maxlen=window)
         self._last: float | None = None
         self._paused = 0.0
         self._pause_began = 0.0
@@ -64,28 +55,22 @@ class Throughput(Callback):
         """Let the clock run on."""
         self._paused += time.perf_counter() - self._pause_began
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Measure and log."""
         now = time.perf_counter()
         if self._last is not None:
             samples, length = batch_shape(batch)
-            count = replicas(trainer)
-            self._steps.append(
-                _Step(
-                    now - self._last - self._paused,
-                    count * samples,
-                    count * samples * length,
-                    count * samples * flops_per_sample(pl_module, length),
-                )
-            )
+            samples *= replicas(trainer)
+            flops = samples * flops_per_sample(pl_module, length)
+            self._steps.append((now - self._last - self._paused, samples, samples * length, flops))
             self._log_rates(trainer)
         self._last, self._paused = now, 0.0
 
     def _log_rates(self, trainer: Trainer) -> None:
-        seconds = sum(step.seconds for step in self._steps)
-        tokens = sum(step.tokens for step in self._steps)
-        flops = sum(step.flops for step in self._steps)
-        self.log("samples_per_s", sum(step.samples for step in self._steps) / seconds, batch_size=1)
+        seconds, samples, tokens, flops = map(sum, zip(*self._steps, strict=True))
+        self.log("samples_per_s", samples / seconds, batch_size=1)
         if tokens:
             self.log("tokens_per_s", tokens / seconds, prog_bar=True, batch_size=1)
         if flops:
@@ -118,23 +103,12 @@ def flops_per_sample(module: LightningModule, length: int) -> float:
     return float(count(length)) if callable(count) and length else 0.0
 
 
-def batch_shape(batch: Any) -> tuple[int, int]:
+def batch_shape(batch: object) -> tuple[int, int]:
     """(samples, tokens in each) of this rank's batch; 0 tokens where it does not look like token ids."""
     tensor = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if tensor is None:
-        tensor = next(_tensors(batch), None)
+        tensor = next(iterate_tensors(batch), None)
     if tensor is None or tensor.dim() == 0:
         return 1, 0
     is_tokens = tensor.dim() == 2 and tensor.dtype in (torch.int16, torch.int32, torch.int64)
     return tensor.size(0), tensor.size(1) if is_tokens else 0
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        for value in batch:
-            yield from _tensors(value)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.callbacks.folder import run_folder
+from lightning_ptdp.option_types import Count, Size, check_arguments
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
 from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.schedule.timeline import chrome_trace, draw_timelines
 
-__all__ = ["PipelineTimeline"]
+__all__ = ["PipelineTimeline", "has_pipeline"]
 
 
 class PipelineTimeline(Callback):
@@ -37,12 +38,13 @@ class PipelineTimeline(Callback):
         ValueError: Not exactly one of ``every_n_steps`` and ``steps`` is given, or one is out of range.
     """
 
-    def __init__(self, every_n_steps: int | None = None, steps: Sequence[int] | None = None, dirpath: str | None = None) -> None:
+    def __init__(
+        self, every_n_steps: Size | None = None, steps: Sequence[Count] | None = None, dirpath: str | None = None
+    ) -> None:
+        check_arguments(PipelineTimeline.__init__, locals())
         if (every_n_steps is None) == (steps is None):
             raise ValueError(f"every_n_steps={every_n_steps!r} and steps={steps!r}: give one of them, such as every_n_steps=1000")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps!r} must be at least 1")
-        if steps is not None and (not steps or min(steps) < 0):
+        if steps is not None and not steps:
             raise ValueError(f"steps={steps!r} must be one or more step numbers from 0, such as [10, 100]")
         self.every_n_steps, self.steps, self.dirpath = every_n_steps, steps, dirpath
         self._recorder: Recorder | None = None
@@ -50,16 +52,16 @@ class PipelineTimeline(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so if there is nothing to record."""
-        if not _has_pipeline(trainer):
+        if not has_pipeline(trainer):
             rank_zero_info("PipelineTimeline: there is no pipeline, so there is nothing to record")
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         """Begin to record."""
-        if self._recorder is None and self._wants(trainer.global_step) and _has_pipeline(trainer) and _in_first_replica(trainer):
+        if self._recorder is None and self._wants(trainer.global_step) and has_pipeline(trainer) and _in_first_replica(trainer):
             self._recorder, self._step = Recorder(trainer.strategy.root_device), trainer.global_step
             trainer.strategy.observers.add(self._recorder)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Gather, write and log, if the step is complete."""
         if self._recorder is None or trainer.global_step == self._step:
             return
@@ -112,7 +114,8 @@ class PipelineTimeline(Callback):
             _keep(logger, picture, trace)
 
 
-def _has_pipeline(trainer: Trainer) -> bool:
+def has_pipeline(trainer: Trainer) -> bool:
+    """Whether the strategy has one."""
     layout = getattr(trainer.strategy, "layout", None)
     return getattr(layout, "pipeline_parallel_size", 1) > 1
 
@@ -122,7 +125,7 @@ def _in_first_replica(trainer: Trainer) -> bool:
     return trainer.strategy.mesh.group("pipeline").ranks[0] == 0
 
 
-def _keep(logger: Any, *files: Path) -> None:
+def _keep(logger: Logger, *files: Path) -> None:
     """Store the files with the run if the logger is one that stores files: MLflow's, whether ours or Lightning's."""
     if not hasattr(logger, "run_id") or not hasattr(logger.experiment, "log_artifact"):
         return

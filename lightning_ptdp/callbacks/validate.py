@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
 __all__ = ["ValidateAtEnd"]
 
@@ -15,7 +13,7 @@ class ValidateAtEnd(Callback):
     It only asks the Trainer to stop, one step before the Trainer would stop by itself: Lightning validates when asked to.
     """
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Ask on the last step."""
         last_step = 0 < trainer.max_steps <= trainer.global_step
         last_epoch = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
-from typing import Any
 
 __all__ = ["allowed_name", "flat_parameters"]
 
@@ -17,13 +16,11 @@ def allowed_name(name: str) -> str:
     return re.sub(r"[^\w./: -]+", "_", name)
 
 
-def flat_parameters(params: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat_parameters(params: object, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Nested mappings, dataclasses and namespaces as dotted keys that MLflow accepts, with values that fit."""
     if is_dataclass(params) and not isinstance(params, type):
         params = asdict(params)
-    elif hasattr(params, "__dict__") and not isinstance(params, Mapping):
-        params = vars(params)
-    for key, value in params.items():
+    for key, value in (params if isinstance(params, Mapping) else vars(params)).items():
         name = allowed_name(f"{prefix}{key}")
         if (isinstance(value, Mapping) and value) or (is_dataclass(value) and not isinstance(value, type)):
             yield from flat_parameters(value, f"{name}.")

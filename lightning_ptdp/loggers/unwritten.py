@@ -7,14 +7,17 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # imported when it is used
+    from mlflow.entities import Metric
 
 __all__ = ["keep_metrics"]
 
 _FILE = "unwritten_metrics.jsonl"
 
 
-def keep_metrics(folder: Path, metrics: Sequence[Any]) -> str:
+def keep_metrics(folder: Path, metrics: Sequence[Metric]) -> str:
     """Append MLflow's metrics to a file in ``folder``, one JSON object a line; says what was done. Never raises: where the file cannot be
     written either, the metrics are named that are lost."""
     if not metrics:

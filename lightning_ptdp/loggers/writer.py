@@ -25,7 +25,7 @@ class _Task:
 
     action: Callable[[], object]
     deadline: float
-    awaited: bool = True
+    awaited: bool
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
@@ -62,26 +62,14 @@ class BackgroundWriter(Generic[Item]):
         with self._changed:
             return tuple(self._items)
 
-    def flush(self, *, limit_s: float) -> None:
-        """Wait until all items are written; what fails is tried again until then.
-
-        Raises:
-            TimeoutError: ``write`` did not return in time.
-            Exception: What ``write`` raised last. The items are kept.
-        """
-        self.run(lambda: None, limit_s=limit_s)
-
     def run(self, action: Callable[[], object], *, limit_s: float) -> None:
         """Write all items, then call ``action``, in the thread too; what fails is tried again for ``limit_s``.
 
         Raises:
             TimeoutError: One of them did not return in time.
-            Exception: What one of them raised last.
+            Exception: What one of them raised last. The items are kept.
         """
-        task = _Task(action=action, deadline=time.monotonic() + limit_s)
-        with self._changed:
-            self._tasks.append(task)
-            self._changed.notify()
+        task = self._add(action, limit_s, awaited=True)
         if not task.done.wait(limit_s + _PAUSE_S):
             raise TimeoutError(f"no answer within {limit_s:g} s")
         if task.error is not None:
@@ -89,9 +77,14 @@ class BackgroundWriter(Generic[Item]):
 
     def later(self, action: Callable[[], object], *, limit_s: float) -> None:
         """As ``run``, but returns at once; what fails until the end is a warning."""
+        self._add(action, limit_s, awaited=False)
+
+    def _add(self, action: Callable[[], object], limit_s: float, *, awaited: bool) -> _Task:
+        task = _Task(action=action, deadline=time.monotonic() + limit_s, awaited=awaited)
         with self._changed:
-            self._tasks.append(_Task(action=action, deadline=time.monotonic() + limit_s, awaited=False))
+            self._tasks.append(task)
             self._changed.notify()
+        return task
 
     def _loop(self) -> None:
         while True:

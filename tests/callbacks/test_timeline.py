@@ -196,7 +196,7 @@ def test_mlflow_takes_files_like_this() -> None:
     [
         ({}, "every_n_steps=None and steps=None: give one of them"),
         ({"every_n_steps": 2, "steps": [1]}, "give one of them"),
-        ({"every_n_steps": 0}, "every_n_steps=0 must be at least 1"),
+        ({"every_n_steps": 0}, "every_n_steps=0 must be a positive integer"),
         ({"steps": []}, r"steps=\[\] must be one or more"),
         ({"steps": [3, -1]}, r"steps=\[3, -1\]"),
     ],

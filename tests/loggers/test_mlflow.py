@@ -139,14 +139,14 @@ def test_the_run_of_a_checkpoint_goes_on(save_dir: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:logging failed")
 def test_metrics_that_a_store_does_not_take_are_kept_in_a_file(save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow, "_LIMIT_S", 0.0)
+    monkeypatch.setattr(mlflow, "LIMIT_S", 0.0)
     logger = MLFlowLogger(save_dir=str(save_dir))
     run_id = logger.run_id
 
     def away(*args: Any) -> None:
         raise ConnectionError("the server is away")
 
-    logger._writer = BackgroundWriter(away)
+    logger._open().writer = BackgroundWriter(away)
     logger.log_metrics({"loss": 1.5, "lr": 0.1}, 3)
     with pytest.warns(UserWarning, match=r"2 metrics that it did not take are kept in .*the server is away"):
         logger.finalize("success")
@@ -171,7 +171,7 @@ def _largest_file(size: int) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:logging failed")
 @pytest.mark.parametrize("kind", ["sqlite", "disk"])
 def test_a_full_disk_does_not_fail_a_training_that_is_done(save_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(mlflow, "_LIMIT_S", 0.0)
+    monkeypatch.setattr(mlflow, "LIMIT_S", 0.0)
     logger = MLFlowLogger(save_dir=str(save_dir), log_model=True)
     kept = save_dir / "lightning-ptdp" / logger.run_id / "unwritten_metrics.jsonl"
     kept.parent.mkdir(parents=True)
@@ -182,8 +182,8 @@ def test_a_full_disk_does_not_fail_a_training_that_is_done(save_dir: Path, monke
             raise sqlite3.OperationalError("database or disk is full")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    logger._writer = BackgroundWriter(full)
-    monkeypatch.setattr(logger._inner, "after_save_checkpoint", full)
+    logger._open().writer = BackgroundWriter(full)
+    monkeypatch.setattr(logger._open().inner, "after_save_checkpoint", full)
     with pytest.warns(UserWarning, match=r"a checkpoint is not copied to run .*(full|No space left)"):
         logger.after_save_checkpoint(None)
     for step in (3, 4):

@@ -12,6 +12,10 @@ from lightning_ptdp.loggers.writer import BackgroundWriter
 LIMIT_S = 30.0
 
 
+def nothing() -> None:
+    """Behind which all items are written."""
+
+
 class Store:
     """A store that can be switched off, and one whose writes can be held up."""
 
@@ -41,7 +45,7 @@ def test_items_arrive_in_order_and_waiting_ones_together() -> None:
     for item in range(1, 10):
         writer.put(item)
     store.open.set()
-    writer.flush(limit_s=LIMIT_S)
+    writer.run(nothing, limit_s=LIMIT_S)
     assert store.items == list(range(10))
     assert store.calls == [1, 4, 4, 1]
 
@@ -54,10 +58,10 @@ def test_a_store_that_comes_back_gets_everything() -> None:
     for item in range(3):
         writer.put(item)
     with pytest.raises(ConnectionError):
-        writer.flush(limit_s=0.1)
+        writer.run(nothing, limit_s=0.1)
     store.broken = False
     writer.put(3)
-    writer.flush(limit_s=LIMIT_S)
+    writer.run(nothing, limit_s=LIMIT_S)
     assert store.items == [0, 1, 2, 3]
 
 
@@ -68,7 +72,7 @@ def test_a_store_that_is_locked_for_a_moment() -> None:
     store.broken = True
     writer.put(0)
     with pytest.raises(ConnectionError):
-        writer.flush(limit_s=0.1)
+        writer.run(nothing, limit_s=0.1)
     assert writer.unwritten == (0,)
     failed = threading.Event()
 
@@ -78,7 +82,7 @@ def test_a_store_that_is_locked_for_a_moment() -> None:
         store.write(items)
 
     writer._write = write
-    writer.flush(limit_s=LIMIT_S)
+    writer.run(nothing, limit_s=LIMIT_S)
     assert (store.items, writer.unwritten) == ([0], ())
 
 
@@ -89,10 +93,10 @@ def test_training_and_flushing_do_not_wait_for_a_store_that_does_not_answer() ->
     for item in range(3):
         writer.put(item)
     with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
-        writer.flush(limit_s=0.1)
+        writer.run(nothing, limit_s=0.1)
     assert writer.unwritten == (0, 1, 2)
     store.open.set()
-    writer.flush(limit_s=LIMIT_S)
+    writer.run(nothing, limit_s=LIMIT_S)
     assert store.items == [0, 1, 2]
 
 
@@ -121,7 +125,7 @@ def test_what_is_done_later_and_fails_is_a_warning() -> None:
 
     def both() -> None:
         writer.later(fails, limit_s=0.0)
-        writer.flush(limit_s=LIMIT_S)
+        writer.run(nothing, limit_s=LIMIT_S)
 
     with pytest.warns(UserWarning, match="logging failed; training goes on: the server is away"):
         both()

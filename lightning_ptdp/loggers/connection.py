@@ -1,0 +1,92 @@
+"""A run in an MLflow store: made, or found again and set going."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
+
+from lightning_ptdp.loggers.store import sqlite_path
+from lightning_ptdp.turns import one_at_a_time
+
+__all__ = ["LIMIT_S", "RunOptions", "connect", "quiet"]
+
+LIMIT_S = 30.0
+_CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What Lightning's logger is told of a run; see ``MLFlowLogger``."""
+
+    experiment_name: str
+    tracking_uri: str
+    run_name: str | None
+    tags: dict[str, object]
+    artifact_location: str | None
+    log_model: bool | str
+
+
+def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> LightningMLFlowLogger:
+    """Lightning's logger of a new run, or of ``run_id``, which goes on; a new database gets its tables here.
+
+    Args:
+        options: Of the run.
+        run_id: To be resumed.
+        may_be_gone: Whether a new run is started, with a warning, where the store has that one no more.
+
+    Raises:
+        ValueError: The run cannot be resumed.
+    """
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    path = sqlite_path(options.tracking_uri)
+    folder = None if path is None else path.parent
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    # Of several processes that find no tables all but one would fail over making them.
+    with one_at_a_time(folder, limit_s=LIMIT_S), quiet(*_CHATTY):
+        try:
+            inner = _find(options, run_id)
+        except ValueError as error:
+            if not may_be_gone:
+                raise
+            warnings.warn(f"{error.__cause__ or error}: a new run is started instead of {run_id}", stacklevel=2)
+            run_id, inner = None, _find(options, None)
+    if run_id is not None:
+        inner.experiment.update_run(run_id, status="RUNNING")
+        for key, value in options.tags.items():
+            inner.experiment.set_tag(run_id, key, value)
+    return inner
+
+
+def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
+    from mlflow.exceptions import MlflowException
+
+    inner = LightningMLFlowLogger(**asdict(options), run_id=run_id)
+    try:
+        client = inner.experiment
+        if run_id is not None and (stage := client.get_run(run_id).info.lifecycle_stage) != "active":
+            raise MlflowException(f"Run '{run_id}' is {stage}")
+    except MlflowException as error:
+        if run_id is None:
+            raise
+        raise ValueError(f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run") from error
+    return inner
+
+
+@contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Silence the chatter of loggers, such as some fifty migration messages of a new database."""
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
