@@ -108,7 +108,9 @@ class ParallelPlan:
         for pattern, kind in self.kinds.items():
             names = [name for name in modules if matches(name, pattern)]
             if not names:
-                raise _no_module(f"tensor pattern {pattern!r} matches", model, nearest_names(pattern, modules))
+                raise ValueError(
+                    f"the plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}; {nearest_names(pattern, modules)}"
+                )
             for name in names:
                 if found.setdefault(name, kind) != kind:
                     raise ValueError(
@@ -187,14 +189,15 @@ class ParallelPlan:
         named = {"blocks": blocks} | {key: getattr(self, key) for key in ("before", "between", "after", "everywhere")}
         for label, path in ((label, path) for label, paths in named.items() for path in paths):
             if path not in modules:
-                raise _no_module(f"{label}={path!r} is", model, nearest_names(path, modules))
+                raise ValueError(
+                    f"the plan's {label}={path!r} is no module of {type(model).__name__}; {nearest_names(path, modules)}"
+                )
         for pattern in self.selective:
             if not any(matches(name, pattern) for name in modules):
-                raise _no_module(f"selective pattern {pattern!r} matches", model, nearest_names(pattern, modules))
-
-
-def _no_module(what: str, model: nn.Module, nearest: str) -> ValueError:
-    return ValueError(f"the plan's {what} no module of {type(model).__name__}; {nearest}")
+                raise ValueError(
+                    f"the plan's selective pattern {pattern!r} matches no module of {type(model).__name__}; "
+                    f"{nearest_names(pattern, modules)}"
+                )
 
 
 def _check_type(name: str, module: nn.Module, kind: Kind) -> None:

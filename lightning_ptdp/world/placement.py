@@ -35,9 +35,9 @@ class Stages:
         turn, rank = divmod(stage, self.pipeline_parallel_size)
         return self.pipeline_parallel_size - 1 - rank if self.placement == "v" and turn % 2 else rank
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages that a pipeline rank holds, in ascending order: one a chunk."""
-        return stages_of_rank(self.pipeline_parallel_size, self.virtual_pipeline_size, rank, self.placement)
+        return stages_of_rank(self.pipeline_parallel_size, self.virtual_pipeline_size, pipeline_rank, self.placement)
 
 
 def stages_of_rank(p: int, v: int, rank: int, placement: Placement) -> tuple[int, ...]:

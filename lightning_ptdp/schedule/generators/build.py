@@ -215,10 +215,12 @@ def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> No
 
 
 def _check_chunks(found: CustomSchedule, v: int) -> None:
-    name, in_v = found.name, f"places two stages a rank in a V, but virtual_pipeline_size={v}"
+    name = found.name
     if not isinstance(found, _Family):
         if found.placement == "v" and v != 2:
-            raise ValueError(f"schedule {name!r} {in_v}: set virtual_pipeline_size=2")
+            raise ValueError(
+                f"schedule {name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2"
+            )
         return
     instead = f"use schedule={found.otherwise!r}"
     if found.chunks == "one" and v > 1:
@@ -233,7 +235,9 @@ def _check_chunks(found: CustomSchedule, v: int) -> None:
         )
     if found.chunks == "two" and v != 2:
         instead = instead if v == 1 else f"use schedule={_INTERLEAVED!r}"
-        raise ValueError(f"schedule={name!r} {in_v}: set virtual_pipeline_size=2, or {instead}")
+        raise ValueError(
+            f"schedule={name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2, or {instead}"
+        )
 
 
 def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) -> None:
