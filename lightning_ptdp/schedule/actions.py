@@ -10,6 +10,7 @@ executes it, and nothing else knows the order. Actions print and parse as ``F3.1
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +19,18 @@ from typing import Literal, NamedTuple
 
 from lightning_ptdp.world.placement import Placement, Stages
 
-__all__ = ["COMPUTE", "MESSAGES", "Action", "ActionKind", "Channel", "Direction", "Message", "Schedule", "peak_in_flight"]
+__all__ = [
+    "COMPUTE",
+    "MESSAGES",
+    "Action",
+    "ActionKind",
+    "Channel",
+    "Direction",
+    "Message",
+    "Schedule",
+    "peak_in_flight",
+    "receives_ahead",
+]
 
 Direction = Literal["forward", "backward"]
 
@@ -165,3 +177,21 @@ def peak_in_flight(program: Iterable[Action]) -> int:
         elif kind is release:
             held -= 1
     return peak
+
+
+def receives_ahead(schedule: Schedule) -> int:
+    """The most messages of one channel that a rank of ``schedule`` has asked for and not yet taken; at least 1."""
+    receives = {message.receive: kind for kind, message in MESSAGES.items()}
+    most = 1
+    for program in schedule.programs:
+        asked: dict[tuple[ActionKind, int, int | None], Channel] = {}
+        counts: Counter[Channel] = Counter()
+        for action in program:
+            key = (receives.get(action.kind, action.kind), action.stage, action.microbatch)
+            if action.kind in receives:
+                asked[key] = schedule.channel(action)
+                counts[asked[key]] += 1
+                most = max(most, counts[asked[key]])
+            elif key in asked:
+                counts[asked.pop(key)] -= 1
+    return most

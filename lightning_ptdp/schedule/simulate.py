@@ -8,17 +8,12 @@ from dataclasses import dataclass, field
 from lightning_ptdp.option_types import check_types
 from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Schedule
 from lightning_ptdp.schedule.schedule_error import ScheduleError
-from lightning_ptdp.schedule.spans import MemoryCurve, Number, Span, Timeline, by_stage
+from lightning_ptdp.schedule.spans import MemoryCurve, Number, Span, Timeline
 
 __all__ = ["Costs", "MemoryCurve", "Number", "Span", "Timeline", "simulate"]
 
 _SENDS = tuple(message.send for message in MESSAGES.values())
-_FIELDS = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.WEIGHT: "weight",
-    ActionKind.REDUCE: "reduce",
-}
+_FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE, ActionKind.REDUCE)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +53,13 @@ class Costs:
         Raises:
             ValueError: There is not one cost a stage.
         """
-        return {kind: by_stage(name, getattr(self, name), num_stages, "costs") for kind, name in _FIELDS.items()}
+        costs: dict[ActionKind, tuple[Number, ...]] = {}
+        for kind, name in _FIELDS.items():
+            value = getattr(self, name)
+            costs[kind] = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
+            if len(costs[kind]) != num_stages:
+                raise ValueError(f"{name} has {len(costs[kind])} costs for {num_stages} stages: give one number, or one a stage")
+        return costs
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

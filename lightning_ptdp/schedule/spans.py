@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule, peak_in_flight
 
-__all__ = ["MemoryCurve", "Number", "Span", "Timeline", "by_stage"]
+__all__ = ["MemoryCurve", "Number", "Span", "Timeline"]
 
 Number = int | float | Fraction
 
@@ -30,10 +29,10 @@ class MemoryCurve:
         points: (time, held from then on), in order; there may be several of one time.
     """
 
-    points: tuple[tuple[Number, Number], ...]
+    points: tuple[tuple[Number, int], ...]
 
     @property
-    def peak(self) -> Number:
+    def peak(self) -> int:
         """The most that is held at once."""
         return max((held for _, held in self.points), default=0)
 
@@ -93,23 +92,11 @@ class Timeline:
         """The most activations (one microbatch through one stage each) that each rank holds at once."""
         return tuple(peak_in_flight(span.action for span in spans) for spans in self.spans)
 
-    def memory(
-        self, *, activation_bytes: Number | tuple[Number, ...] = 1, freed_by_backward: Number = 0
-    ) -> tuple[MemoryCurve, ...]:
-        """What each rank holds over time: an activation from the start of its forward to the end of its backward, or of its weight
-        gradient where that is an action of its own.
-
-        Args:
-            activation_bytes: Size of what one microbatch leaves in one stage: a number for all stages, or one a stage.
-            freed_by_backward: The share of it, 0 to 1, that an input gradient frees already; the weight gradient frees the rest.
-
-        Raises:
-            ValueError: There is not one size a stage, or the share is not between 0 and 1.
-        """
-        sizes = by_stage("activation_bytes", activation_bytes, self.schedule.num_stages, "sizes")
-        if not 0 <= freed_by_backward <= 1:
-            raise ValueError(f"freed_by_backward={freed_by_backward!r} must be between 0 and 1")
-        return tuple(_curve(spans, sizes, freed_by_backward) for spans in self.spans)
+    def memory(self) -> tuple[MemoryCurve, ...]:
+        """The activations (one microbatch through one stage each) that each rank holds over time: one from the start of its forward to
+        the end of its backward, or of its weight gradient where that is an action of its own."""
+        release = ActionKind.WEIGHT if self.schedule.splits_backward else ActionKind.BACKWARD
+        return tuple(_curve(spans, release) for spans in self.spans)
 
     def text(self) -> str:
         """The timeline in characters: one line a rank, one column for the shortest duration, ``=`` while an action goes on.
@@ -129,29 +116,11 @@ class Timeline:
         return "\n".join(columns)
 
 
-def by_stage(name: str, value: Number | Sequence[Number], num_stages: int, what: str) -> tuple[Number, ...]:
-    """``value`` for each stage.
-
-    Raises:
-        ValueError: There is not one a stage; ``name`` and ``what`` are for the message.
-    """
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
-    if len(values) != num_stages:
-        raise ValueError(f"{name} has {len(values)} {what} for {num_stages} stages: give one number, or one a stage")
-    return values
-
-
-def _curve(spans: tuple[Span, ...], sizes: tuple[Number, ...], freed: Number) -> MemoryCurve:
-    split = {(span.action.stage, span.action.microbatch) for span in spans if span.action.kind is ActionKind.WEIGHT}
-    held: Number = 0
-    points: list[tuple[Number, Number]] = []
+def _curve(spans: tuple[Span, ...], release: ActionKind) -> MemoryCurve:
+    held = 0
+    points: list[tuple[Number, int]] = []
     for span in spans:
-        action, size = span.action, sizes[span.action.stage]
-        if action.kind is ActionKind.FORWARD:
-            held += size
-        elif action.kind is ActionKind.WEIGHT:
-            held -= size * (1 - freed)
-        else:
-            held -= size * freed if (action.stage, action.microbatch) in split else size
-        points.append((span.start if action.kind is ActionKind.FORWARD else span.end, held))
+        begins = span.action.kind is ActionKind.FORWARD
+        held += begins - (span.action.kind is release)
+        points.append((span.start if begins else span.end, held))
     return MemoryCurve(tuple(points))

@@ -5,17 +5,25 @@ matplotlib is imported only when a picture is drawn.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_ptdp.schedule.actions import ActionKind
 from lightning_ptdp.schedule.spans import Number, Span, Timeline
 from lightning_ptdp.schedule.trace import KIND_NAMES, chrome_trace
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
 __all__ = ["chrome_trace", "draw_timelines"]
 
-Color = tuple[float, ...]
+Color = tuple[float, float, float]
+_Pair: TypeAlias = "tuple[Axes, Axes | None]"
+"""What a timeline, and its memory, are drawn in."""
 
 # The colours of the first and the last chunk of a rank, red green blue; the chunks between are mixed.
 _COLORS: dict[ActionKind, tuple[Color, Color]] = {
@@ -27,7 +35,7 @@ _COLORS: dict[ActionKind, tuple[Color, Color]] = {
 _IDLE: Color = (0.93, 0.93, 0.93)
 _RANK_COLORS: tuple[Color, Color] = ((0.12, 0.12, 0.35), (0.93, 0.55, 0.25))
 _DPI = 160
-_ROW_INCHES, _CURVE_INCHES, _TITLE_INCHES, _FOOT_INCHES = 0.3, 0.85, 0.36, 0.5
+_ROW_INCHES, _GAP_INCHES, _CURVE_INCHES, _TITLE_INCHES, _FOOT_INCHES = 0.3, 0.06, 0.79, 0.36, 0.5
 _LEFT_INCHES, _RIGHT_INCHES = 0.62, 0.12
 
 
@@ -86,32 +94,23 @@ def _summary(timeline: Timeline, *, measured: bool) -> str:
     return "   ·   ".join(parts)
 
 
-def _figure(timelines: Sequence[Timeline], width: int, memory: bool) -> tuple[Any, list[tuple[Any, Any | None]]]:
+def _figure(timelines: Sequence[Timeline], width: int, memory: bool) -> tuple[Figure, list[_Pair]]:
     """A figure with one axes a timeline, and under each one for its memory if asked for; placed by hand, in inches."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("drawing a timeline needs matplotlib: pip install matplotlib", name=error.name) from error
-    rows = [max(len(timeline.spans), 1) * _ROW_INCHES for timeline in timelines]
-    curve = _CURVE_INCHES if memory else 0.0
-    inches_wide, inches_high = width / _DPI, sum(rows) + len(rows) * (_TITLE_INCHES + curve) + _FOOT_INCHES
-    figure = Figure(figsize=(inches_wide, inches_high), dpi=_DPI)
-    FigureCanvasAgg(figure)
-    inner, top, found = inches_wide - _LEFT_INCHES - _RIGHT_INCHES, inches_high, []
-
-    def place(bottom: float, height: float) -> Any:
-        return figure.add_axes((_LEFT_INCHES / inches_wide, bottom / inches_high, inner / inches_wide, height / inches_high))
-
-    for row in rows:
-        top -= _TITLE_INCHES + row
-        axes = place(top, row)
-        top -= curve
-        found.append((axes, place(top + 0.06, curve - 0.12) if memory else None))
-    return figure, found
+    under = (_GAP_INCHES, _CURVE_INCHES) if memory else ()
+    parts = [(_TITLE_INCHES, max(len(timeline.spans), 1) * _ROW_INCHES, *under) for timeline in timelines]
+    heights, wide = [*itertools.chain(*parts), _FOOT_INCHES], width / _DPI
+    figure = Figure(figsize=(wide, sum(heights)), dpi=_DPI)
+    left, right = _LEFT_INCHES / wide, 1 - _RIGHT_INCHES / wide
+    grid = figure.add_gridspec(len(heights), height_ratios=heights, left=left, right=right, bottom=0, top=1, hspace=0)
+    first = range(1, len(heights) - 1, len(parts[0]))
+    return figure, [(figure.add_subplot(grid[i]), figure.add_subplot(grid[i + 2]) if memory else None) for i in first]
 
 
-def _draw_ranks(axes: Any, timeline: Timeline, points: float) -> None:
+def _draw_ranks(axes: Axes, timeline: Timeline, points: float) -> None:
     """The rows of one timeline; ``points`` is the printer's points that a unit of time takes."""
     ranks = len(timeline.spans)
     for rank, spans in enumerate(timeline.spans):
@@ -126,7 +125,7 @@ def _draw_ranks(axes: Any, timeline: Timeline, points: float) -> None:
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
 
 
-def _draw_boxes(axes: Any, timeline: Timeline, spans: Sequence[Span], place: tuple[float, float], points: float | None) -> None:
+def _draw_boxes(axes: Axes, timeline: Timeline, spans: Sequence[Span], place: tuple[float, float], points: float | None) -> None:
     """Boxes between the heights (low, low + height); numbered if ``points`` is given and they are large enough."""
     origin = float(timeline.origin)
     boxes = [(float(span.start) - origin, float(span.end - span.start)) for span in spans]
@@ -144,7 +143,7 @@ def _draw_boxes(axes: Any, timeline: Timeline, spans: Sequence[Span], place: tup
             axes.text(start + length / 2, middle, label, ha="center", va="center_baseline", fontsize=font, color=ink)
 
 
-def _draw_memory(axes: Any, timeline: Timeline) -> None:
+def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     """One line a rank, the first dark: activations in microbatches through all stages of the rank."""
     v, origin = timeline.schedule.virtual_pipeline_size, float(timeline.origin)
     curves = timeline.memory()
@@ -152,7 +151,7 @@ def _draw_memory(axes: Any, timeline: Timeline) -> None:
         # Of several points of one time the last: what ends is gone when the next begins.
         points = {0.0: 0.0} | {float(time) - origin: float(held) / v for time, held in curve.points}
         color = _mixed(_RANK_COLORS, rank / max(len(curves) - 1, 1))
-        axes.step(points.keys(), points.values(), where="post", color=color, linewidth=1.0)
+        axes.step(list(points), list(points.values()), where="post", color=color, linewidth=1.0)
         if rank in (0, len(curves) - 1):
             place = (0.995, 0.93 if rank == 0 else 0.72)
             axes.text(*place, f"rank {rank}", color=color, fontsize=7, ha="right", va="top", transform=axes.transAxes)
@@ -162,7 +161,7 @@ def _draw_memory(axes: Any, timeline: Timeline) -> None:
     axes.set_ylabel("held", fontsize=8)
 
 
-def _finish(figure: Any, all_axes: Sequence[tuple[Any, Any | None]], timelines: Sequence[Timeline], *, measured: bool) -> None:
+def _finish(figure: Figure, all_axes: Sequence[_Pair], timelines: Sequence[Timeline], *, measured: bool) -> None:
     """The time axis at the bottom, the legend under it, and nothing else."""
     flat = [axes for pair in all_axes for axes in pair if axes is not None]
     for axes in flat:
@@ -192,17 +191,18 @@ def _finish(figure: Any, all_axes: Sequence[tuple[Any, Any | None]], timelines: 
     )
 
 
-def _write(figure: Any, path: str | Path) -> None:
+def _write(figure: Figure, path: str | Path) -> None:
     """The picture with a palette: a third of the size, and the same to the eye."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image  # matplotlib needs it too
 
-    figure.canvas.draw()
-    size = figure.canvas.get_width_height()
-    picture = Image.frombuffer("RGBA", size, figure.canvas.buffer_rgba()).convert("RGB")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    picture = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
     picture.quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, format="PNG", optimize=True)
 
 
-def _legend(timelines: Sequence[Timeline]) -> list[Any]:
+def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
     from matplotlib.patches import Patch
 
     found = {span.action.kind for t in timelines for spans in (*t.spans, *t.reductions) for span in spans}
@@ -220,4 +220,5 @@ def _color(timeline: Timeline, kind: ActionKind, stage: int) -> Color:
 
 
 def _mixed(ends: tuple[Color, Color], share: Number) -> Color:
-    return tuple(first + (last - first) * float(share) for first, last in zip(*ends, strict=True))
+    red, green, blue = (first + (last - first) * float(share) for first, last in zip(*ends, strict=True))
+    return red, green, blue

@@ -1,15 +1,57 @@
 """The compute orders of all ranks run on paper: every computation takes one unit of time, and messages wait for as long as needed.
 
-That gives all computations one global order, from which lowering.py places communication.
+That gives all computations one global order, from which lowering.py places communication. Actions are numbers here, and in the proof
+(verify.py): large schedules have millions.
 """
 
 from __future__ import annotations
 
-from lightning_ptdp.schedule.actions import COMPUTE, Action, Schedule
-from lightning_ptdp.schedule.numbers import Numbers
+from collections.abc import Iterator
+
+from lightning_ptdp.schedule.actions import COMPUTE, Action, ActionKind, Schedule
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 
-__all__ = ["UnitTimes", "run_compute_order"]
+__all__ = ["Numbers", "UnitTimes", "run_compute_order"]
+
+
+_KINDS = tuple(ActionKind)
+_POSITION = {kind: position for position, kind in enumerate(_KINDS)}
+_NEEDS = {
+    ActionKind.FORWARD: ((ActionKind.FORWARD, -1),),
+    ActionKind.BACKWARD: ((ActionKind.FORWARD, 0), (ActionKind.BACKWARD, 1)),
+    ActionKind.WEIGHT: ((ActionKind.BACKWARD, 0),),
+}
+
+
+class Numbers:
+    """Of kind k, stage s and microbatch i, an action is ``block(k, s) + i``; computations have the smallest numbers.
+
+    Args:
+        num_stages: p * v.
+        num_microbatches: m.
+    """
+
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        self.num_stages, self.num_microbatches = num_stages, num_microbatches
+
+    def block(self, kind: ActionKind, stage: int) -> int:
+        """The number of a stage's action of the first microbatch."""
+        return (_POSITION[kind] * self.num_stages + stage) * self.num_microbatches
+
+    def number(self, action: Action) -> int:
+        """The number of an action."""
+        return self.block(action.kind, action.stage) + (action.microbatch or 0)
+
+    def action(self, number: int) -> Action:
+        """The action of a number."""
+        block, microbatch = divmod(number, self.num_microbatches)
+        position, stage = divmod(block, self.num_stages)
+        kind = _KINDS[position]
+        return Action(kind, stage, None if kind is ActionKind.REDUCE else microbatch)
+
+    def needed(self, kind: ActionKind, stage: int) -> Iterator[tuple[ActionKind, int]]:
+        """The computations, as (kind, stage), that one needs on the same microbatch."""
+        yield from ((other, stage + step) for other, step in _NEEDS[kind] if stage + step in range(self.num_stages))
 
 
 class UnitTimes(Numbers):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Channel, Schedule, peak_in_flight
-from lightning_ptdp.schedule.numbers import Numbers
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
+from lightning_ptdp.schedule.unit_run import Numbers
 
 __all__ = ["ScheduleError", "verify_schedule"]
 

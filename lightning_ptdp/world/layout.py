@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from lightning_ptdp.option_types import Size, check_types
-from lightning_ptdp.world.placement import Placement, Stages
+from lightning_ptdp.world.placement import Placement, Stages, check_interleaving
 
 __all__ = ["AXES", "SETS", "Axis", "ParallelLayout", "divisors", "nearest_divisors"]
 
@@ -121,11 +121,7 @@ class ParallelLayout(Stages):
                 f"world_size={self.world_size} is not divisible by {' * '.join(fields)} = {' * '.join(map(str, sizes))} = {model}; use "
                 f"{works} processes, or degrees whose product is one of {nearest_divisors(self.world_size, model)}"
             )
-        if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
-            raise ValueError(
-                f"virtual_pipeline_size={self.virtual_pipeline_size} needs a pipeline to interleave: set "
-                "pipeline_parallel_size to 2 or more, or virtual_pipeline_size=1"
-            )
+        check_interleaving(self.pipeline_parallel_size, self.virtual_pipeline_size)
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "sequence_parallel=True splits activations over the tensor-parallel ranks, but tensor_parallel_size=1: "

@@ -129,11 +129,7 @@ class ProcessMesh:
         whole = self.group(axis)
         if len(places) == whole.size:
             return whole
-        key = f"{axis}{places}"
-        if key not in self.groups:
-            ranks = tuple(whole.ranks[place] for place in places)
-            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device), ranks, places.index(whole.rank))
-        return self.groups[key]
+        return self._made(f"{axis}{places}", tuple(whole.ranks[place] for place in places))
 
     @property
     def world(self) -> Group:
@@ -155,13 +151,15 @@ class ProcessMesh:
         size = whole.size // nodes
         assert size * nodes == whole.size, (nodes, whole.ranks)
         node, place = divmod(whole.rank, size)
-        for key, ranks, rank in (
-            (f"{axes}/{nodes}/inside", whole.ranks[node * size : (node + 1) * size], place),
-            (f"{axes}/{nodes}/between", whole.ranks[place::size], node),
-        ):
-            if key not in self.groups:
-                self.groups[key] = Group(_new_group(ranks, self.timeout, self.device) if len(ranks) > 1 else None, ranks, rank)
-        return self.groups[f"{axes}/{nodes}/inside"], self.groups[f"{axes}/{nodes}/between"]
+        inside, between = whole.ranks[node * size : (node + 1) * size], whole.ranks[place::size]
+        first = self._made(f"{axes}/{nodes}/inside", inside) if size > 1 else Group(None, inside, 0)
+        return first, self._made(f"{axes}/{nodes}/between", between)
+
+    def _made(self, key: str, ranks: tuple[int, ...]) -> Group:
+        """The group of ``ranks``, made on first use."""
+        if key not in self.groups:
+            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device), ranks, ranks.index(self.rank))
+        return self.groups[key]
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device) -> Any:

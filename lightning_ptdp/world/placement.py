@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["PLACEMENTS", "Placement", "Stages", "stages_of_rank"]
+__all__ = ["PLACEMENTS", "Placement", "Stages", "check_interleaving", "stages_of_rank"]
 
 Placement = Literal["loop", "v"]
 PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
@@ -43,3 +43,16 @@ class Stages:
 def stages_of_rank(p: int, v: int, rank: int, placement: Placement) -> tuple[int, ...]:
     """The stages that pipeline rank ``rank`` holds, in ascending order: one a chunk."""
     return tuple(turn * p + (p - 1 - rank if placement == "v" and turn % 2 else rank) for turn in range(v))
+
+
+def check_interleaving(pipeline_parallel_size: int, virtual_pipeline_size: int) -> None:
+    """Check that several stages a rank are those of a pipeline.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if virtual_pipeline_size > 1 and pipeline_parallel_size == 1:
+        raise ValueError(
+            f"virtual_pipeline_size={virtual_pipeline_size} needs a pipeline to interleave: set pipeline_parallel_size to 2 or more, or "
+            "virtual_pipeline_size=1"
+        )

@@ -162,21 +162,19 @@ def test_reductions_of_a_rank_wait_for_each_other_and_the_step_for_them() -> Non
 
 def test_memory_of_a_whole_backward() -> None:
     timeline = simulate(build("1f1b", 2, 1, 2))
-    first, second = timeline.memory(activation_bytes=(10, 7))
-    assert first.points == ((0, 10), (1, 20), (6, 10), (9, 0))
-    assert second.points == ((1, 7), (4, 0), (4, 7), (7, 0))
-    assert (first.peak, second.peak) == (20, 7)
+    first, second = timeline.memory()
+    assert first.points == ((0, 1), (1, 2), (6, 1), (9, 0))
+    assert second.points == ((1, 1), (4, 0), (4, 1), (7, 0))
+    assert (first.peak, second.peak) == (2, 1)
 
 
 def test_memory_of_a_split_backward() -> None:
     timeline = simulate(build("zb_h1", 2, 1, 3), UNIT)
     order = " ".join(str(span.action) for span in timeline.spans[1])
     assert order == "F1.0 B1.0 F1.1 B1.1 W1.0 F1.2 B1.2 W1.1 W1.2"
-    kept = timeline.memory(activation_bytes=4)[1]
-    assert [held for _, held in kept.points] == [4, 4, 8, 8, 4, 8, 8, 4, 0]
-    freed = timeline.memory(activation_bytes=4, freed_by_backward=Fraction(3, 4))[1]
-    assert [held for _, held in freed.points] == [4, 1, 5, 2, 1, 5, 2, 1, 0]
-    assert [time for time, _ in freed.points] == [1, 3, 3, 5, 6, 6, 8, 9, 10]
+    kept = timeline.memory()[1]
+    assert [held for _, held in kept.points] == [1, 1, 2, 2, 1, 2, 2, 1, 0]
+    assert [time for time, _ in kept.points] == [1, 3, 3, 5, 6, 6, 8, 9, 10]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"])
@@ -184,14 +182,6 @@ def test_the_peak_of_the_memory_curve_is_that_of_the_program(name: str) -> None:
     timeline = simulate(build(name, 4, 1 if name in ("1f1b", "zb_h1") else 2, 9))
     assert tuple(curve.peak for curve in timeline.memory()) == timeline.peak_in_flight
     assert all(curve.points[-1][1] == 0 for curve in timeline.memory())
-
-
-def test_memory_that_does_not_fit() -> None:
-    timeline = simulate(build("1f1b", 4, 1, 2))
-    with pytest.raises(ValueError, match=r"activation_bytes has 2 sizes for 4 stages"):
-        timeline.memory(activation_bytes=(1, 2))
-    with pytest.raises(ValueError, match=r"freed_by_backward=1\.5"):
-        timeline.memory(freed_by_backward=1.5)
 
 
 def test_a_schedule_that_hangs_is_said_to() -> None:

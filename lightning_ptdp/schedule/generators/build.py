@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
+from lightning_ptdp.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
 from lightning_ptdp.schedule.generators.custom import CustomSchedule
 from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v
@@ -19,7 +20,7 @@ from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
 from lightning_ptdp.schedule.lowering import lower
 from lightning_ptdp.schedule.schedule_file import load_schedule
 from lightning_ptdp.schedule.verify import verify_schedule
-from lightning_ptdp.world.placement import Placement
+from lightning_ptdp.world.placement import Placement, check_interleaving
 
 __all__ = [
     "SCHEDULES",
@@ -63,11 +64,11 @@ SCHEDULES: tuple[str, ...] = (*_FAMILIES, "auto")
 def build_schedule(
     name: str | CustomSchedule,
     *,
-    pipeline_parallel_size: int,
-    virtual_pipeline_size: int = 1,
-    num_microbatches: int,
+    pipeline_parallel_size: Size,
+    virtual_pipeline_size: Size = 1,
+    num_microbatches: Size,
     training: bool = True,
-    group_size: int | None = None,
+    group_size: Size | None = None,
 ) -> Schedule:
     """The verified schedule of one step; the same object for the same arguments.
 
@@ -88,6 +89,7 @@ def build_schedule(
         ValueError: ``check_schedule`` has something to say, or an order of the user's own is incomplete, out of order or
             deadlocks (then a ``ScheduleError``, with the place marked).
     """
+    check_arguments(build_schedule, locals())
     p, v, m = pipeline_parallel_size, virtual_pipeline_size, num_microbatches
     # Evaluation fits any number of microbatches, also where the training schedule does not.
     check_schedule(
@@ -97,7 +99,6 @@ def build_schedule(
         num_microbatches=m if training else None,
         group_size=group_size,
     )
-    _check_sizes(num_microbatches=m)
     with _without_collections():
         if not training:
             return _forward_only(p, v, m, schedule_placement(name))
@@ -108,10 +109,10 @@ def build_schedule(
 def check_schedule(
     name: str | CustomSchedule,
     *,
-    pipeline_parallel_size: int,
-    virtual_pipeline_size: int = 1,
-    num_microbatches: int | None = None,
-    group_size: int | None = None,
+    pipeline_parallel_size: Size,
+    virtual_pipeline_size: Size = 1,
+    num_microbatches: Size | None = None,
+    group_size: Size | None = None,
 ) -> None:
     """Whether the sizes fit the schedule, without building it; arguments as for ``build_schedule``.
 
@@ -122,16 +123,10 @@ def check_schedule(
         ValueError: An unknown name, a size that is not a positive integer, or one that the schedule cannot use; the message names
             the field, the value and the mend.
     """
+    check_arguments(check_schedule, locals())
     p, v = pipeline_parallel_size, virtual_pipeline_size
-    _check_sizes(pipeline_parallel_size=p, virtual_pipeline_size=v)
-    if num_microbatches is not None:
-        _check_sizes(num_microbatches=num_microbatches)
     found = _found(name, v)
-    if p == 1 and v > 1:
-        raise ValueError(
-            f"virtual_pipeline_size={v} needs a pipeline to interleave: set pipeline_parallel_size to 2 or more, or "
-            "virtual_pipeline_size=1"
-        )
+    check_interleaving(p, v)
     if group_size is not None:
         _check_group_size(found.name if isinstance(found, _Family) else name, group_size, p)
     if isinstance(found, Schedule):
@@ -194,14 +189,7 @@ def _is_file(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and name.endswith(".csv")
 
 
-def _check_sizes(**sizes: object) -> None:
-    for field, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{field}={value!r} must be a positive integer")
-
-
 def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> None:
-    _check_sizes(microbatch_group_size=group_size)
     if name != _INTERLEAVED:
         raise ValueError(
             f"microbatch_group_size={group_size} is for schedule='interleaved_1f1b', and schedule={name!r} has no groups: leave it out, "
