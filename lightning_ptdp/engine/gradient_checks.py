@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.config import FiniteAction
 from lightning_ptdp.data_parallel import Gradients
+from lightning_ptdp.pipeline.progress import StepObserver
 from lightning_ptdp.records import Records
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -31,7 +32,7 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or infinite."""
 
 
-class GradientChecks:
+class GradientChecks(StepObserver):
     """Observes the actions of a step, and judges its gradients.
 
     Args:
@@ -51,12 +52,6 @@ class GradientChecks:
         """A step begins."""
         self._notes, self._mixed = [], False
 
-    def started(self, action: Action) -> None:
-        """Nothing to note."""
-
-    def waiting(self, what: str, peer: int | None) -> None:
-        """Nothing to note."""
-
     def finished(self, action: Action) -> None:
         """Note the sum, until a reduction mixes in what other replicas have."""
         if self._action is None or self._mixed or action.kind not in (ActionKind.BACKWARD, ActionKind.WEIGHT):
@@ -67,12 +62,9 @@ class GradientChecks:
             if sums:
                 self._notes.append((action.microbatch, torch.stack(sums).sum()))
 
-    def reducing(self, stage: int | None, work: Any) -> None:
+    def reducing(self, stage: int | None, work: object) -> None:
         """From here on the gradients are not this rank's alone."""
         self._mixed = True
-
-    def ended(self) -> None:
-        """Nothing to note."""
 
     # ---- what it says -------------------------------------------------------------------------------------------------
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.bulletin import Heard
+from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import RankStatus, duration
 
-__all__ = ["LOST", "Account"]
+__all__ = ["LOST", "Account", "place_of", "summary"]
 
 LOST = "lost another rank"
 _MOST_LINES = 16
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +100,17 @@ class Account:
 
 def _is_cause(status: RankStatus) -> bool:
     return bool(status.failure) and not status.failure.startswith(LOST)
+
+
+def summary(error: BaseException) -> str:
+    """What to tell others of an error; of a lost rank nothing more, since the place says which one."""
+    if isinstance(error, PeerError) or is_communication_error(error):
+        return LOST
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:200]}"
+
+
+def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line that is not of an installed package or of this one."""
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_PACKAGE)]
+    return "".join(f"{os.path.basename(frame.filename)}, line {frame.lineno}" for frame in (own or frames)[-1:])

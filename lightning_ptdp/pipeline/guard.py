@@ -23,19 +23,23 @@ machine that slept, does not count the time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NoReturn
 
+from lightning_ptdp._torch import abort_process_groups
 from lightning_ptdp.pipeline.bulletin import Heard
 from lightning_ptdp.pipeline.status import duration
 
-__all__ = ["Guard", "Judge", "Pulse", "Sight"]
+__all__ = ["Guard", "Judge", "Pulse", "Sight", "give_up"]
 
 _FAILED_S = 10.0
+_ABORT_S = 5.0
 _GIVES_UP_AT = 1.1  # of the limit, at which torch ends the process by itself where it notices
 _GRACE = 1.2  # of the limit, at which gloo's waits raise
 
@@ -77,7 +81,7 @@ class Judge:
     def __init__(self, *, limit_s: float, interval_s: float, waits_raise: bool) -> None:
         self._limit_s, self._interval_s, self._waits_raise = limit_s, interval_s, waits_raise
         self._clock, self._last = 0.0, float("inf")
-        self._since: dict[object, tuple[Any, float]] = {}
+        self._since: dict[object, tuple[object, float]] = {}
         self._lived: set[int] = set()
 
     def look(self, seen: Sight) -> str:
@@ -102,7 +106,7 @@ class Judge:
         gives_up = not self._waits_raise and seen.watched and stuck > _GIVES_UP_AT * self._limit_s
         return f"it has been in one call for {duration(calls)}" if gives_up and calls > self._limit_s / 2 else ""
 
-    def _unchanged(self, what: object, value: Any) -> float:
+    def _unchanged(self, what: object, value: object) -> float:
         """How long ``value`` has been the same."""
         if what not in self._since or self._since[what][0] != value:
             self._since[what] = (value, self._clock)
@@ -148,8 +152,9 @@ class Guard:
 
 
 def _watch(look: Callable[[], bool], interval_s: float, closing: threading.Event) -> None:
-    while not closing.wait(interval_s) and look():
-        pass
+    with contextlib.suppress(ReferenceError):  # of an owner that is garbage by now
+        while not closing.wait(interval_s) and look():
+            pass
 
 
 class Pulse:
@@ -171,3 +176,16 @@ class Pulse:
     def _beat(self, _: object) -> int:
         self.beats, self._asked = self.beats + 1, False
         return 0
+
+
+def give_up() -> NoReturn:
+    """End this process at once, its process groups before it if they let themselves be ended."""
+    aborting = threading.Thread(target=_abort, name="ptdp abort", daemon=True)
+    aborting.start()
+    aborting.join(_ABORT_S)
+    os._exit(1)
+
+
+def _abort() -> None:
+    with contextlib.suppress(Exception):
+        abort_process_groups()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
 
 from lightning_ptdp.schedule.actions import Action, Schedule
 
 __all__ = ["Observers", "StepObserver"]
 
 
-class StepObserver(Protocol):
-    """What the runtime, the transport and the gradient buckets tell, on the thread that runs the program."""
+class StepObserver:
+    """What the runtime, the transport and the gradient buckets tell, on the thread that runs the program; all else is left out."""
 
     def began(self, schedule: Schedule) -> None:
         """The program of ``schedule`` starts."""
@@ -25,14 +24,14 @@ class StepObserver(Protocol):
     def finished(self, action: Action) -> None:
         """``action`` is done."""
 
-    def reducing(self, stage: int | None, work: Any) -> None:
+    def reducing(self, stage: int | None, work: object) -> None:
         """A reduction of gradients of ``stage`` (None: of no single one) was launched; ``work`` is torch's handle of it."""
 
     def ended(self) -> None:
         """The program is done and its messages have left. Not called when it fails."""
 
 
-class Observers:
+class Observers(StepObserver):
     """Several observers as one, in the order in which they were added."""
 
     def __init__(self, members: Iterable[StepObserver] = ()) -> None:
@@ -66,7 +65,7 @@ class Observers:
         for member in self._members:
             member.finished(action)
 
-    def reducing(self, stage: int | None, work: Any) -> None:
+    def reducing(self, stage: int | None, work: object) -> None:
         """Tell all."""
         for member in self._members:
             member.reducing(stage, work)

@@ -16,19 +16,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Semaphore
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
+from lightning_ptdp.pipeline.progress import StepObserver
+from lightning_ptdp.schedule.actions import COMPUTE, Action, ActionKind, Schedule
 from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.schedule.spans import Number, Span, Timeline
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Recorder", "ideal_timeline"]
 
-_COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 _ROUND_TRIPS = 10
 _CALLBACK_LIMIT_S = 5.0
 
@@ -36,13 +36,11 @@ Moment = Any
 """A ``perf_counter_ns``, or a CUDA event."""
 
 
-class _Note(NamedTuple):
-    action: Action
-    start: Moment
-    end: Moment
+_Note = tuple[Action, Moment, Moment]
+"""An action, and when it started and ended."""
 
 
-class Recorder:
+class Recorder(StepObserver):
     """A ``StepObserver`` that keeps the times of the last program that ran. Not among the observers, it costs nothing.
 
     Args:
@@ -70,7 +68,7 @@ class Recorder:
 
     def started(self, action: Action) -> None:
         """A computation, or its wait, begins."""
-        if action.kind in _COMPUTE:
+        if action.kind in COMPUTE:
             self._start = self._now()
 
     def waiting(self, what: str, peer: int | None) -> None:
@@ -80,8 +78,8 @@ class Recorder:
 
     def finished(self, action: Action) -> None:
         """A computation is over."""
-        if action.kind in _COMPUTE:
-            self._notes.append(_Note(action, self._start, self._now()))
+        if action.kind in COMPUTE:
+            self._notes.append((action, self._start, self._now()))
             self._start = None
 
     def reducing(self, stage: int | None, work: Any) -> None:
@@ -90,8 +88,8 @@ class Recorder:
             return
         action, start, notes, reduced = Action(ActionKind.REDUCE, stage), self._now(), self._reductions, self._reduced
 
-        def over(_: Any) -> None:
-            notes.append(_Note(action, start, self._now()))
+        def over(_: object) -> None:
+            notes.append((action, start, self._now()))
             reduced.release()
 
         self._launched += 1
@@ -114,21 +112,17 @@ class Recorder:
             another one than the first rank.
         """
         mine = self._recorded() if self._ended else None
-        if group.size == 1:
-            return None if mine is None else self._timeline([mine])
-        offsets = _clock_offsets(group, self._device)
-        gathered: list[Any] | None = [None] * group.size if group.rank == 0 else None
-        dist.gather_object(mine, gathered, dst=group.ranks[0], group=group.handle)
-        if gathered is None or mine is None or any(part is None or part.program != mine.program for part in gathered):
+        parts, offsets = [mine], [0.0]
+        if group.size > 1:
+            parts, offsets = [None] * group.size, _clock_offsets(group, self._device)
+            dist.gather_object(mine, parts if group.rank == 0 else None, dst=group.ranks[0], group=group.handle)
+        known = [part.shifted(offset) for part, offset in zip(parts, offsets, strict=True) if part is not None]
+        if self._schedule is None or mine is None or [part.program for part in known] != [mine.program] * group.size:
             return None
-        return self._timeline([part.shifted(offset) for part, offset in zip(gathered, offsets, strict=True)])
-
-    def _timeline(self, parts: Sequence[_Part]) -> Timeline:
-        zero = min((span.start for part in parts for span in part.spans), default=0.0)
-        parts = [part.shifted(-zero) for part in parts]
-        reductions = tuple(part.reductions for part in parts)
-        assert self._schedule is not None
-        return Timeline(self._schedule, tuple(part.spans for part in parts), reductions if any(reductions) else ())
+        zero = min((span.start for part in known for span in part.spans), default=0.0)
+        known = [part.shifted(-zero) for part in known]
+        reductions = tuple(part.reductions for part in known)
+        return Timeline(self._schedule, tuple(part.spans for part in known), reductions if any(reductions) else ())
 
     def _recorded(self) -> _Part:
         for _ in range(self._launched):
@@ -142,10 +136,10 @@ class Recorder:
             last = self._now()
             last.synchronize()
         now = time.perf_counter()
-        spans = [Span(note.action, _seconds(note.start, last, now), _seconds(note.end, last, now)) for note in self._notes]
-        reductions = [
-            Span(note.action, _seconds(note.start, last, now), _seconds(note.end, last, now)) for note in self._reductions
-        ]
+        spans, reductions = (
+            [Span(action, _seconds(start, last, now), _seconds(end, last, now)) for action, start, end in notes]
+            for notes in (self._notes, self._reductions)
+        )
         return _Part(self._schedule.describe(), tuple(spans), _merged(reductions))
 
     def _now(self) -> Moment:
@@ -193,7 +187,7 @@ def ideal_timeline(timeline: Timeline) -> Timeline:
             free = max(span.end, free)
     mean = {
         kind: [sum(durations[kind, stage]) / max(len(durations[kind, stage]), 1) for stage in range(timeline.schedule.num_stages)]
-        for kind in (*_COMPUTE, ActionKind.REDUCE)
+        for kind in (*COMPUTE, ActionKind.REDUCE)
     }
     forward, backward, weight, reduce = mean.values()
     return simulate(timeline.schedule, Costs(forward=forward, backward=backward, weight=weight, reduce=reduce))
@@ -218,28 +212,24 @@ def _clock_offsets(group: Group, device: torch.device) -> list[float]:
     where = device if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
     offsets = [0.0] * group.size
     for peer in range(1, group.size):
-        if group.rank == 0:
+        if group.rank in (0, peer):
             offsets[peer] = min(_round_trip(group, peer, where) for _ in range(_ROUND_TRIPS))[1]
-        elif group.rank == peer:
-            for _ in range(_ROUND_TRIPS):
-                _answer(group, where)
     return offsets
 
 
 def _round_trip(group: Group, peer: int, device: torch.device) -> tuple[int, float]:
-    """How long it took in nanoseconds, and by how many seconds this rank's clock is ahead of the peer's."""
+    """Between the first rank and a peer. On the first: how long it took in nanoseconds, and by how many seconds this rank's clock is ahead
+    of the peer's."""
     clock = torch.zeros(1, dtype=torch.int64, device=device)
+    if group.rank == peer:
+        dist.recv(clock, group.ranks[0], group=group.handle)
+        clock.item()  # on CUDA: the message is there
+        clock.fill_(time.perf_counter_ns())
+        dist.send(clock, group.ranks[0], group=group.handle)
+        return 0, 0.0
     before = time.perf_counter_ns()
     dist.send(clock, group.ranks[peer], group=group.handle)
     dist.recv(clock, group.ranks[peer], group=group.handle)
     theirs = int(clock.item())
     after = time.perf_counter_ns()
     return after - before, ((before + after) / 2 - theirs) / 1e9
-
-
-def _answer(group: Group, device: torch.device) -> None:
-    clock = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.recv(clock, group.ranks[0], group=group.handle)
-    clock.item()  # on CUDA: the message is there
-    clock.fill_(time.perf_counter_ns())
-    dist.send(clock, group.ranks[0], group=group.handle)

@@ -40,18 +40,9 @@ class LiveStatus:
     def status(self) -> RankStatus:
         """As of now."""
         phase, action, peer, since = self.note
-        return RankStatus(
-            during=self.during,
-            latest=self.latest,
-            phase=phase,
-            action=str(action),
-            peer=peer,
-            failure=self.failure,
-            raised_at=self.raised_at,
-            ended=self.ended,
-            age_s=time.monotonic() - since,
-            beat=next(self._beats),
-        )
+        same = {name: getattr(self, name) for name in ("during", "latest", "failure", "raised_at", "ended")}
+        age_s, beat = time.monotonic() - since, next(self._beats)
+        return RankStatus(**same, phase=phase, action=str(action), peer=peer, age_s=age_s, beat=beat)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,24 +9,25 @@ launcher the others. With gloo it does that only where the error does not come.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 
-from lightning_ptdp._torch import abort_process_groups, default_store, is_communication_error
-from lightning_ptdp.pipeline.account import LOST, Account
-from lightning_ptdp.pipeline.bulletin import Bulletin
-from lightning_ptdp.pipeline.guard import Guard, Judge, Pulse, Sight
+from lightning_ptdp._torch import default_store, is_communication_error
+from lightning_ptdp.pipeline.account import LOST, Account, place_of, summary
+from lightning_ptdp.pipeline.bulletin import Board, Bulletin
+from lightning_ptdp.pipeline.guard import Guard, Judge, Pulse, Sight, give_up
 from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.pipeline.progress import StepObserver
 from lightning_ptdp.pipeline.status import LiveStatus, duration
-from lightning_ptdp.schedule.actions import Action, Schedule
+from lightning_ptdp.schedule.actions import Action
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Watchdog"]
@@ -39,15 +40,13 @@ _SILENT_INTERVALS = 4
 _RANKS_PER_SECOND = 1000  # publications that the store's host should have to take
 _ALL_WATCHED = 64  # ranks up to which a rank asks for all of them, and not for those of its own groups only
 _REPORT_AT = 0.9  # of the limit: at the whole of it torch may end the process
-_ABORT_S = 5.0
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
-class Watchdog:
-    """One rank's watchdog: a ``StepObserver`` that knows what this rank does, and can say what the others did last.
+@dataclass(kw_only=True, eq=False)
+class Watchdog(StepObserver):
+    """One rank's watchdog: it knows what this rank does, and can say what the others did last.
 
-    Args:
+    Attributes:
         rank: Global rank.
         world_size: Without other ranks there is no thread and nothing to say.
         ranks: Global ranks that this one may wait for; they are listed in explanations, the others counted.
@@ -56,48 +55,36 @@ class Watchdog:
         store: A connection to a store for this object alone; None: nothing is published.
         waits_raise: Whether a wait for another rank raises at the limit, as gloo's do. Otherwise stderr is told when this rank has been
             in one action for 90 % of the limit, and the process is ended when it hangs.
-        interval_s: Time between publications; None: half a second, more in worlds of over 500 ranks, less for short limits.
-
-    Attributes:
+        interval_s: Time between publications; 0: half a second, more in worlds of over 500 ranks, less for short limits.
         closed: Whether ``close`` was called.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        ranks: Sequence[int],
-        limit_s: float,
-        where: str = "",
-        store: Any = None,
-        waits_raise: bool = True,
-        interval_s: float | None = None,
-    ) -> None:
-        self._rank, self._world_size, self._limit_s, self._where = rank, world_size, limit_s, where
-        self._others = sorted({*ranks} - {rank})
-        self._interval_s = interval_s or max(min(_INTERVAL_S, limit_s / 10), world_size / _RANKS_PER_SECOND)
-        self._progress = LiveStatus()
+    rank: int
+    world_size: int
+    ranks: Sequence[int]
+    limit_s: float
+    where: str = ""
+    store: InitVar[dist.Store | None] = None
+    waits_raise: bool = True
+    interval_s: float = 0.0
+    closed: bool = field(default=False, init=False)
+
+    def __post_init__(self, store: dist.Store | None) -> None:
+        others = tuple(sorted({*self.ranks} - {self.rank}))
+        self._progress, self._pulse, self._thread = LiveStatus(), Pulse(), threading.get_ident()
         self._action: Action | None = None
-        self._waits_raise, self._reported, self._is_over = waits_raise, 0.0, False
-        self._thread, self._pulse = threading.get_ident(), Pulse()
-        self._judge = Judge(limit_s=limit_s, interval_s=self._interval_s, waits_raise=waits_raise)
-        self.closed = False
+        self._reported, self._is_over = 0.0, False
+        self.interval_s = self.interval_s or max(min(_INTERVAL_S, self.limit_s / 10), self.world_size / _RANKS_PER_SECOND)
+        self._judge = Judge(limit_s=self.limit_s, interval_s=self.interval_s, waits_raise=self.waits_raise)
         self._bulletin: Bulletin | None = None
         self._guard: Guard | None = None
-        if world_size > 1 and store is not None:
-            self._bulletin = Bulletin(
-                store,
-                rank=rank,
-                others=self._others,
-                world_size=world_size,
-                progress=self._progress,
-                interval_s=self._interval_s,
-            )
-            self._guard = Guard(_weakly(self._look), interval_s=self._interval_s)
+        if self.world_size > 1 and store is not None:
+            board = Board(store, self.rank, others, self.world_size, self._progress, self.interval_s)
+            self._bulletin = Bulletin(board)
+            self._guard = Guard(partial(Watchdog._look, weakref.proxy(self)), interval_s=self.interval_s)
 
     @classmethod
-    def create(cls, *, mesh: ProcessMesh, limit_s: float, store: Any = None) -> Watchdog:
+    def create(cls, *, mesh: ProcessMesh, limit_s: float, store: dist.Store | None = None) -> Watchdog:
         """The watchdog of this rank of ``mesh``; the default process group must exist if there is another rank.
 
         ``store`` is a connection for it alone; None: the process group's store is connected to once more, and where it cannot be (a kind
@@ -155,9 +142,6 @@ class Watchdog:
         else:
             progress.set("in", action)
 
-    def began(self, schedule: Schedule) -> None:
-        """Nothing to note: ``during`` says more."""
-
     def started(self, action: Action) -> None:
         """Note it."""
         self._action = action
@@ -169,7 +153,7 @@ class Watchdog:
             self._progress.set("waits in", what, peer)
         elif self._action is not None:
             # Where a wait only queues work, this is where the rank may block.
-            self._progress.set("in", self._action, None if self._waits_raise else self._progress.note[2])
+            self._progress.set("in", self._action, None if self.waits_raise else self._progress.note[2])
         else:
             self._progress.set("after", what)
 
@@ -178,18 +162,12 @@ class Watchdog:
         self._action = None
         self._progress.set("after", action)
 
-    def reducing(self, stage: int | None, work: Any) -> None:
-        """Nothing to note: a reduction runs beside the actions."""
-
-    def ended(self) -> None:
-        """Nothing to note."""
-
     # ---- what it tells ------------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
         """For an error about another rank: what each rank did last, a line each; "" without other ranks. Takes some seconds at most and
         never raises; the others are told who does not answer."""
-        if self._world_size == 1:
+        if self.world_size == 1:
             return ""
         if not self._progress.failure:
             self._progress.failure = LOST
@@ -197,30 +175,25 @@ class Watchdog:
         account = self._account()
         if self._progress.failure == LOST and account.missing:
             self._progress.failure = account.lost()
-            if self.publish() and self._rank == 0 and not account.is_known():
-                time.sleep(self._interval_s)  # the store may end with this process: let the others hear it
+            if self.publish() and self.rank == 0 and not account.is_known():
+                time.sleep(self.interval_s)  # the store may end with this process: let the others hear it
         return account.text()
 
     def _account(self) -> Account:
-        silent_after = self._interval_s * _SILENT_INTERVALS
-        known: dict[str, Any] = {}
-        if self._bulletin is not None:
-            missing = self._bulletin.roll_call(
-                min(_ROLL_CALL * self._interval_s, _ANSWER_LIMIT_S), min(silent_after, _PUBLISH_LIMIT_S)
-            )
-            heard, as_of = self._bulletin.heard, self._bulletin.answered_at
-            if missing is None:
-                alive = [rank for rank in heard if not heard[rank].status.is_done]
-                gone = {rank for rank in alive if rank == 0 or as_of - heard[rank].at > silent_after}
-            known = {
-                "asked": self._others,
-                "heard": heard,
-                "missing": frozenset(gone if missing is None else missing),
-                "as_of": as_of,
-                "store_answers": missing is not None,
-            }
-        own = self._progress.status()
-        return Account(rank=self._rank, own=own, world_size=self._world_size, silent_after_s=silent_after, **known)
+        silent_after = self.interval_s * _SILENT_INTERVALS
+        account = partial(
+            Account, rank=self.rank, own=self._progress.status(), world_size=self.world_size, silent_after_s=silent_after
+        )
+        if self._bulletin is None:
+            return account()
+        missing = self._bulletin.roll_call(
+            min(_ROLL_CALL * self.interval_s, _ANSWER_LIMIT_S), min(silent_after, _PUBLISH_LIMIT_S)
+        )
+        board = self._bulletin.board
+        heard, as_of = dict(board.heard), board.answered_at
+        alive = [rank for rank in heard if not heard[rank].status.is_done]
+        gone = {rank for rank in alive if rank == 0 or as_of - heard[rank].at > silent_after} if missing is None else missing
+        return account(asked=board.others, heard=heard, missing=frozenset(gone), as_of=as_of, store_answers=missing is not None)
 
     def annotate(self, error: BaseException) -> None:
         """Tell the others of an error that ends the run, and need not have passed through ``during``; add what each rank did last to
@@ -243,9 +216,9 @@ class Watchdog:
     def all_come(self, topic: str, *, limit_s: float) -> bool:
         """Whether all ranks ask this under the same ``topic``, which is used once, within ``limit_s``; all that ask get one answer, and
         those that cannot tell are told no."""
-        if self._world_size == 1:
+        if self.world_size == 1:
             return True
-        return self._bulletin is not None and self._bulletin.all_come(topic, self._world_size, limit_s)
+        return self._bulletin is not None and self._bulletin.all_come(topic, limit_s)
 
     def close(self) -> None:
         """End the threads; call it before the process group is destroyed. Does nothing the second time.
@@ -261,85 +234,53 @@ class Watchdog:
             self._bulletin = None
 
     def _note_failure(self, error: BaseException) -> None:
-        self._progress.failure, self._progress.raised_at = _summary(error), _place(traceback.extract_tb(error.__traceback__))
+        self._progress.failure, self._progress.raised_at = summary(error), place_of(traceback.extract_tb(error.__traceback__))
         self.publish()
 
     @property
     def _name(self) -> str:
-        return f"rank {self._rank} ({self._where})" if self._where else f"rank {self._rank}"
+        return f"rank {self.rank} ({self.where})" if self.where else f"rank {self.rank}"
 
     # ---- on the guard's thread ----------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
         """Report once where this rank is stuck, and end it if it hangs; whether to look again."""
-        bulletin, progress = self._bulletin, self._progress
-        if bulletin is None:
+        if self._bulletin is None:
             return False
+        board, progress = self._bulletin.board, self._progress
         now, since = time.monotonic(), progress.note[3]
         stuck = now - since
-        asks = stuck > self._limit_s / 4 and self._thread == threading.main_thread().ident
+        asks = stuck > self.limit_s / 4 and self._thread == threading.main_thread().ident
         sight = Sight(
             now=now,
             note=progress.note,
             watched=bool(progress.during),
             failed=bool(progress.failure),
-            heard=bulletin.heard,
-            answered_at=bulletin.answered_at,
-            unanswered_s=bulletin.unanswered_s,
+            heard=dict(board.heard),
+            answered_at=board.answered_at,
+            unanswered_s=board.unanswered_s,
             pulse=self._pulse.ask() if asks else None,
         )
         at_work = sight.watched and not sight.failed
         if reason := self._judge.look(sight):
             self._end(stuck, reason)
-        if not self._waits_raise and at_work and stuck > _REPORT_AT * self._limit_s and self._reported != since:
+        if not self.waits_raise and at_work and stuck > _REPORT_AT * self.limit_s and self._reported != since:
             self._reported = since
-            self._say(f"{self._stuck(stuck)}.\n{self._account().text()}")
+            _say(f"{self._stuck(stuck)}.\n{self._account().text()}")
         return True
 
     def _stuck(self, time_s: float) -> str:
-        limit = duration(self._limit_s)
+        limit = duration(self.limit_s)
         return f"{self._name} is stuck: {self._progress.status().place()} since {duration(time_s)}, limit {limit}"
 
     def _end(self, stuck: float, reason: str) -> None:
         text, frame = self._stuck(stuck), sys._current_frames().get(self._thread)
-        place = _place(traceback.extract_stack(frame)) if frame is not None else "an unknown place"
+        place = place_of(traceback.extract_stack(frame)) if frame is not None else "an unknown place"
         del frame
         self._progress.raised_at = self._progress.raised_at or place
-        self._say(f"{text}: {reason}.\n{self.explain()}\nThis rank stands in {place}; it gives up and ends.")
-        aborting = threading.Thread(target=_abort, name="ptdp abort", daemon=True)
-        aborting.start()
-        aborting.join(_ABORT_S)
-        os._exit(1)
-
-    def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        _say(f"{text}: {reason}.\n{self.explain()}\nThis rank stands in {place}; it gives up and ends.")
+        give_up()
 
 
-def _abort() -> None:
-    with contextlib.suppress(Exception):
-        abort_process_groups()
-
-
-def _summary(error: BaseException) -> str:
-    """What to tell others of an error; of a lost rank nothing more, since the place says which one."""
-    if isinstance(error, PeerError) or is_communication_error(error):
-        return LOST
-    first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line[:200]}"
-
-
-def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line that is not of an installed package or of this one."""
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_PACKAGE)]
-    return "".join(f"{os.path.basename(frame.filename)}, line {frame.lineno}" for frame in (own or frames)[-1:])
-
-
-def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """Call ``method`` for as long as its object lives."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> bool:
-        alive = reference()
-        return alive is not None and alive()
-
-    return call
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

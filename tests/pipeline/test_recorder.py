@@ -247,7 +247,7 @@ def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[s
         recorder.reducing(rank, reduction)
         reduction.wait()
         timeline = recorder.gather(group)
-        return timeline, [str(note.action) for note in recorder._notes]
+        return timeline, [str(action) for action, _, _ in recorder._notes]
     finally:
         recorder_module.time = time
 
