@@ -38,7 +38,7 @@ class UserHooks:
     module: nn.Module
     hooks: dict[int, tuple[Hook, bool]]
 
-    def watch(self, note: Callable[[str, int, Any], None]) -> None:
+    def watch(self, note: Callable[[str, int, object], None]) -> None:
         """Have each that is still there followed by ``note(name, its position, output)``, where it only looks: what changes the output
         need not run again elsewhere."""
         registered, _ = forward_hooks(self.module)
@@ -46,7 +46,7 @@ class UserHooks:
             if key in registered:
                 registered[key] = eager(self.module, partial(_noted, hook, partial(note, self.name, position)))
 
-    def replay(self, position: int, args: tuple[Any, ...], output: Any) -> None:
+    def replay(self, position: int, args: tuple[object, ...], output: object) -> None:
         """Call one with what it was given on the stage of its module."""
         hook, with_kwargs = tuple(self.hooks.values())[position]
         hook(self.module, args, *(({},) if with_kwargs else ()), output)
@@ -66,8 +66,8 @@ def eager(module: nn.Module, hook: Hook) -> Hook:
     return untraced(hook) if is_compiled(module) else hook
 
 
-def _noted(hook: Hook, note: Callable[[Any], None], module: nn.Module, *given: Any) -> Any:
-    result = hook(module, *given)
+def _noted(hook: Hook, note: Callable[[object], None], module: nn.Module, *given: object) -> object:
+    result: object = hook(module, *given)
     if result is None or result is given[-1]:
         note(given[-1])
     return result

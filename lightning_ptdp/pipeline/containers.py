@@ -33,22 +33,25 @@ class Layer:
         container: Which of the containers it is in.
         is_first: Whether its container begins with it.
         is_last: Whether its container ends with it.
+        is_followed: Whether another container begins behind it.
     """
 
     name: str
     container: int
     is_first: bool
     is_last: bool
+    is_followed: bool
 
 
 def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
     """The layers of all containers, in order. A module that is there twice counts twice."""
-    found = []
-    for index, name in enumerate(as_names(blocks)):
+    found, names = [], as_names(blocks)
+    for index, name in enumerate(names):
         keys = [key for key, child in model.get_submodule(name)._modules.items() if child is not None]
         for key in keys:
             own = f"{name}.{key}" if name else key
-            found.append(Layer(name=own, container=index, is_first=key == keys[0], is_last=key == keys[-1]))
+            is_first, is_last, is_followed = key == keys[0], key == keys[-1], key == keys[-1] and name != names[-1]
+            found.append(Layer(name=own, container=index, is_first=is_first, is_last=is_last, is_followed=is_followed))
     return found
 
 

@@ -5,7 +5,7 @@ once. Beside them cross *extras*: tensors from before the blocks that blocks are
 attention, a relative bias), in so far as the next stage cannot compute them itself::
 
     x, y = block(x, y, memory=m)        tensors   x            y            m
-                                        output    ("tuple", (("tensor", 0), ("tensor", 1)))
+                                        output    (At(0), At(1))
                                         extras    (("memory",), 2)
 
 and what is *collected* over the blocks of all stages so far, so that the last one has it whole: what they returned, for the hooks on them
@@ -14,19 +14,21 @@ and the sums over them, and what a Hugging Face model captures of its layers.
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = [
+    "At",
     "Crossing",
     "Form",
     "Path",
+    "Roots",
     "StageError",
     "StageExit",
     "TensorForm",
@@ -40,9 +42,7 @@ __all__ = [
 Path = tuple[int | str, ...]
 """Where a tensor stands in a call: an argument's position or keyword, then indices and keys into it."""
 
-Structure = tuple[Any, ...]
-"""``("tensor", index)``, ``("elsewhere",)`` for a tensor that does not cross, ``("value", constant)``, ``("tuple" | "list", items)`` or
-``("dict", ((key, item), ...))``."""
+Nest = TypeVar("Nest")
 
 
 class StageError(RuntimeError):
@@ -80,51 +80,43 @@ class TensorForm:
         return f"{self.shape} {self.dtype}"
 
 
+@dataclass(frozen=True, slots=True)
+class At:
+    """In the place of a tensor: which one of a crossing it is; None for one that does not cross."""
+
+    index: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """All that both sides must know about a crossing but its values.
 
     Attributes:
         tensors: In the order in which they are sent.
-        output: Structure of what the last block of the stage returned.
+        output: What the last block of the stage returned, with an ``At`` in place of each tensor.
         extras: Places of further arguments, and which tensor belongs there.
-        collected: Structure of what was collected over the blocks: ("value", None) for nothing.
-        past: Of each container whose blocks have all run, the structure and the tensors of what the last one returned.
+        collected: The same of what was collected over the blocks; None for nothing.
+        past: Of each container whose blocks have all run, ``output`` and ``tensors`` of what the last one returned.
     """
 
     tensors: tuple[TensorForm, ...] = ()
-    output: Structure = ("value", None)
+    output: object = None
     extras: tuple[tuple[Path, int], ...] = ()
-    collected: Structure = ("value", None)
+    collected: object = None
     past: tuple[Form, ...] = ()
 
     def encode(self) -> bytes:
-        """As JSON."""
-        return json.dumps(self._as_json()).encode()
+        """For another rank."""
+        return pickle.dumps(self)
 
-    def _as_json(self) -> dict[str, Any]:
-        tensors = [(form.shape, str(form.dtype).removeprefix("torch."), form.differentiable) for form in self.tensors]
-        rest = {"output": self.output, "extras": self.extras, "collected": self.collected}
-        return {"tensors": tensors, "past": [form._as_json() for form in self.past], **rest}
-
-    @classmethod
-    def decode(cls, data: bytes) -> Form:
+    @staticmethod
+    def decode(data: bytes) -> Form:
         """What ``encode`` wrote."""
-        return cls._from_json(json.loads(data))
-
-    @classmethod
-    def _from_json(cls, found: dict[str, Any]) -> Form:
-        tensors = tuple(TensorForm(tuple(shape), getattr(torch, dtype), flag) for shape, dtype, flag in found["tensors"])
-        past = tuple(cls._from_json(form) for form in found["past"])
-        rest = {key: _as_tuples(found[key]) for key in ("output", "extras", "collected")}
-        return cls(tensors=tensors, past=past, **rest)
+        form: Form = pickle.loads(data)
+        return form
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors)) or "no tensors"
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -139,14 +131,6 @@ class Crossing:
     tensors: tuple[Tensor, ...]
     form: Form = Form()
 
-    @classmethod
-    def of(cls, output: Any) -> Crossing:
-        """A crossing of ``output`` whole, its tensors differentiable where they require a gradient."""
-        tensors = tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())
-        index = {id(tensor): i for i, tensor in enumerate(tensors)}
-        forms = tuple(TensorForm.of(tensor, differentiable=tensor.requires_grad) for tensor in tensors)
-        return cls(tensors, Form(tensors=forms, output=describe(output, lambda tensor: index[id(tensor)], "?")))
-
     @property
     def awaited(self) -> tuple[TensorForm, ...]:
         """The gradients that come back for it."""
@@ -159,7 +143,7 @@ class Crossing:
         tensors = (t.detach().requires_grad_() if training and form.differentiable else t.detach() for t, form in pairs)
         return Crossing(tuple(tensors), self.form)
 
-    def roots(self) -> tuple[GradientEdge | None, ...]:
+    def roots(self) -> Roots:
         """Where the backward starts, for each awaited gradient; None where nothing here needs it. Keeps no activation alive."""
         pairs = zip(self.tensors, self.form.tensors, strict=True)
         return tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor, form in pairs if form.differentiable)
@@ -171,9 +155,13 @@ class Crossing:
         return Crossing(tuple(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in entered))
 
 
-def backward(roots: Sequence[Tensor | GradientEdge | None], gradients: Crossing | None) -> None:
+Roots = tuple[Tensor | GradientEdge | None, ...]
+"""Where the backward of a stage starts."""
+
+
+def backward(roots: Roots, gradients: Crossing | None) -> None:
     """The backward of one stage: from its roots with the gradients that came back, or (None) from a scalar loss."""
-    incoming: Sequence[Tensor | None] = [None] * len(roots) if gradients is None else gradients.tensors
+    incoming = (None,) * len(roots) if gradients is None else gradients.tensors
     pairs = [(root, gradient) for root, gradient in zip(roots, incoming, strict=True) if root is not None]
     starts: Any = [root for root, _ in pairs]
     if starts:
@@ -183,7 +171,7 @@ def backward(roots: Sequence[Tensor | GradientEdge | None], gradients: Crossing 
 # ---- nests of tuples, lists and dictionaries --------------------------------------------------------------------------
 
 
-def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def tensors_in(value: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     """The tensors of a nest with their places; other objects are not looked into."""
     if isinstance(value, Tensor):
         yield path, value
@@ -192,61 +180,65 @@ def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
         yield from tensors_in(item, (*path, key))
 
 
-def substitute(value: Any, change: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
+def substitute(value: Nest, change: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Nest:
     """``value`` with its tensors changed; the very same object where nothing is."""
-    if isinstance(value, Tensor):
-        return change(path, value)
+    changed: Any = value
     new = [(key, item, substitute(item, change, (*path, key))) for key, item in _items(value)]
-    if all(item is changed for _, item, changed in new):
-        return value
-    if isinstance(value, dict):
-        return {**value, **{key: changed for key, _, changed in new}}
-    return type(value)(changed for _, _, changed in new)
+    if isinstance(value, Tensor):
+        changed = change(path, value)
+    elif any(item is not other for _, item, other in new):
+        items = {key: other for key, _, other in new}
+        changed = {**value, **items} if isinstance(value, dict) else type(changed)(items.values())
+    return changed
 
 
-def _items(value: Any) -> list[tuple[int | str, Any]]:
-    if type(value) in (tuple, list):
+def _items(value: object) -> list[tuple[int | str, object]]:
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return list(enumerate(value))
-    if type(value) is dict:
+    if isinstance(value, dict) and type(value) is dict:
         return [(key, item) for key, item in value.items() if type(key) in (int, str)]
     return []
 
 
-def describe(value: Any, index: Callable[[Tensor], int | None], block: str) -> Structure:
-    """The structure of what ``block`` returned; ``index`` tells which tensor of the crossing a tensor is, or None.
+def describe(value: object, index: Callable[[Tensor], int | None], block: str) -> object:
+    """What ``block`` returned with an ``At`` in place of each tensor; ``index`` tells which one of the crossing it is, or None.
 
     Raises:
         StageError: Something in it can neither be sent nor be built again on the other side.
     """
-    if isinstance(value, Tensor):
-        found = index(value)
-        return ("elsewhere",) if found is None else ("tensor", found)
-    if value is None or type(value) in (bool, int, float, str):
-        return ("value", value)
-    if type(value) in (tuple, list):
-        return (type(value).__name__, tuple(describe(item, index, block) for item in value))
-    if type(value) is dict and all(type(key) in (int, str) for key in value):
-        return ("dict", tuple((key, describe(item, index, block)) for key, item in value.items()))
-    raise StageError(
-        f"block '{block}' returned a {type(value).__name__}, which cannot be built again on the next pipeline stage. What blocks return "
-        "may be tensors, None, numbers and strings, in plain tuples, lists and dictionaries with int or str keys; keep other objects "
-        "inside the block (a Hugging Face model: use_cache=False), or use pipeline_parallel_size=1"
-    )
+
+    def described(item: object) -> object:
+        if isinstance(item, Tensor):
+            return At(index(item))
+        if item is None or type(item) in (bool, int, float, str):
+            return item
+        raise StageError(
+            f"block '{block}' returned a {type(item).__name__}, which cannot be built again on the next pipeline stage. What blocks return "
+            "may be tensors, None, numbers and strings, in plain tuples, lists and dictionaries with int or str keys; keep other objects "
+            "inside the block (a Hugging Face model: use_cache=False), or use pipeline_parallel_size=1"
+        )
+
+    return _mapped(value, described)
 
 
-def rebuild(structure: Structure, tensors: Sequence[Tensor], elsewhere: Callable[[], Tensor]) -> Any:
-    """What ``describe`` described, with ``elsewhere()`` for the tensors that did not cross."""
-    match structure:
-        case ("tensor", int(index)):
-            return tensors[index]
-        case ("elsewhere",):
-            return elsewhere()
-        case ("value", value):
-            return value
-        case ("tuple", items):
-            return tuple(rebuild(item, tensors, elsewhere) for item in items)
-        case ("list", items):
-            return [rebuild(item, tensors, elsewhere) for item in items]
-        case ("dict", items):
-            return {key: rebuild(item, tensors, elsewhere) for key, item in items}
-    raise AssertionError(f"unknown structure {structure}")
+def rebuild(described: object, tensors: Sequence[Tensor], elsewhere: Callable[[], Tensor] | None = None) -> Any:
+    """What ``describe`` described, with ``elsewhere()`` for the tensors that did not cross, if there may be any."""
+
+    def built(item: object) -> object:
+        if not isinstance(item, At):
+            return item
+        if item.index is not None:
+            return tensors[item.index]
+        assert elsewhere is not None
+        return elsewhere()
+
+    return _mapped(described, built)
+
+
+def _mapped(value: object, change: Callable[[object], object]) -> object:
+    """A new nest with all that is no plain container changed."""
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, dict) and type(value) is dict and all(type(key) in (int, str) for key in value):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return change(value)

@@ -1,60 +1,119 @@
-"""Tensors that the forward of a block keeps as attributes of its modules (``self.loss = ...``), which other stages would not find.
+"""What can be asked of a module that lives elsewhere: its plain attributes, as models inspect their layers (``layers[0].self_attn``), but
+not the tensors that the forward of a block keeps there (``self.loss = ...``), which other stages would not find.
 
-Where one is read of a placeholder it is an error (shell.py). But a sum over ``model.modules()`` does not even see the blocks of other
+Where one is read of a placeholder it is an error. But a sum over ``model.modules()`` does not even see the blocks of other
 stages; so one number with a gradient, which can only be a loss, is refused, and whatever else has a gradient is warned of.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
 
+import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.pipeline.collected import eager
 from lightning_ptdp.pipeline.crossing import StageError, tensors_in
 
-__all__ = ["check_left", "kept_tensors", "newly_kept"]
+__all__ = ["check_kept", "plain_attributes", "watch_left"]
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
-Kept = dict[tuple[str, ...], tuple[Tensor, ...]]
+_Path = tuple[str, ...]
 
 
-def kept_tensors(block: nn.Module) -> Kept:
-    """The tensors in attributes of its modules that are neither parameters nor buffers, by their path."""
-    return {path: tensors for path, value in _attributes(block) if (tensors := tuple(t for _, t in tensors_in(value)))}
+def watch_left(name: str, block: nn.Module, placeholders: Iterable[nn.Module]) -> None:
+    """Until its first forward with gradients, see which tensors block ``name`` keeps: ``placeholders`` of others cannot have them."""
+    before: dict[_Path, set[int]] = {}
+
+    def enters(block: nn.Module, _args: object) -> None:
+        before.clear()
+        before.update({path: {id(tensor) for tensor in tensors} for path, tensors in _kept_tensors(block)})
+
+    def leaves(block: nn.Module, _args: object, _output: object) -> None:
+        if torch.is_grad_enabled():
+            for handle in handles:
+                handle.remove()
+        for path, tensors in _kept_tensors(block):
+            new = [tensor for tensor in tensors if id(tensor) not in before.get(path, ())]
+            if new:
+                _check_left(f"{name}.{'.'.join(path)}", new)
+                for placeholder in placeholders:
+                    _forget(placeholder, path)
+
+    handles = block.register_forward_pre_hook(eager(block, enters)), block.register_forward_hook(eager(block, leaves))
 
 
-def newly_kept(block: nn.Module, before: Kept) -> Kept:
-    """What ``kept_tensors(block)`` has now and had not ``before``."""
-    known = {path: {id(tensor) for tensor in tensors} for path, tensors in before.items()}
-    new = {path: tuple(t for t in tensors if id(t) not in known.get(path, ())) for path, tensors in kept_tensors(block).items()}
-    return {path: tensors for path, tensors in new.items() if tensors}
-
-
-def check_left(name: str, left: Kept) -> None:
-    """Check what block ``name`` has kept in its forward.
+def _check_left(name: str, tensors: Iterable[Tensor]) -> None:
+    """Check what a block has kept in its forward.
 
     Raises:
         StageError: A loss.
     """
-    for path, tensors in left.items():
-        if any(tensor.requires_grad and tensor.numel() == 1 for tensor in tensors):
-            raise StageError(
-                f"'{name}.{'.'.join(path)}' is a number with a gradient that a block keeps in its forward, as a loss to be summed over the "
-                "blocks; under a pipeline a stage finds only those of its own blocks. Let the blocks return it (x, loss = block(x), with "
-                "ParallelPlan(collects=True)), carry a sum through them (x, total = block(x, total)), or use pipeline_parallel_size=1"
-            )
-        if any(tensor.requires_grad for tensor in tensors):
-            warnings.warn(
-                f"'{name}.{'.'.join(path)}' is kept by a block in its forward; under a pipeline a stage finds only what its own blocks "
-                "keep: what is used behind the blocks must be returned by them (ParallelPlan(collects=True))",
-                stacklevel=2,
-            )
+    graded = [tensor for tensor in tensors if tensor.requires_grad]
+    if any(tensor.numel() == 1 for tensor in graded):
+        raise StageError(
+            f"'{name}' is a number with a gradient that a block keeps in its forward, as a loss to be summed over the "
+            "blocks; under a pipeline a stage finds only those of its own blocks. Let the blocks return it (x, loss = block(x), with "
+            "ParallelPlan(collects=True)), carry a sum through them (x, total = block(x, total)), or use pipeline_parallel_size=1"
+        )
+    if graded:
+        warnings.warn(
+            f"'{name}' is kept by a block in its forward; under a pipeline a stage finds only what its own blocks "
+            "keep: what is used behind the blocks must be returned by them (ParallelPlan(collects=True))",
+            stacklevel=2,
+        )
 
 
-def _attributes(block: nn.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _kept_tensors(block: nn.Module) -> Iterator[tuple[_Path, tuple[Tensor, ...]]]:
+    """The tensors in attributes of its modules that are neither parameters nor buffers, by their path."""
     for suffix, module in block.named_modules():
         parents = tuple(suffix.split(".")) if suffix else ()
-        yield from (((*parents, key), value) for key, value in vars(module).items() if key not in _OWN)
+        for key, value in vars(module).items():
+            if key not in _OWN and (tensors := tuple(tensor for _, tensor in tensors_in(value))):
+                yield (*parents, key), tensors
+
+
+class _Shell:
+    """A child of a module that is not here: its public attributes that are neither parameters nor buffers; its children as shells."""
+
+    def __init__(self, attributes: dict[str, object]) -> None:
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, key: str) -> NoReturn:
+        check_kept(self, key)
+        raise AttributeError(f"a module of another pipeline stage is asked for its attribute '{key}', which lives there with it")
+
+
+def plain_attributes(module: nn.Module) -> dict[str, object]:
+    """The public attributes of a module that are neither parameters nor buffers; its children as shells."""
+    plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    children = {key: _Shell(plain_attributes(child)) for key, child in module._modules.items() if child is not None}
+    return {**children, **plain}
+
+
+def _forget(shell: object, path: tuple[str, ...]) -> None:
+    """Whoever asks ``shell`` for what stands at ``path`` gets an error from now on, since its forward changes it elsewhere."""
+    *parents, key = path
+    for parent in parents:
+        if parent not in vars(shell):
+            return
+        shell = vars(shell)[parent]
+    vars(shell).pop(key, None)
+    vars(shell).setdefault("_ptdp_forgotten", {})[key] = ".".join(path)
+
+
+def check_kept(shell: object, key: str) -> None:
+    """Check that ``key`` was not forgotten.
+
+    Raises:
+        StageError: It was.
+    """
+    path = vars(shell).get("_ptdp_forgotten", {}).get(key)
+    if path is not None:
+        raise StageError(
+            f"'{path}' of a block of another pipeline stage is read, but blocks keep a tensor there in their forward, which does not "
+            "cross. Let the blocks return it (x, loss = block(x), with ParallelPlan(collects=True)), or use pipeline_parallel_size=1"
+        )

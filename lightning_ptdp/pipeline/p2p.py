@@ -5,7 +5,7 @@ microbatches; so the first time that a microbatch of a new signature (shapes and
 goes ahead, and afterwards both sides know without asking::
 
     header      int64, the length of ...
-    form        ... this many bytes of JSON: shapes, dtypes, structure (crossing.py)
+    form        ... this many pickled bytes: shapes, dtypes, structure (crossing.py)
     tensors     one message each
 
 Under tensor parallelism without sequence parallelism the t ranks of a stage hold the same hidden state. With ``scatter`` each sends
@@ -15,10 +15,9 @@ Under tensor parallelism without sequence parallelism the t ranks of a stage hol
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,11 @@ from torch import Tensor
 
 from lightning_ptdp._torch import all_gather_single
 from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm
-from lightning_ptdp.schedule.actions import ActionKind, Channel, Direction, Schedule
+from lightning_ptdp.pipeline.progress import StepObserver
+from lightning_ptdp.schedule.actions import Channel, Direction, Schedule, receives_ahead
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["PeerError", "Receipt", "Transport", "receives_ahead"]
+__all__ = ["PeerError", "Receipt", "Transport"]
 
 _MIN_OUTSTANDING = 4
 
@@ -57,7 +57,7 @@ class Receipt:
     key: tuple[str, Hashable] | None = None
     form: Form | None = None
     buffers: list[Tensor] = field(default_factory=list)
-    works: list[Any] | None = None
+    works: list[dist.Work | None] | None = None
 
     def post(self) -> bool:
         """Post the receives of the tensors if their form is known, else of the header; whether it was the former."""
@@ -68,7 +68,6 @@ class Receipt:
             self._post([torch.empty(1, dtype=torch.int64, device=transport.device)])
             return False
         self._post([transport.buffer(form) for form in self.form.tensors])
-        transport.count_receives(self.buffers)
         return True
 
     def learn(self) -> None:
@@ -85,7 +84,6 @@ class Receipt:
         while self.form is None or self.works is None:
             self.transport.advance(self.source)
         buffers = self._arrived()
-        self.transport.count_receives(buffers, -1)
         pairs = zip(buffers, self.form.tensors, strict=True)
         tensors = tuple(self.transport.assemble(buffer, form) for buffer, form in pairs)
         return Crossing(tensors, self.form if self.key is not None else Form())
@@ -106,12 +104,10 @@ class Receipt:
 class _Sent:
     """One crossing on its way, and the tensors that must live until it has left."""
 
-    works: list[Any]
+    works: list[dist.Work | None]
     tensors: list[Tensor]
     what: str
     target: int
-    crossing: int
-    """How many of ``tensors`` are of the crossing, not of its header."""
 
 
 @dataclass
@@ -125,29 +121,18 @@ class Transport:
         scatter_minimum: Elements a rank below which a tensor is sent whole.
         waiting: Told (action, global rank) before a wait and (action, None) after it.
         explain: What is known about the other ranks, for the error of a wait that failed.
-        known: Forms by (boundary, signature), learnt from headers.
-        sent_bytes: Sum over all messages.
-        peak_receives: The most receive buffers that were posted at once.
-        peak_receive_bytes: Their size, at most.
-        peak_outstanding_sends: The most sent tensors that were kept at once.
+        known: Forms by (boundary, signature), announced in headers or learnt from them.
     """
 
     mesh: ProcessMesh
     device: torch.device
     scatter: bool = False
     scatter_minimum: int = 1024
-    waiting: Callable[[str, int | None], None] | None = None
-    explain: Callable[[], str] | None = None
+    waiting: Callable[[str, int | None], None] = StepObserver().waiting
+    explain: Callable[[], str] = str
     known: dict[tuple[str, Hashable] | None, Form] = field(default_factory=dict)
-    sent_bytes: int = 0
-    peak_receives: int = 0
-    peak_receive_bytes: int = 0
-    peak_outstanding_sends: int = 0
-    _receives: int = 0
-    _receive_bytes: int = 0
     _limit: int = _MIN_OUTSTANDING
     _schedule: Schedule | None = None
-    _announced: dict[tuple[str, Hashable], Form] = field(default_factory=dict)
     _outstanding: dict[Channel, deque[_Sent]] = field(default_factory=dict)
     _queues: dict[int, deque[Receipt]] = field(default_factory=dict)
 
@@ -175,12 +160,12 @@ class Transport:
             ValueError: Another form was sent for the signature before.
         """
         key, header = (what.partition(".")[0], signature), []
-        if key not in self._announced:
-            self._announced[key] = crossing.form
+        if key not in self.known:
+            self.known[key] = crossing.form
             encoded = torch.frombuffer(bytearray(crossing.form.encode()), dtype=torch.uint8).to(self.device)
             header = [torch.tensor([encoded.numel()], dtype=torch.int64, device=self.device), encoded]
-        elif self._announced[key] != crossing.form:
-            raise ValueError(_changed(what, self._announced[key], crossing.form))
+        elif self.known[key] != crossing.form:
+            raise ValueError(_changed(what, self.known[key], crossing.form))
         self._send(what, crossing, target, "forward", header)
 
     def receive_forward(self, what: str, *, source: int, signature: Hashable) -> Receipt:
@@ -213,67 +198,55 @@ class Transport:
 
     # ---- one tensor ---------------------------------------------------------------------------------------------------
 
-    def sent_numel(self, form: TensorForm) -> int:
-        """Elements of a tensor that one rank sends."""
-        if not self.scatter:
-            return math.prod(form.shape)
+    def shares(self, form: TensorForm) -> int:
+        """How many ranks send a tensor together, each an equal part of it."""
+        if not self.scatter or not form.dtype.is_floating_point:
+            return 1
         numel, size = math.prod(form.shape), self.mesh.group("tensor").size
-        divides = form.dtype.is_floating_point and numel % size == 0 and numel >= size * self.scatter_minimum
-        return numel // size if divides else numel
+        return size if numel % size == 0 and numel >= size * self.scatter_minimum else 1
 
     def buffer(self, form: TensorForm) -> Tensor:
-        """Where a tensor, or with ``scatter`` this rank's part of it (flat), can be received."""
-        return torch.empty(self.sent_numel(form) if self.scatter else form.shape, dtype=form.dtype, device=self.device)
+        """Where a tensor, or this rank's part of it (flat), can be received."""
+        shares = self.shares(form)
+        shape = form.shape if shares == 1 else (math.prod(form.shape) // shares,)
+        return torch.empty(shape, dtype=form.dtype, device=self.device)
 
     def assemble(self, buffer: Tensor, form: TensorForm) -> Tensor:
         """The whole tensor from what one rank received of it; collective over the tensor-parallel group if it was scattered."""
-        if not self.scatter:
+        if self.shares(form) == 1:
             return buffer
-        numel = math.prod(form.shape)
-        if buffer.numel() < numel:
-            whole = torch.empty(numel, dtype=form.dtype, device=self.device)
-            all_gather_single(_as_bytes(whole), _as_bytes(buffer), self.mesh.group("tensor").handle)
-            buffer = whole
-        return buffer.view(form.shape)
+        whole = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+        all_gather_single(_as_bytes(whole.view(-1)), _as_bytes(buffer), self.mesh.group("tensor").handle)
+        return whole
 
     def _own_part(self, tensor: Tensor) -> Tensor:
         """What this rank sends of ``tensor``: contiguous, without a copy if that is possible, and flat if it is a part."""
-        if not self.scatter:
+        shares = self.shares(TensorForm.of(tensor)) if self.scatter else 1
+        if shares == 1:
             return tensor.detach().contiguous()
-        size, flat = self.sent_numel(TensorForm.of(tensor)), tensor.detach().reshape(-1)
-        return flat if size == flat.numel() else flat.narrow(0, self.mesh.group("tensor").rank * size, size)
+        return tensor.detach().reshape(-1).tensor_split(shares)[self.mesh.group("tensor").rank]
 
     # ---- messages -----------------------------------------------------------------------------------------------------
 
-    def irecv(self, buffer: Tensor, source: int, direction: Direction) -> Any:
+    def irecv(self, buffer: Tensor, source: int, direction: Direction) -> dist.Work | None:
         """Post a receive on the channel (source, this rank, direction); any dtype."""
         return dist.irecv(_as_bytes(buffer), source, group=self.mesh.channels[source, self.mesh.rank, direction])
 
-    def count_receives(self, buffers: Sequence[Tensor], sign: int = 1) -> None:
-        """Keep the peaks, as buffers are posted (1) and taken (-1)."""
-        self._receives += sign * len(buffers)
-        self._receive_bytes += sign * sum(buffer.nbytes for buffer in buffers)
-        self.peak_receives = max(self.peak_receives, self._receives)
-        self.peak_receive_bytes = max(self.peak_receive_bytes, self._receive_bytes)
-
-    def wait(self, work: Any, what: str, peer: int) -> None:
+    def wait(self, work: dist.Work | None, what: str, peer: int) -> None:
         """Wait for a posted message.
 
         Raises:
             PeerError: It did not come within the process group's time limit, or the peer is gone.
         """
-        if self.waiting is not None:
-            self.waiting(what, peer)
+        self.waiting(what, peer)
         try:
+            assert work is not None
             work.wait()
         except RuntimeError as error:
-            known = f"\n{self.explain()}" if self.explain is not None else ""
-            raise PeerError(
-                f"rank {self.mesh.rank} ({self.mesh.where}) waited in action {what} for rank {peer}, which did not answer: "
-                f"{error}{known}"
-            ) from error
-        if self.waiting is not None:
-            self.waiting(what, None)
+            place = f"rank {self.mesh.rank} ({self.mesh.where})"
+            text = f"{place} waited in action {what} for rank {peer}, which did not answer: {error}\n{self.explain()}"
+            raise PeerError(text.rstrip()) from error
+        self.waiting(what, None)
 
     def flush(self) -> None:
         """Wait until every message of the step has left, and drop the tensors that were kept for them."""
@@ -284,20 +257,17 @@ class Transport:
     def _send(self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]) -> None:
         channel = Channel(self.mesh.rank, target, direction)
         queue = self._outstanding.setdefault(channel, deque())
-        parts = [self._own_part(tensor) for tensor in crossing.tensors]
+        parts = (self._own_part(tensor) for tensor in crossing.tensors)
         tensors = [*header, *(part for part in parts if part.numel())]
         group = self.mesh.channels[channel]
         works = [dist.isend(_as_bytes(tensor), target, group=group) for tensor in tensors]
         # Only now that the message is on its way: the neighbour waits for it.
         self._drop_sent(queue)
-        queue.append(_Sent(works, tensors, what, target, len(parts)))
-        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
-        kept = sum(sent.crossing for others in self._outstanding.values() for sent in others)
-        self.peak_outstanding_sends = max(self.peak_outstanding_sends, kept)
+        queue.append(_Sent(works, tensors, what, target))
 
     def _drop_sent(self, sent: deque[_Sent]) -> None:
         """A sent tensor must live until its message has left, and no longer: drop the finished ones on every send."""
-        while sent and (all(work.is_completed() for work in sent[0].works)):
+        while sent and (all(work is None or work.is_completed() for work in sent[0].works)):
             sent.popleft()
         while self.device.type == "cpu" and len(sent) >= self._limit:
             self._wait_sent(sent.popleft())
@@ -305,24 +275,6 @@ class Transport:
     def _wait_sent(self, sent: _Sent) -> None:
         for work in sent.works:
             self.wait(work, sent.what, sent.target)
-
-
-def receives_ahead(schedule: Schedule) -> int:
-    """The most messages of one channel that a rank of ``schedule`` has asked for and not yet taken; at least 1."""
-    receives = {ActionKind.RECEIVE_FORWARD: ActionKind.FORWARD, ActionKind.RECEIVE_BACKWARD: ActionKind.BACKWARD}
-    most = 1
-    for program in schedule.programs:
-        asked: dict[tuple[ActionKind, int, int | None], Channel] = {}
-        counts: Counter[Channel] = Counter()
-        for action in program:
-            key = (receives.get(action.kind, action.kind), action.stage, action.microbatch)
-            if action.kind in receives:
-                asked[key] = schedule.channel(action)
-                counts[asked[key]] += 1
-                most = max(most, counts[asked[key]])
-            elif key in asked:
-                counts[asked.pop(key)] -= 1
-    return most
 
 
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8})

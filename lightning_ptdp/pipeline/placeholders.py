@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.collected import user_hooks
+from lightning_ptdp.pipeline.collected import UserHooks, user_hooks
 from lightning_ptdp.pipeline.containers import Layer
 from lightning_ptdp.pipeline.crossing import StageError, StageExit
-from lightning_ptdp.pipeline.shell import check_kept, plain_attributes
+from lightning_ptdp.pipeline.left_behind import check_kept, plain_attributes
+from lightning_ptdp.pipeline.stage_run import StageRun
 
 __all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "Stub", "stub_shape"]
 
@@ -31,25 +32,31 @@ class Placeholder(nn.Module):
             if key not in vars(self):
                 self.__dict__[key] = value
         self.training = original.training
-        self.__dict__["_ptdp_name"] = name
-        self.__dict__["_ptdp_boundary"] = boundary
+        self._ptdp_name, self._ptdp_boundary = name, boundary
+        self._ptdp_hooks: dict[str, UserHooks] = {}
 
     def _keep_hooks(self, original: nn.Module, *, inside: bool = True) -> None:
         """Keep the hooks that somebody has put on ``original`` and the modules inside, with a stand-in for each of these."""
-        name, boundary = self.__dict__["_ptdp_name"], self.__dict__["_ptdp_boundary"]
-        found = user_hooks(name, original, inside=inside)
-        self.__dict__["_ptdp_hooks"] = {
-            hooks.name: replace(hooks, module=self if hooks.name == name else Placeholder(hooks.name, hooks.module, boundary))
-            for hooks in found
-        }
+        for hooks in user_hooks(self._ptdp_name, original, inside=inside):
+            outer = hooks.name == self._ptdp_name
+            module = self if outer else Placeholder(hooks.name, hooks.module, self._ptdp_boundary)
+            self._ptdp_hooks[hooks.name] = replace(hooks, module=module)
 
-    def _replay_hooks(self, args: tuple[Any, ...]) -> None:
+    def _replay_hooks(self, args: tuple[object, ...]) -> None:
         """Call them with what they were given on the stage of the original."""
-        name, boundary = self.__dict__["_ptdp_name"], self.__dict__["_ptdp_boundary"]
-        for module, position, output in boundary.seen_by_hooks(name):
-            self.__dict__["_ptdp_hooks"][module].replay(position, args if module == name else (boundary.unknown(),), output)
+        for module, position, output in self._ptdp_boundary.seen_by_hooks(self._ptdp_name):
+            given = args if module == self._ptdp_name else (self._ptdp_boundary.running.unknown(),)
+            self._ptdp_hooks[module].replay(position, given, output)
 
-    def __getattr__(self, key: str) -> Any:
+    def _running(self) -> StageRun:
+        if self._ptdp_boundary.run is None:
+            raise StageError(
+                f"block '{self._ptdp_name}' lives on another pipeline stage, and the model was called outside of a step of the Trainer; "
+                "under a pipeline only trainer.fit, validate, test and predict can run it"
+            )
+        return self._ptdp_boundary.run
+
+    def __getattr__(self, key: str) -> NoReturn:
         name = self.__dict__.get("_ptdp_name", "?")
         check_kept(self, key)
         raise AttributeError(
@@ -64,22 +71,20 @@ class EarlierBlock(Placeholder):
 
     def __init__(self, layer: Layer, original: nn.Module, boundary: Boundary) -> None:
         super().__init__(layer.name, original, boundary)
-        self.__dict__["_ptdp_layer"] = layer
+        self._ptdp_layer = layer
         self._keep_hooks(original)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """What the last block of its container on the stages before returned."""
-        boundary: Boundary = self.__dict__["_ptdp_boundary"]
-        layer: Layer = self.__dict__["_ptdp_layer"]
-        _check_running(self)
+        passes, layer = self._running().passes, self._ptdp_layer
         if layer.is_first:
-            boundary.passes[layer.container] += 1
-            if boundary.passes[layer.container] > 1:
+            passes[layer.container] += 1
+            if passes[layer.container] > 1:
                 raise StageError(
                     "one step calls the repeated blocks more than once; a pipeline stage sends one hidden state a microbatch. "
                     "Concatenate the inputs along the batch dimension and call the model once, or use pipeline_parallel_size=1"
                 )
-        returned = boundary.earlier_output(layer)
+        returned = self._ptdp_boundary.earlier_output(layer)
         self._replay_hooks(args)
         return returned
 
@@ -89,22 +94,21 @@ class LaterBlock(Placeholder):
 
     def __init__(self, layer: Layer, original: nn.Module, boundary: Boundary) -> None:
         super().__init__(layer.name, original, boundary)
-        self.__dict__["_ptdp_layer"] = layer
+        self._ptdp_layer = layer
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Leave with what the block would have been given."""
-        _check_running(self)
-        boundary: Boundary = self.__dict__["_ptdp_boundary"]
-        raise StageExit(boundary.leave(self.__dict__["_ptdp_layer"], args, kwargs))
+        self._running()
+        raise StageExit(self._ptdp_boundary.leave(self._ptdp_layer, args, kwargs))
 
 
 class Absent(Placeholder):
     """A module behind the blocks, which a stage before the last one does not reach."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse."""
         raise StageError(
-            f"'{self.__dict__['_ptdp_name']}' belongs to the last pipeline stage but was called before the repeated blocks; list "
+            f"'{self._ptdp_name}' belongs to the last pipeline stage but was called before the repeated blocks; list "
             "it in the plan: ParallelPlan(before=(...,))"
         )
 
@@ -114,29 +118,21 @@ class Stub(Placeholder):
 
     def __init__(self, name: str, original: nn.Module, boundary: Boundary, shape: Callable[[Tensor], Tensor]) -> None:
         super().__init__(name, original, boundary)
-        self.__dict__["_ptdp_shape"] = shape
+        self._ptdp_shape = shape
         self._keep_hooks(original, inside=False)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Zeros in the shape of the original's output."""
-        boundary: Boundary = self.__dict__["_ptdp_boundary"]
-        if boundary.is_behind:
+        run = self._ptdp_boundary.run
+        if run is not None and run.is_behind:
             raise StageError(
-                f"'{self.__dict__['_ptdp_name']}' belongs to the first pipeline stage but was called after the repeated blocks. If it "
+                f"'{self._ptdp_name}' belongs to the first pipeline stage but was called after the repeated blocks. If it "
                 "stands behind them, list it in the plan: ParallelPlan(after=(...,)), or between=(...,) if it stands in front of "
                 "further ones; if the step calls the model more than once, concatenate the inputs along the batch dimension and call "
                 "it once"
             )
         self._replay_hooks((x, *args))
-        return boundary.mark(self.__dict__["_ptdp_shape"](x), true=False)
-
-
-def _check_running(placeholder: Placeholder) -> None:
-    if placeholder.__dict__["_ptdp_boundary"].stage is None:
-        raise StageError(
-            f"block '{placeholder.__dict__['_ptdp_name']}' lives on another pipeline stage, and the model was called outside of a step "
-            "of the Trainer; under a pipeline only trainer.fit, validate, test and predict can run it"
-        )
+        return self._ptdp_boundary.mark(self._ptdp_shape(x))
 
 
 def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:

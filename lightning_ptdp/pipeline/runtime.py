@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from lightning_ptdp.pipeline.crossing import Crossing, TensorForm, backward
+from lightning_ptdp.pipeline.crossing import Crossing, Roots, TensorForm, backward
 from lightning_ptdp.pipeline.p2p import Receipt, Transport
 from lightning_ptdp.pipeline.progress import Observers, StepObserver
 from lightning_ptdp.pipeline.stage import PipelineCut, WholeModel
-from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
+from lightning_ptdp.schedule.actions import MESSAGES, Action, ActionKind, Schedule
 from lightning_ptdp.surroundings import Deferred, Forward, Surroundings
 from lightning_ptdp.world.mesh import Group
 
@@ -29,7 +29,7 @@ class StepJob(Protocol):
     def signature(self, microbatch: int) -> Hashable:
         """Shapes and dtypes of the microbatch: equal signatures give hidden states of equal shape."""
 
-    def forward(self, forward: Forward) -> Any:
+    def forward(self, forward: Forward) -> object:
         """Run the user's step on the microbatch."""
 
     def finish(self, forward: Forward, output: Any) -> Tensor | None:
@@ -45,10 +45,11 @@ class StepJob(Protocol):
         """All gradients of ``stage`` are complete."""
 
 
+@dataclass(kw_only=True)
 class PipelineRuntime:
     """Runs the programs of one pipeline rank.
 
-    Args:
+    Attributes:
         cut: The local stages.
         transport: Messages to the neighbours; None without a pipeline.
         group: The pipeline group.
@@ -56,19 +57,59 @@ class PipelineRuntime:
         observer: Is told of every action.
     """
 
-    def __init__(
-        self,
-        *,
-        cut: PipelineCut | WholeModel,
-        transport: Transport | None,
-        group: Group,
-        surroundings: Surroundings | None = None,
-        observer: StepObserver | None = None,
-    ) -> None:
-        self._cut, self._transport, self._rank, self._ranks = cut, transport, group.rank, group.ranks
-        self._surroundings = surroundings if surroundings is not None else Surroundings()
-        self._observer = observer if observer is not None else Observers()
-        self._handlers: dict[ActionKind, Callable[[Action], None]] = {
+    cut: PipelineCut | WholeModel
+    transport: Transport | None
+    group: Group
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    observer: StepObserver = field(default_factory=Observers)
+
+    def run(self, schedule: Schedule, job: StepJob) -> None:
+        """Execute this rank's program of ``schedule``; returns when all its messages have left."""
+        program, observer, transport = schedule.programs[self.group.rank], self.observer, self.transport
+        handlers = _Step(self, schedule, job, _final_gradients(program)).handlers()
+        observer.began(schedule)
+        if transport is not None:
+            transport.begin(schedule)
+        for action in program:
+            observer.started(action)
+            handlers[action.kind](action.stage, action.microbatch or 0)
+            observer.finished(action)
+        if transport is not None:
+            transport.flush()
+        observer.ended()
+
+
+_Key = tuple[int, int]
+"""(stage, microbatch)"""
+
+
+@dataclass(eq=False)
+class _Step:
+    """A program that runs: what its actions leave for each other.
+
+    Attributes:
+        final: The last backward or weight gradient of each stage.
+        posted: What was asked for of other ranks, by the action that asked.
+        handed: What was computed, by the send that takes it away, or by the receive that there would be if the next stage were elsewhere.
+        awaited: Gradients that are to be asked for.
+        sent: The gradients that come back for what each forward has sent.
+    """
+
+    runtime: PipelineRuntime
+    schedule: Schedule
+    job: StepJob
+    final: frozenset[tuple[ActionKind, int, int | None]]
+    posted: dict[tuple[ActionKind, int, int], Receipt] = field(default_factory=dict)
+    handed: dict[tuple[ActionKind, int, int], Crossing] = field(default_factory=dict)
+    inputs: dict[_Key, Crossing | None] = field(default_factory=dict)
+    roots: dict[_Key, Roots] = field(default_factory=dict)
+    deferred: dict[_Key, Deferred] = field(default_factory=dict)
+    sent: dict[_Key, tuple[TensorForm, ...]] = field(default_factory=dict)
+    awaited: list[_Key] = field(default_factory=list)
+
+    def handlers(self) -> dict[ActionKind, Callable[[int, int], None]]:
+        """What is called with the stage and the microbatch of an action."""
+        return {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
             ActionKind.WEIGHT: self._weight,
@@ -76,127 +117,88 @@ class PipelineRuntime:
             ActionKind.RECEIVE_FORWARD: self._receive_forward,
             ActionKind.SEND_BACKWARD: self._send_backward,
             ActionKind.RECEIVE_BACKWARD: self._receive_backward,
-            ActionKind.REDUCE: self._reduce,
+            ActionKind.REDUCE: lambda stage, _: self.job.reduce(stage),
         }
-        self._schedule: Schedule | None = None
-        self._job: StepJob | None = None
-        self._final: frozenset[Action] = frozenset()
-        self._clear()
 
-    def run(self, schedule: Schedule, job: StepJob) -> None:
-        """Execute this rank's program of ``schedule``; returns when all its messages have left."""
-        self._schedule, self._job = schedule, job
-        self._final = _final_gradients(schedule.programs[self._rank])
-        observer = self._observer
-        observer.began(schedule)
-        if self._transport is not None:
-            self._transport.begin(schedule)
-        try:
-            for action in schedule.programs[self._rank]:
-                observer.started(action)
-                self._handlers[action.kind](action)
-                observer.finished(action)
-            if self._transport is not None:
-                self._transport.flush()
-            observer.ended()
-        finally:
-            self._clear()
+    @property
+    def _transport(self) -> Transport:
+        assert self.runtime.transport is not None
+        return self.runtime.transport
 
-    def _clear(self) -> None:
-        self._schedule, self._job, self._final = None, None, frozenset()
-        self._deferred: dict[tuple[int, int], Deferred] = {}
-        self._posted: dict[tuple[ActionKind, int, int], Receipt] = {}
-        self._handed: dict[tuple[ActionKind, int, int], Crossing] = {}
-        self._inputs: dict[tuple[int, int], Crossing | None] = {}
-        self._roots: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self._sent: dict[tuple[int, int], tuple[TensorForm, ...]] = {}
-        self._awaited: list[Action] = []
-
-    def _neighbour(self, stage: int) -> int:
-        assert self._schedule is not None
-        return self._ranks[self._schedule.rank_of(stage)]
+    def _rank_of(self, stage: int) -> int:
+        """The global rank."""
+        return self.runtime.group.ranks[self.schedule.rank_of(stage)]
 
     def _take(self, kind: ActionKind, stage: int, microbatch: int) -> Crossing:
         """What was received for, or handed over locally to, ``stage``."""
         key = (kind, stage, microbatch)
-        return self._posted.pop(key).wait() if key in self._posted else self._handed.pop(key)
+        return self.posted.pop(key).wait() if key in self.posted else self.handed.pop(key)
 
-    def _is_local(self, stage: int) -> bool:
-        assert self._schedule is not None
-        return self._schedule.rank_of(stage) == self._rank
+    def _hand(self, kind: ActionKind, stage: int, microbatch: int, result: Crossing) -> None:
+        """Keep the result of a computation for its send, or for the next stage where that is here too."""
+        message, target = MESSAGES[kind], stage + MESSAGES[kind].step
+        is_here = self.schedule.rank_of(target) == self.runtime.group.rank
+        self.handed[(message.receive, target, microbatch) if is_here else (message.send, stage, microbatch)] = result
 
-    def _forward(self, action: Action) -> None:
-        job, stage, microbatch = self._job, action.stage, action.microbatch
-        assert job is not None and microbatch is not None and self._schedule is not None
-        forward, received = job.begin(stage, microbatch), None
+    def _forward(self, stage: int, microbatch: int) -> None:
+        job, key, received = self.job, (stage, microbatch), None
+        forward = job.begin(stage, microbatch)
         training = forward.training
-        forward.splits_backward = training and self._schedule.splits_backward
+        forward.splits_backward = training and self.schedule.splits_backward
         if stage:
             received = self._take(ActionKind.RECEIVE_FORWARD, stage, microbatch).entering(training=training)
-        with self._surroundings.around(forward):
-            result, last = self._cut.run(stage, received, lambda: job.forward(forward), training=training)
+        with self.runtime.surroundings.around(forward):
+            result, last = self.runtime.cut.run(stage, received, lambda: job.forward(forward), training=training)
+        roots: Roots
         if last:
             loss = job.finish(forward, result)
-            roots: tuple[Any, ...] = (loss,) if loss is not None and loss.requires_grad else ()
+            roots = (loss,) if loss is not None and loss.requires_grad else ()
         else:
             # Of what is sent away only the graph's edges are kept, so that its memory can be freed.
             roots = result.roots() if training else ()
-            self._sent[stage, microbatch] = result.awaited
+            self.sent[key] = result.awaited
             self._post_awaited()
-            kind = ActionKind.RECEIVE_FORWARD if self._is_local(stage + 1) else ActionKind.SEND_FORWARD
-            self._handed[kind, stage + (kind is ActionKind.RECEIVE_FORWARD), microbatch] = result
+            self._hand(ActionKind.FORWARD, stage, microbatch, result)
         if training:
-            self._inputs[stage, microbatch], self._roots[stage, microbatch] = received, roots
+            self.inputs[key], self.roots[key] = received, roots
             if forward.deferred is not None:
-                self._deferred[stage, microbatch] = forward.deferred
+                self.deferred[key] = forward.deferred
 
-    def _backward(self, action: Action) -> None:
-        job, stage, microbatch = self._job, action.stage, action.microbatch
-        assert job is not None and microbatch is not None and self._schedule is not None
-        last = stage == self._schedule.num_stages - 1
+    def _backward(self, stage: int, microbatch: int) -> None:
+        key, last = (stage, microbatch), stage == self.schedule.num_stages - 1
         gradients = None if last else self._take(ActionKind.RECEIVE_BACKWARD, stage, microbatch)
-        roots, received = self._roots.pop((stage, microbatch)), self._inputs.pop((stage, microbatch))
-        if action in self._final:
-            job.before_last_gradients(stage, None)
-        deferred = self._deferred.get((stage, microbatch))
-        with contextlib.nullcontext() if deferred is None else deferred.collecting((stage, microbatch)):
-            if gradients is not None:
-                backward(roots, gradients)
-            elif roots:
-                torch.autograd.backward(roots)
+        roots, received, deferred = self.roots.pop(key), self.inputs.pop(key), self.deferred.get(key)
+        if (ActionKind.BACKWARD, stage, microbatch) in self.final:
+            self.job.before_last_gradients(stage, None)
+        with contextlib.nullcontext() if deferred is None else deferred.collecting(key):
+            backward(roots, gradients)
         if received is not None:
-            kind = ActionKind.RECEIVE_BACKWARD if self._is_local(stage - 1) else ActionKind.SEND_BACKWARD
-            self._handed[kind, stage - (kind is ActionKind.RECEIVE_BACKWARD), microbatch] = received.gradients()
+            self._hand(ActionKind.BACKWARD, stage, microbatch, received.gradients())
 
-    def _weight(self, action: Action) -> None:
-        assert self._job is not None and action.microbatch is not None
-        key, job, last = (action.stage, action.microbatch), self._job, action in self._final
-        deferred = self._deferred.pop(key, None)
+    def _weight(self, stage: int, microbatch: int) -> None:
+        key, job, last = (stage, microbatch), self.job, (ActionKind.WEIGHT, stage, microbatch) in self.final
+        deferred = self.deferred.pop(key, None)
         if last:
-            job.before_last_gradients(action.stage, [] if deferred is None else deferred.parameters(key))
+            job.before_last_gradients(stage, [] if deferred is None else deferred.parameters(key))
         if deferred is not None:
             deferred.run(key, job.gradient_complete if last else None)
 
-    def _send_forward(self, action: Action) -> None:
-        assert self._transport is not None and action.microbatch is not None and self._job is not None
-        crossing = self._handed.pop((ActionKind.SEND_FORWARD, action.stage, action.microbatch))
-        target, what = self._neighbour(action.stage + 1), f"F{action.stage + 1}.{action.microbatch}"
-        self._transport.send_forward(what, crossing, target=target, signature=self._job.signature(action.microbatch))
+    def _send_forward(self, stage: int, microbatch: int) -> None:
+        crossing, target = self.handed.pop((ActionKind.SEND_FORWARD, stage, microbatch)), self._rank_of(stage + 1)
+        signature = self.job.signature(microbatch)
+        self._transport.send_forward(f"F{stage + 1}.{microbatch}", crossing, target=target, signature=signature)
 
-    def _receive_forward(self, action: Action) -> None:
-        assert self._transport is not None and action.microbatch is not None and self._job is not None
-        source, what = self._neighbour(action.stage - 1), f"F{action.stage}.{action.microbatch}"
-        receipt = self._transport.receive_forward(what, source=source, signature=self._job.signature(action.microbatch))
-        self._posted[ActionKind.RECEIVE_FORWARD, action.stage, action.microbatch] = receipt
+    def _receive_forward(self, stage: int, microbatch: int) -> None:
+        source, signature = self._rank_of(stage - 1), self.job.signature(microbatch)
+        receipt = self._transport.receive_forward(f"F{stage}.{microbatch}", source=source, signature=signature)
+        self.posted[ActionKind.RECEIVE_FORWARD, stage, microbatch] = receipt
 
-    def _send_backward(self, action: Action) -> None:
-        assert self._transport is not None and action.microbatch is not None
-        crossing = self._handed.pop((ActionKind.SEND_BACKWARD, action.stage, action.microbatch))
-        target, what = self._neighbour(action.stage - 1), f"B{action.stage - 1}.{action.microbatch}"
-        self._transport.send_backward(what, crossing, target=target)
+    def _send_backward(self, stage: int, microbatch: int) -> None:
+        crossing = self.handed.pop((ActionKind.SEND_BACKWARD, stage, microbatch))
+        self._transport.send_backward(f"B{stage - 1}.{microbatch}", crossing, target=self._rank_of(stage - 1))
 
-    def _receive_backward(self, action: Action) -> None:
-        self._awaited.append(action)
+    def _receive_backward(self, stage: int, microbatch: int) -> None:
+        self.awaited.append((stage, microbatch))
         self._post_awaited()
 
     def _post_awaited(self) -> None:
@@ -205,24 +207,14 @@ class PipelineRuntime:
         A gradient has the shape of the hidden state that was sent. Where a backward directly follows its own forward, the schedule
         asks for the receive before that forward has run.
         """
-        assert self._transport is not None or not self._awaited
-        while self._awaited and self._transport is not None:
-            stage, microbatch = self._awaited[0].stage, self._awaited[0].microbatch
-            assert microbatch is not None
-            if (stage, microbatch) not in self._sent:
-                return
-            awaited = self._sent.pop((stage, microbatch))
-            source = self._neighbour(stage + 1)
-            receipt = self._transport.receive_backward(f"B{stage}.{microbatch}", source=source, awaited=awaited)
-            self._posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
-            self._awaited.pop(0)
-
-    def _reduce(self, action: Action) -> None:
-        assert self._job is not None
-        self._job.reduce(action.stage)
+        while self.awaited and self.awaited[0] in self.sent:
+            stage, microbatch = key = self.awaited.pop(0)
+            what, source, awaited = f"B{stage}.{microbatch}", self._rank_of(stage + 1), self.sent.pop(key)
+            receipt = self._transport.receive_backward(what, source=source, awaited=awaited)
+            self.posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
 
 
-def _final_gradients(program: tuple[Action, ...]) -> frozenset[Action]:
+def _final_gradients(program: tuple[Action, ...]) -> frozenset[tuple[ActionKind, int, int | None]]:
     """The last backward or weight gradient of each stage, after which its gradients may be reduced."""
     last = {action.stage: action for action in program if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)}
-    return frozenset(last.values())
+    return frozenset((action.kind, action.stage, action.microbatch) for action in last.values())

@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp._torch import keep_padded
 from lightning_ptdp._transformers import install_capture
 from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.collected import eager, user_hooks
-from lightning_ptdp.pipeline.containers import Layer, layers_of, places_of
+from lightning_ptdp.pipeline.containers import layers_of, places_of
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, StageExit
 from lightning_ptdp.pipeline.foreign import known
-from lightning_ptdp.pipeline.left_behind import Kept, check_left, kept_tensors, newly_kept
+from lightning_ptdp.pipeline.left_behind import watch_left
 from lightning_ptdp.pipeline.placeholders import Absent, EarlierBlock, LaterBlock, Placeholder, Stub, stub_shape
-from lightning_ptdp.pipeline.shell import forget
 
 __all__ = ["ModelParts", "PipelineCut", "Placeholder", "StageError", "WholeModel"]
 
@@ -80,7 +78,7 @@ class ModelParts:
         return " and ".join(f"'{name}'" for name in self.blocks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Slot:
     """One place in the module tree, with its stand-ins and the stages that own what belongs there."""
 
@@ -88,10 +86,17 @@ class _Slot:
     key: str
     name: str
     stages: frozenset[int]
-    stand_in: Mapping[str, nn.Module] = field(default_factory=dict)
+    earlier: Placeholder
+    later: Placeholder
 
-    def placeholder(self, running: int) -> nn.Module:
-        return self.stand_in["earlier" if min(self.stages) < running else "later"]
+    @classmethod
+    def of(cls, model: nn.Module, name: str, stages: Iterable[int], earlier: Placeholder, later: Placeholder) -> _Slot:
+        """The place called ``name``."""
+        parent, _, key = name.rpartition(".")
+        return cls(model.get_submodule(parent), key, name, frozenset(stages), earlier, later)
+
+    def placeholder(self, running: int) -> Placeholder:
+        return self.earlier if min(self.stages) < running else self.later
 
 
 class PipelineCut:
@@ -122,30 +127,30 @@ class PipelineCut:
         keep_padded(model)
         self._layers, self._ranges = layers_of(model, parts.blocks), tuple(ranges)
         self._boundary = Boundary(places_of(self._layers, ranges), collects=collects)
-        self.starts = frozenset(self._stage_of(i) for i, layer in enumerate(self._layers) if layer.is_first and layer.container)
-        self._early = list(self._early_slots(model))
-        local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
-        self._hooks = {layer.name: tuple(user_hooks(layer.name, model.get_submodule(layer.name))) for layer in local}
+        begins = [index for index, layer in enumerate(self._layers) if layer.is_first and layer.container]
+        self.starts = frozenset(stage for stage, layers in enumerate(ranges) if any(index in range(*layers) for index in begins))
+        self._slots = [*self._block_slots(model), *self._early_slots(model), *self._after_slots(model)]
+        away = [slot for slot in self._slots if slot.stages.isdisjoint(stages)]
+        self._early = [slot for slot in self._slots if isinstance(slot.earlier, Stub) and slot not in away]
+        self._local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
         # Of now: those that dropout by key and tensor parallelism add are no user's.
-        early = [slot.name for slot in self._early if not slot.stages.isdisjoint(self.stages)]
-        self._early_hooks = [h for name in early for h in user_hooks(name, model.get_submodule(name), inside=False)]
-        self._slots = [*self._block_slots(model), *self._early, *self._after_slots(model)]
+        self._hooks = [h for layer in self._local for h in user_hooks(layer.name, model.get_submodule(layer.name))]
+        self._hooks += [h for s in self._early for h in user_hooks(s.name, model.get_submodule(s.name), inside=False)]
         self.module_stages = self._module_stages(model)
         self._tables = {
             stage: [(s.parent._modules, s.key, s.placeholder(stage)) for s in self._slots if stage not in s.stages]
             for stage in stages
         }
-        for slot in self._slots:
-            if slot.stages.isdisjoint(self.stages):
-                slot.parent._modules[slot.key] = slot.placeholder(self.stages[0])
+        for slot in away:
+            slot.parent._modules[slot.key] = slot.placeholder(self.stages[0])
         self._static = len(self.stages) == 1
         self._model = model
         self._watched = False
-        self._differentiable: dict[Any, tuple[bool, ...]] = {}
+        self._differentiable: dict[Hashable, tuple[bool, ...]] = {}
         self._settled: dict[int, tuple[Form, Form]] = {}
 
-    def run(self, stage: int, received: Crossing | None, step: Callable[[], Any], *, training: bool) -> tuple[Any, bool]:
-        """Run ``step`` as ``stage``: (its return value, True) on the last stage, else (the Crossing to send, False).
+    def run(self, stage: int, received: Crossing | None, step: Callable[[], object], *, training: bool) -> tuple[Any, bool]:
+        """Run ``step`` as ``stage``: (its return value, True) on the last stage, else (the ``Crossing`` to send, False).
 
         Raises:
             StageError: The model does something that cannot be cut.
@@ -157,7 +162,7 @@ class PipelineCut:
         try:
             with self._active(stage):
                 output = step()
-            behind = boundary.is_behind
+            behind = boundary.running.is_behind
         except StageExit as leave:
             return self._with_gradients(stage, leave.crossing) if training else leave.crossing, False
         finally:
@@ -180,7 +185,7 @@ class PipelineCut:
         form = crossing.form
         if stage in self._settled and (self._settled[stage][0] is form or self._settled[stage][0] == form):
             return Crossing(crossing.tensors, self._settled[stage][1])
-        key = (stage, form.output, form.extras, form.collected, tuple(tensor.dtype for tensor in form.tensors))
+        key = (stage, repr((form.output, form.extras, form.collected)), tuple(tensor.dtype for tensor in form.tensors))
         if key not in self._differentiable:
             frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
             self._differentiable[key] = tuple(t.differentiable or (frozen and t.dtype.is_floating_point) for t in form.tensors)
@@ -211,15 +216,10 @@ class PipelineCut:
     def _module_stages(self, model: nn.Module) -> dict[str, frozenset[int] | None]:
         owners = {(id(slot.parent), slot.key): slot.stages for slot in self._slots}
         found: dict[str, frozenset[int] | None] = {"": None}
-
-        def walk(module: nn.Module, prefix: str, stages: frozenset[int] | None) -> None:
+        for name, module in model.named_modules(remove_duplicate=False):
             for key, child in module._modules.items():
                 if child is not None:
-                    name = f"{prefix}.{key}" if prefix else key
-                    found[name] = owners.get((id(module), key), stages)
-                    walk(child, name, found[name])
-
-        walk(model, "", None)
+                    found[f"{name}.{key}" if name else key] = owners.get((id(module), key), found[name])
         return found
 
     def _block_slots(self, model: nn.Module) -> Iterator[_Slot]:
@@ -227,93 +227,43 @@ class PipelineCut:
             for layer in self._layers[start:stop]:
                 original = model.get_submodule(layer.name)
                 earlier, later = EarlierBlock(layer, original, self._boundary), LaterBlock(layer, original, self._boundary)
-                yield _slot(model, layer.name, frozenset([stage]), earlier, later)
+                yield _Slot.of(model, layer.name, [stage], earlier, later)
 
     def _early_slots(self, model: nn.Module) -> Iterator[_Slot]:
         for top in dict.fromkeys((*self.parts.before, *self.parts.between)):
-            stages = frozenset([0] if top in self.parts.before else []) | (
-                self.starts if top in self.parts.between else frozenset()
-            )
+            stages = {0} if top in self.parts.before else set()
+            stages |= self.starts if top in self.parts.between else set()
             for suffix, module in list(model.get_submodule(top).named_modules()):
                 name = f"{top}.{suffix}" if suffix else top
                 shape = stub_shape(module)
                 if shape is not None and not self.parts.is_everywhere(name):
                     stub = Stub(name, module, self._boundary, shape)
-                    yield _slot(model, name, stages, stub, stub)
+                    yield _Slot.of(model, name, stages, stub, stub)
 
     def _after_slots(self, model: nn.Module) -> Iterator[_Slot]:
         for name in self.parts.outermost_after(model):
             absent = Absent(name, model.get_submodule(name), self._boundary)
-            yield _slot(model, name, frozenset([self.num_stages - 1]), absent, absent)
-
-    def _stage_of(self, layer: int) -> int:
-        return next(stage for stage, (start, stop) in enumerate(self._ranges) if start <= layer < stop)
+            yield _Slot.of(model, name, [self.num_stages - 1], absent, absent)
 
     def _watch(self) -> None:
         """Hook the local modules (on the first run, when sharding has put the final ones in place)."""
         self._watched = True
-        for hooks in self._early_hooks:
+        for hooks in self._hooks:
             hooks.watch(self._boundary.see)
         for slot in self._early:
-            if not slot.stages.isdisjoint(self.stages):
-                module = slot.parent._modules[slot.key]
-                assert module is not None
-                module.register_forward_hook(eager(module, partial(_mark, self._boundary, slot.stages)))
+            module = slot.parent._modules[slot.key]
+            assert module is not None
+            module.register_forward_hook(eager(module, partial(self._boundary.mark_true, slot.stages)))
         if not self._static or len(self.parts.blocks) > 1:
             # Later they would be missing on the blocks of the chunks that are out of the tree at that time, and come behind the hook
             # that leaves the step at the end of a container.
             install_capture(self._model)
-        for index, layer in enumerate(self._layers):
-            if layer.name not in self._hooks:
-                continue
-            block, follower = self._model.get_submodule(layer.name), index + 1
-            for hooks in self._hooks[layer.name]:
-                hooks.watch(self._boundary.see)
-            followed = layer.is_last and follower < len(self._layers)
-            leaves = followed and self._stage_of(follower) != self._stage_of(index)
-            returned = partial(_returned, self._boundary, layer, followed=followed, leaves=leaves)
-            self._watch_attributes(layer.name, block)  # in front of the hook that may leave the step
-            block.register_forward_pre_hook(eager(block, partial(_arguments, self._boundary, layer)), with_kwargs=True)
-            block.register_forward_hook(eager(block, returned))
-
-    def _watch_attributes(self, name: str, block: nn.Module) -> None:
-        """Until its first forward with gradients, see which tensors the block keeps: placeholders of other blocks cannot have them."""
-        before: Kept = {}
-
-        def enters(block: nn.Module, _args: Any) -> None:
-            before.clear()
-            before.update(kept_tensors(block))
-
-        def leaves(block: nn.Module, _args: Any, _output: Any) -> None:
-            if torch.is_grad_enabled():
-                for handle in handles:
-                    handle.remove()
-            left = newly_kept(block, before)
-            check_left(name, left)
-            for placeholder in (p for slot in self._slots for p in slot.stand_in.values() if isinstance(p, EarlierBlock)):
-                for path in left:
-                    forget(placeholder, path)
-
-        handles = block.register_forward_pre_hook(eager(block, enters)), block.register_forward_hook(eager(block, leaves))
-
-
-def _slot(model: nn.Module, name: str, stages: frozenset[int], earlier: nn.Module, later: nn.Module) -> _Slot:
-    parent, _, key = name.rpartition(".")
-    return _Slot(model.get_submodule(parent), key, name, stages, {"earlier": earlier, "later": later})
-
-
-def _mark(boundary: Boundary, stages: frozenset[int], _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    return boundary.mark(output, true=True) if boundary.stage in stages else output
-
-
-def _arguments(boundary: Boundary, layer: Layer, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return boundary.arguments(layer, args, kwargs)
-
-
-def _returned(
-    boundary: Boundary, layer: Layer, _module: nn.Module, _args: Any, output: Any, *, followed: bool, leaves: bool
-) -> Any:
-    return boundary.returned(layer, output, followed=followed, leaves=leaves)
+        placeholders = [slot.earlier for slot in self._slots if isinstance(slot.earlier, EarlierBlock)]
+        for layer in self._local:
+            block = self._model.get_submodule(layer.name)
+            watch_left(layer.name, block, placeholders)  # in front of the hook that may leave the step
+            block.register_forward_pre_hook(eager(block, partial(self._boundary.arguments, layer)), with_kwargs=True)
+            block.register_forward_hook(eager(block, partial(self._boundary.returned, layer)))
 
 
 class WholeModel:
@@ -321,7 +271,7 @@ class WholeModel:
 
     num_stages = 1
 
-    def run(self, stage: int, received: Crossing | None, step: Callable[[], Any], *, training: bool) -> tuple[Any, bool]:
+    def run(self, stage: int, received: Crossing | None, step: Callable[[], object], *, training: bool) -> tuple[Any, bool]:
         """Run ``step``; it is the first and the last stage at once."""
         assert stage == 0
         assert received is None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptdp.pipeline.crossing import Crossing, backward
+from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm, backward, describe, tensors_in
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
 
@@ -231,6 +231,14 @@ def build(model: type[Base]) -> Base:
     """The whole model in float64, the same on every call."""
     torch.manual_seed(0)
     return model().double()
+
+
+def crossing_of(output: object) -> Crossing:
+    """A crossing of ``output`` whole, its tensors differentiable where they require a gradient."""
+    tensors = tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())
+    index = {id(tensor): i for i, tensor in enumerate(tensors)}
+    forms = tuple(TensorForm.of(tensor, differentiable=tensor.requires_grad) for tensor in tensors)
+    return Crossing(tensors, Form(tensors=forms, output=describe(output, lambda tensor: index[id(tensor)], "?")))
 
 
 def ids(samples: int = 2, length: int = 5) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, TensorForm, describe, rebuild, substitute, tensors_in
+from lightning_ptdp.pipeline.crossing import Form, StageError, TensorForm, describe, rebuild, substitute, tensors_in
 from lightning_ptdp.pipeline.stage import PipelineCut
 from tests.pipeline.crossing_models import (
     EXACT,
@@ -30,6 +30,7 @@ from tests.pipeline.crossing_models import (
     Skip,
     as_the_whole,
     build,
+    crossing_of,
     ids,
 )
 
@@ -330,7 +331,7 @@ def test_shapes_masks_and_logs_before_the_blocks_are_left_alone() -> None:
 def test_the_description_survives_its_header() -> None:
     tensors = (torch.zeros(2, 3), torch.zeros((), dtype=torch.bool))
     output = {"a": (tensors[0], [None, True, 2, 0.1, "text"]), 3: {"b": tensors[1], "again": tensors[0]}}
-    crossing = Crossing.of(output)
+    crossing = crossing_of(output)
     form = Form(tensors=crossing.form.tensors, output=crossing.form.output, extras=((("memory", 0), 1),))
     assert Form.decode(form.encode()) == form
     again = rebuild(Form.decode(form.encode()).output, crossing.tensors, lambda: pytest.fail("nothing is elsewhere"))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm, rebuild
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.pipeline.p2p import PeerError, Transport, receives_ahead
+from lightning_ptdp.pipeline.p2p import PeerError, Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.schedule import Action, Schedule, build_schedule
+from lightning_ptdp.schedule.actions import Direction, receives_ahead
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from tests.pipeline.crossing_models import Memory, Nest, Pair, build
+from tests.pipeline.crossing_models import Memory, Nest, Pair, build, crossing_of
 from tests.pipeline.crossing_models import ids as batch_of
 from tests.pipeline.jobs import SumJob
 from tests.pool import Pool
@@ -37,10 +40,37 @@ DTYPES = (
 )
 
 
-def transport(rank: int, *, tensor: int = 1, **options: Any) -> Transport:
+@dataclass
+class Measured(Transport):
+    """Counts the bytes that it sends, and the buffers and messages that it keeps."""
+
+    sent_bytes: int = 0
+    posted: list[int] = field(default_factory=list)
+    peak_receives: int = 0
+    peak_receive_bytes: int = 0
+    peak_outstanding_sends: int = 0
+
+    def buffer(self, form: TensorForm) -> Tensor:
+        buffer = super().buffer(form)
+        self.posted.append(buffer.nbytes)
+        self.peak_receives = max(self.peak_receives, len(self.posted))
+        self.peak_receive_bytes = max(self.peak_receive_bytes, sum(self.posted))
+        return buffer
+
+    def assemble(self, buffer: Tensor, form: TensorForm) -> Tensor:
+        self.posted.remove(buffer.nbytes)
+        return super().assemble(buffer, form)
+
+    def _send(self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]) -> None:
+        super()._send(what, crossing, target, direction, header)
+        self.sent_bytes += sum(tensor.nbytes for tensor in self._outstanding[self.mesh.rank, target, direction][-1].tensors)
+        self.peak_outstanding_sends = max(self.peak_outstanding_sends, sum(map(len, self._outstanding.values())))
+
+
+def transport(rank: int, *, tensor: int = 1, **options: Any) -> Measured:
     """Of one of two pipeline ranks."""
     layout = ParallelLayout(world_size=2 * tensor, pipeline_parallel_size=2, tensor_parallel_size=tensor)
-    return Transport(mesh=ProcessMesh.create(layout=layout, rank=rank, timeout=timedelta(seconds=30)), device=CPU, **options)
+    return Measured(mesh=ProcessMesh.create(layout=layout, rank=rank, timeout=timedelta(seconds=30)), device=CPU, **options)
 
 
 def outputs() -> dict[str, Any]:
@@ -58,7 +88,7 @@ def outputs() -> dict[str, Any]:
 
 def same(found: Any, expected: Any) -> bool:
     """Structure, constants, shapes, dtypes, and the tensors bitwise."""
-    one, other = Crossing.of(found), Crossing.of(expected)
+    one, other = crossing_of(found), crossing_of(expected)
     pairs = zip(one.tensors, other.tensors, strict=True)
     return one.form == other.form and all(torch.equal(a, b) for a, b in pairs)
 
@@ -70,8 +100,8 @@ def exchange_new_and_known_forms(rank: int) -> Any:
         for step in range(2):
             for index, name in enumerate(order):
                 before = link.sent_bytes
-                link.send_forward(f"F1.{index}", Crossing.of(outputs()[name]), target=1, signature=name)
-                payload = sum(tensor.nbytes for tensor in Crossing.of(outputs()[name]).tensors)
+                link.send_forward(f"F1.{index}", crossing_of(outputs()[name]), target=1, signature=name)
+                payload = sum(tensor.nbytes for tensor in crossing_of(outputs()[name]).tensors)
                 sizes.append((step, name, link.sent_bytes - before > payload))
             link.flush()
         return sizes
@@ -100,7 +130,7 @@ def exchange_gradients(rank: int) -> Any:
     link = transport(rank)
     x, n = torch.randn(3, 2, dtype=torch.float64, requires_grad=True), torch.arange(3)
     if rank == 0:
-        crossing = Crossing.of((x, n, (x * 2)[0]))
+        crossing = crossing_of((x, n, (x * 2)[0]))
         link.send_forward("F1.0", crossing, target=1, signature=0)
         back = link.receive_backward("B0.0", source=1, awaited=crossing.awaited).wait()
         link.flush()
@@ -129,7 +159,7 @@ def exchange_alike_on_tensor_ranks(rank: int, scatter: bool) -> Any:
     shapes = (HIDDEN, SMALL, ODD, HIDDEN[::-1])
     tensors = [torch.randn(shape, generator=generator, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     tensors[3] = tensors[3].transpose(0, 2)  # not contiguous
-    crossing = Crossing.of((*tensors, torch.arange(64)))
+    crossing = crossing_of((*tensors, torch.arange(64)))
     whole = [tensor.detach().clone() for tensor in crossing.tensors]
     source, target = rank % 2, rank % 2 + 2
     if rank < 2:
@@ -169,7 +199,7 @@ def send_many(rank: int) -> Any:
     x = torch.zeros(100)
     if rank == 0:
         for index in range(count):
-            link.send_forward(f"F1.{index}", Crossing.of(x + index), target=1, signature=0)
+            link.send_forward(f"F1.{index}", crossing_of(x + index), target=1, signature=0)
         link.flush()
         return link.peak_outstanding_sends, link.peak_receives, [len(queue) for queue in link._outstanding.values()]
     values, pending = [], []
@@ -178,7 +208,7 @@ def send_many(rank: int) -> Any:
         if len(pending) == 2:
             values.append(pending.pop(0).wait().tensors[0][0].item())
     values.append(pending.pop(0).wait().tensors[0][0].item())
-    return link.peak_receives, link.peak_receive_bytes, values, link._receives, link._receive_bytes
+    return link.peak_receives, link.peak_receive_bytes, values, link.posted
 
 
 def test_sent_tensors_and_receive_buffers_live_shortly(pool: Pool) -> None:
@@ -187,7 +217,7 @@ def test_sent_tensors_and_receive_buffers_live_shortly(pool: Pool) -> None:
     assert outstanding == 4
     assert receives == 0
     assert left == [0]
-    assert receiver == (2, 800, [float(index) for index in range(20)], 0, 0)
+    assert receiver == (2, 800, [float(index) for index in range(20)], [])
 
 
 def test_as_many_messages_may_be_under_way_as_a_receiver_asks_for_ahead() -> None:
@@ -214,11 +244,11 @@ def change_the_shape(rank: int) -> Any:
     link = transport(rank)
     if rank == 1:
         return link.receive_forward("F1.0", source=0, signature=0).wait().tensors[0].shape
-    link.send_forward("F1.0", Crossing.of(torch.zeros(2, 3)), target=1, signature=0)
+    link.send_forward("F1.0", crossing_of(torch.zeros(2, 3)), target=1, signature=0)
     messages = []
     for other in (torch.zeros(2, 4), (torch.zeros(2, 3), None)):
         with pytest.raises(ValueError) as caught:
-            link.send_forward("F1.1", Crossing.of(other), target=1, signature=0)
+            link.send_forward("F1.1", crossing_of(other), target=1, signature=0)
         messages.append(str(caught.value))
     link.flush()
     return messages
@@ -232,10 +262,11 @@ def test_a_form_that_depends_on_values_is_refused(pool: Pool) -> None:
     assert "another structure" in structure
 
 
-class Handle:
+class Handle(torch.distributed.Work):
     """Of a message that comes or does not."""
 
     def __init__(self, error: str = "") -> None:
+        super().__init__()
         self.error = error
 
     def wait(self) -> None:
@@ -283,7 +314,7 @@ def train(rank: int, name: str, schedule: str) -> Any:
             runtime.run(program if training else evaluation, job)
         losses.append(job.losses)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return losses, gradients, link.peak_receives, link.peak_outstanding_sends
+    return losses, gradients
 
 
 @pytest.mark.parametrize(
@@ -294,15 +325,15 @@ def test_several_tensors_under_a_schedule_equal_the_whole_model(name: str, sched
     whole = build(KINDS[name])
     expected = [whole(batch).square().sum() for batch in BATCHES]
     (2 * torch.stack(expected).sum()).backward()
-    for losses in next(losses for losses, *_ in ranks if losses[0]):
+    for losses in next(losses for losses, _ in ranks if losses[0]):
         assert losses == {index: loss.item() for index, loss in enumerate(expected)}
     for parameter_name, parameter in whole.named_parameters():
         if parameter.grad is not None:
-            found = [gradients[parameter_name] for _, gradients, *_ in ranks if parameter_name in gradients]
+            found = [gradients[parameter_name] for _, gradients in ranks if parameter_name in gradients]
             torch.testing.assert_close(torch.stack(found).sum(0), parameter.grad, rtol=1e-11, atol=1e-11)
 
 
 def test_no_tensor_no_message() -> None:
     link = Transport(mesh=ProcessMesh(layout=ParallelLayout(world_size=1)), device=CPU)
-    assert link.sent_numel(TensorForm((2, 3), torch.float32)) == 6
+    assert link.buffer(TensorForm((2, 3), torch.float32)).shape == (2, 3)
     assert link.receive_backward("B0.0", source=1, awaited=()).wait() == Crossing((), Form())

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.pipeline.crossing import Crossing
 from lightning_ptdp.pipeline.discover import find_blocks, find_parts
 from lightning_ptdp.pipeline.placeholders import stub_shape
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, StageError
+from tests.pipeline.crossing_models import crossing_of
 
 
 class Net(nn.Module):
@@ -182,7 +182,7 @@ class Peeking(Net):
 def test_misuse_is_named_with_the_mend(model: type[Net], stage: int, words: str) -> None:
     part = model()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
-    received = Crossing.of(torch.zeros(2, 5, 6)) if stage else None
+    received = crossing_of(torch.zeros(2, 5, 6)) if stage else None
     with pytest.raises(StageError, match=words):
         cut.run(stage, received, lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
 
@@ -191,7 +191,7 @@ def test_reading_the_weight_of_a_module_that_lives_elsewhere_is_named() -> None:
     part = Peeking()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
     with pytest.raises(AttributeError, match=r"'embedding' lives on another pipeline stage.*'weight'"):
-        cut.run(2, Crossing.of(torch.zeros(2, 5, 6)), lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
+        cut.run(2, crossing_of(torch.zeros(2, 5, 6)), lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
 
 
 def test_the_container_is_found_or_asked_for() -> None:

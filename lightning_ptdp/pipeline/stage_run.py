@@ -1,0 +1,180 @@
+"""What is known while a stage runs, and of each tensor that its blocks are given from outside whether it may be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp._transformers import captured_outputs
+from lightning_ptdp.pipeline.containers import Place
+from lightning_ptdp.pipeline.crossing import Crossing, Form, Path, rebuild, tensors_in
+from lightning_ptdp.pipeline.foreign import Foreign, Origin, plain, put_instead, replacement
+from lightning_ptdp.pipeline.refusals import LOST, NOT_PASSED, changed_argument, computed_between, lost_argument, unsent_argument
+
+__all__ = ["StageRun"]
+
+
+@dataclass(eq=False)
+class StageRun:
+    """One run of a stage.
+
+    Attributes:
+        stage: The stage.
+        place: Where it stands among the containers.
+        training: Whether gradients flow.
+        received: What entered from the stage before.
+        passes: How often the placeholder of each container's first block was called.
+        container: The container whose blocks are called.
+        begun: Whether that container began on this stage, not on an earlier one.
+        reached: Whether one of its blocks was called here.
+        output: What the last block returned.
+        past: Of the containers that have ended, what their last blocks returned.
+        outputs, seen, captured: What is collected over the blocks: what they returned, what hooks were given, what transformers kept.
+    """
+
+    stage: int
+    place: Place
+    training: bool = False
+    received: Crossing | None = None
+    passes: Counter[int] = field(default_factory=Counter)
+    container: int = field(init=False)
+    begun: bool = True
+    reached: bool = False
+    output: Any = None
+    past: tuple[Form, ...] = ()
+    outputs: dict[str, Any] = field(default_factory=dict)
+    seen: list[Any] = field(default_factory=list)
+    captured: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
+    lost: Origin = field(default_factory=lambda: Origin(why=LOST))
+    true: Origin = field(default_factory=Origin)
+    unsent: Origin = field(default_factory=lambda: Origin(why=NOT_PASSED))
+    _given: dict[Path, list[Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.container = self.place.container
+        if self.received is None:
+            return
+        form = self.received.form
+        self.past = form.past if self.place.inside else (*form.past, Form(tensors=form.tensors, output=form.output))
+        collected = rebuild(form.collected, self.received.tensors)
+        self.outputs, self.seen, self.captured = collected if collected is not None else ({}, [], {})
+        self.begun = not self.place.inside
+        self.output = self.received_output(self.received) if self.place.inside else None
+
+    def begin_container(self, container: int) -> None:
+        """Blocks of another container are called from now on."""
+        self.container, self.begun, self.reached, self.output = container, True, False, None
+        self._given.clear()
+
+    def end(self) -> None:
+        """Nothing that comes later, such as a recomputation, is of this run."""
+        for origin in (self.lost, self.true, self.unsent):
+            origin.over = True
+            origin.written.clear()
+
+    # ---- outputs ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the blocks whose output was received have been called."""
+        return self.passes[self.place.received] > 0
+
+    @property
+    def collected(self) -> tuple[object, ...] | None:
+        """All that is collected over the blocks up to here; None if nothing is."""
+        captured = {**self.captured, self.container: captured_outputs()} if captured_outputs() else self.captured
+        parts = (self.outputs, self.seen, captured)
+        return parts if any(parts) else None
+
+    def received_output(self, received: Crossing) -> Any:
+        """What the block in front of the stage returned."""
+        return rebuild(received.form.output, received.tensors, self.unknown)
+
+    def unknown(self, tensor: Tensor | None = None) -> Tensor:
+        """What may be passed around, but not used."""
+        return Foreign.mark(torch.empty(0) if tensor is None else tensor.detach(), self.unsent)
+
+    def returned_ids(self) -> set[int]:
+        """The tensors that the last block returned."""
+        return {id(tensor) for _, tensor in tensors_in(self.output)}
+
+    # ---- one argument -------------------------------------------------------------------------------------------------
+
+    def argument(self, name: str, path: Path, tensor: Tensor) -> Tensor:
+        """What a local block is given where the model gives ``tensor``, which no block returned."""
+        if self.begun or self.received is None:
+            if self._is_lost(tensor):
+                raise lost_argument(name, path, "between" if self.container else "before")
+            if self._is_foreign(tensor) or self.needs_gradient(tensor):
+                self._given.setdefault(path, []).append(tensor)
+            return plain(tensor)
+        known = replacement(tensor)
+        if known is not None and self._entered(known):
+            return known
+        extra = next((self.received.tensors[i] for place, i in self.received.form.extras if place == path), None)
+        if extra is None:
+            if self._is_foreign(tensor):
+                raise unsent_argument(name, path)
+            return tensor
+        if not (self._is_foreign(tensor) or self.needs_gradient(tensor)):
+            return tensor
+        if self._given.setdefault(path, [tensor])[0] is not tensor:
+            raise changed_argument(name, path)
+        put_instead(tensor, extra)
+        return extra
+
+    def check_entrance(self, name: str, given: Sequence[object]) -> None:
+        """The first block that is called on a stage must be given the very tensors that were received.
+
+        If not, the model computes something between its blocks, which would be computed once more behind the boundary.
+        """
+        if self.begun or self.received is None:
+            return
+        there = {id(tensor) for value in given for _, tensor in tensors_in(value)}
+        tensors = tensors_in(self.received_output(self.received))
+        if any(self._entered(tensor) and id(tensor) not in there for _, tensor in tensors):
+            raise computed_between(name)
+
+    def known_extras(self) -> Iterator[tuple[Path, Tensor]]:
+        """Extras that later stages may need, whether or not the next block is given them."""
+        if not self.begun and self.received is not None:
+            yield from ((path, self.received.tensors[index]) for path, index in self.received.form.extras)
+            return
+        for path, (first, *others) in self._given.items():
+            if self._is_foreign(first) and all(other is first for other in others):
+                yield path, first
+
+    def is_extra(self, name: str, path: Path, tensor: Tensor) -> bool:
+        """Whether the next stage must be given ``tensor``, which no block returned."""
+        if not self.begun:
+            found = self.argument(name, path, tensor)
+            if found is tensor and self.needs_gradient(tensor) and not self._entered(tensor):
+                raise computed_between(name)
+            return False
+        if self._is_lost(tensor):
+            return False  # where it is needed, it is refused
+        if self._is_foreign(tensor):
+            return True
+        if not self.needs_gradient(tensor):
+            return False
+        if not any(tensor is given for all_given in self._given.values() for given in all_given):
+            raise computed_between(name)
+        return True
+
+    def needs_gradient(self, tensor: Tensor) -> bool:
+        """Every stage has its own of a parameter itself, if it is handed around."""
+        return self.training and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, Foreign) or self.lost.has_written(tensor) or self.true.has_written(tensor)
+
+    def _is_lost(self, tensor: Tensor) -> bool:
+        return self.lost.has_written(tensor) or (isinstance(tensor, Foreign) and tensor.origin.why is not None)
+
+    def _entered(self, tensor: Tensor) -> bool:
+        return self.received is not None and any(tensor is received for received in self.received.tensors)
