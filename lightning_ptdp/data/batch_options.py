@@ -26,7 +26,14 @@ class RampUpOptions(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Sizes as given; see ``TextDataModule``.
+    """Sizes as given: of ``global_batch_size = micro_batch_size * num_microbatches * replicas`` any two, the third follows.
+
+    Args:
+        global_batch_size: Samples of a step of all replicas.
+        micro_batch_size: Samples of a microbatch. Default: 8, or what follows.
+        num_microbatches: Microbatches of a step of one replica. Default: 1, or what follows.
+        ramp_up: Begin with a global batch of ``start`` samples, which grows by ``increment`` at a time to the full one over the first
+            ``samples`` samples (arXiv 2005.14165, section 2.3). The strategy follows with ``PTDPStrategy(micro_batch_size=...)``.
 
     Raises:
         ValueError: A number is out of range, or they are not enough, or the ramp-up has other keys; names field and value.
@@ -51,17 +58,12 @@ class BatchOptions:
         Raises:
             ValueError: They do not divide; says what would.
         """
-        if self.global_batch_size is not None:
-            return BatchPlan.derive(
-                data_parallel_size=num_replicas,
-                global_batch_size=self.global_batch_size,
-                micro_batch_size=self.micro_batch_size,
-                num_microbatches=self.num_microbatches,
-            )
-        return BatchPlan(
-            micro_batch_size=self.micro_batch_size or _MICRO_BATCH_SIZE,
-            num_microbatches=self.num_microbatches or 1,
+        follows = self.global_batch_size is not None
+        return BatchPlan.derive(
             data_parallel_size=num_replicas,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size if follows else self.micro_batch_size or _MICRO_BATCH_SIZE,
+            num_microbatches=self.num_microbatches if follows else self.num_microbatches or 1,
         )
 
     def ramp(self, num_replicas: int) -> RampUp:

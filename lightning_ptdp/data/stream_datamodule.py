@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningDataModule, Trainer
 
 from lightning_ptdp.batch_size import BatchPlan, RampUp
-from lightning_ptdp.data.batch_options import BatchOptions, RampUpOptions
+from lightning_ptdp.data.batch_options import BatchOptions
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import SampleStream
@@ -29,14 +29,10 @@ class StreamDataModule(LightningDataModule):
 
     Args:
         sequence_length: Tokens of a sample.
-        global_batch_size: Samples of a step of all replicas.
-        micro_batch_size: Samples of a microbatch. Default: 8, or what follows.
-        num_microbatches: Microbatches of a step of one replica. Default: 1, or what follows.
-        ramp_up: Begin with a global batch of ``start`` samples, which grows by ``increment`` at a time to the full one over the first
-            ``samples`` samples (arXiv 2005.14165, section 2.3). The strategy follows with ``PTDPStrategy(micro_batch_size=...)``.
         validation_samples: Validate on the first so many samples; none is all.
         seed: Of the order of the training samples.
         num_workers: Processes that read ahead, for each rank.
+        kwargs: Those of ``BatchOptions``: batch sizes and their ramp-up.
 
     Attributes:
         vocabulary_size: Number of ids that a token can have; subclasses set it.
@@ -51,23 +47,15 @@ class StreamDataModule(LightningDataModule):
         self,
         *,
         sequence_length: Size = 256,
-        global_batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        num_microbatches: int | None = None,
-        ramp_up: RampUpOptions | None = None,
         validation_samples: Size | None = None,
         seed: Count = 0,
         num_workers: Count = 0,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         check_arguments(StreamDataModule.__init__, locals())
         self.sequence_length = sequence_length
-        self.batch_options = BatchOptions(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            num_microbatches=num_microbatches,
-            ramp_up=ramp_up,
-        )
+        self.batch_options = BatchOptions(**kwargs)
         self.validation_samples = validation_samples
         self.seed = seed
         self.num_workers = num_workers
