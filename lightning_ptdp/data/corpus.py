@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lightning_ptdp.data.errors import CorpusError
+from lightning_ptdp.data.errors import CorpusError, reading
 from lightning_ptdp.data.pieces import CorpusFile, Piece, cut_lines, cut_text
 from lightning_ptdp.option_types import Size, check_types
 
@@ -123,17 +123,13 @@ class Corpus:
         """The files, cut into pieces that can be read one by one."""
         for file in files:
             cut = cut_lines if file.path.suffix.lower() in _JSON_LINES else cut_text
-            try:
+            with reading(f"source file {file.path}", CorpusError):
                 yield from cut(file, self.document_bytes)
-            except OSError as error:
-                raise CorpusError(f"source file {file.path} cannot be read: {error.strerror or error}") from error
 
     def read(self, piece: Piece, report: ReadReport) -> Iterator[Document]:
         """The documents of a piece."""
-        try:
+        with reading(f"source file {piece.file.path}", CorpusError):
             data = piece.read()
-        except OSError as error:
-            raise CorpusError(f"source file {piece.file.path} cannot be read: {error.strerror or error}") from error
         for document in self._whole(piece, data, report) if piece.line is None else self._json_lines(piece, data, report):
             report.documents += 1
             yield document

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.errors import StoreError, reading
 
 __all__ = ["IndexedFile"]
 
@@ -51,12 +51,10 @@ class IndexedFile:
         for path in (index, data):
             if not path.is_file():
                 raise StoreError(f"{path} is missing: give the prefix of a pair of files, PREFIX.bin and PREFIX.idx")
-        try:
+        with reading(index, StoreError):
             self.boundaries = self._read_index(index, data)
             # An empty file cannot be mapped.
             self.tokens = np.memmap(data, self._dtype, "r") if data.stat().st_size else np.empty(0, self._dtype)
-        except OSError as error:
-            raise StoreError(f"{error.filename or index} cannot be read: {error.strerror or error}") from error
         self._index, self._data = index, data
 
     def __reduce__(self) -> tuple[type[IndexedFile], tuple[str]]:

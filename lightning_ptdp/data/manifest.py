@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -16,11 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.errors import StoreError, reading
 from lightning_ptdp.data.store import INDEX_FILE, Chunk, TokenType, read_chunks
 from lightning_ptdp.data.tokenizer import MODEL_FILE, RECORD_FILE, Tokenizer
 from lightning_ptdp.option_types import Count, check_types
-from lightning_ptdp.untrusted import inside, read_json, reason
+from lightning_ptdp.untrusted import inside, read_json
 
 __all__ = ["CorpusRecord", "FileRecord", "Manifest", "SplitName", "SplitRecord", "check_file", "record_files", "verify_store"]
 
@@ -119,16 +120,12 @@ class Manifest:
             StoreError: It is missing, damaged, of another format, or names what cannot be.
         """
         path = Path(folder, MANIFEST_FILE)
-        try:
+        if not os.path.lexists(path):
+            raise StoreError(f"{path} is missing: {folder} is not a prepared data folder; run `ptdp prepare`")
+        with reading(path, StoreError, _MEND):
             values = read_json(inside(folder, MANIFEST_FILE))
             if not isinstance(values, dict):
                 raise ValueError("not a JSON object")
-        except FileNotFoundError as error:
-            raise StoreError(f"{path} is missing: {folder} is not a prepared data folder; run `ptdp prepare`") from error
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise StoreError(f"{path} is damaged: {error}; {_MEND}") from error
         written = values.get("format")
         if written not in (_WITHOUT_DIGEST, FORMAT) or isinstance(written, bool):
             raise StoreError(f"{path} is not of format {FORMAT}: {_MEND}")
@@ -136,10 +133,8 @@ class Manifest:
             _log.info("%s is of an older release and has no digest of itself: damage of its numbers may go unnoticed", path)
         elif values.pop("sha256", None) != _digest(values):
             raise StoreError(f"{path} is damaged, or was edited: its content does not have the sha256 that it names; {_MEND}")
-        try:
+        with reading(path, StoreError, _MEND):
             return cls._of({name: value for name, value in values.items() if name != "format"})
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise StoreError(f"{path} is damaged: {reason(error)}; {_MEND}") from error
 
     @classmethod
     def _of(cls, values: dict[str, Any]) -> Manifest:
@@ -212,7 +207,9 @@ def check_file(path: Path, record: FileRecord, *, hashes: bool = True, said: str
         StoreError: It is missing, of another size, or damaged.
     """
     said = said or str(path)
-    try:
+    if not os.path.lexists(path):
+        raise StoreError(f"{said} is missing: {_MEND}")
+    with reading(said, StoreError, _MEND):
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise StoreError(f"{said} is not a file: {_MEND}")
@@ -220,10 +217,6 @@ def check_file(path: Path, record: FileRecord, *, hashes: bool = True, said: str
             raise StoreError(f"{said} has {found.st_size} bytes, {record.size} were written: {_MEND}")
         if hashes and _sha256(path) != record.sha256:
             raise StoreError(f"{said} is damaged: its sha256 is not that of the manifest; {_MEND}")
-    except FileNotFoundError as error:
-        raise StoreError(f"{said} is missing: {_MEND}") from error
-    except OSError as error:
-        raise StoreError(f"{said} cannot be read: {error.strerror}") from error
 
 
 def _member(folder: str | Path, name: str) -> Path:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_ptdp.data.errors import StoreError
-from lightning_ptdp.untrusted import inside, read_json, reason
+from lightning_ptdp.data.errors import StoreError, reading
+from lightning_ptdp.untrusted import inside, read_json
 
 __all__ = ["Chunk", "ChunkMap", "ChunkWriter", "TokenType", "read_chunks", "token_dtype"]
 
@@ -104,7 +104,7 @@ def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
         StoreError: The index or a chunk is missing or damaged.
     """
     path, width = Path(folder, INDEX_FILE), np.dtype(dtype).itemsize
-    try:
+    with reading(path, StoreError, "prepare the data again with overwrite"):
         named = [(inside(folder, entry["filename"]), entry["dim"]) for entry in read_json(path)["chunks"]]
         if any(type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS for _, tokens in named):
             raise ValueError("a chunk's number of tokens is none")
@@ -112,10 +112,6 @@ def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
             found = file.stat()
             if not stat.S_ISREG(found.st_mode) or found.st_size != _HEADER_BYTES + tokens * width:
                 raise ValueError(f"{file} has {found.st_size} bytes, {_HEADER_BYTES + tokens * width} are said to be there")
-    except OSError as error:
-        raise StoreError(f"{error.filename or path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path} is damaged: {reason(error)}; prepare the data again with overwrite") from error
     return tuple(Chunk(file, tokens) for file, tokens in named)
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from lightning_ptdp.data.errors import TokenizerError
-from lightning_ptdp.untrusted import inside, read_bytes, read_json, reason
+from lightning_ptdp.data.errors import TokenizerError, reading
+from lightning_ptdp.untrusted import inside, read_bytes, read_json
 
 __all__ = ["Tokenizer"]
 
@@ -124,16 +124,11 @@ class Tokenizer:
             TokenizerError: A file is missing or damaged; the message names it.
         """
         model_file, record_file = Path(folder, MODEL_FILE), Path(folder, RECORD_FILE)
-        reading = model_file
-        try:
+        with reading(f"tokenizer file {model_file}", TokenizerError, _MEND):
             model = read_bytes(inside(folder, MODEL_FILE), most_bytes=_MODEL_BYTES)
-            reading = record_file
+        with reading(f"tokenizer file {record_file}", TokenizerError, _MEND):
             record = read_json(inside(folder, RECORD_FILE), most_bytes=_RECORD_BYTES)
             digest = record["sha256"]
-        except OSError as error:
-            raise TokenizerError(f"tokenizer file {reading} cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError) as error:
-            raise TokenizerError(f"tokenizer file {reading} is damaged: {reason(error)}; {_MEND}") from error
         if hashlib.sha256(model).hexdigest() != digest:
             raise TokenizerError(
                 f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 is not that of {RECORD_FILE}; {_MEND}"
