@@ -48,7 +48,7 @@ class Kind:
 
 
 _WRITE = ("lightning_ptdp.checkpoint.sums:SummingFile.write", "lightning_ptdp.checkpoint.sums:SummingFile.write_blocks")
-_METADATA = ("lightning_ptdp.checkpoint.save:describe_folder", "lightning_ptdp.checkpoint.save:write_metadata")
+_METADATA = ("lightning_ptdp.checkpoint.save:write_index", "lightning_ptdp.checkpoint.save:write_metadata")
 _RENAME = ("os:rename",)
 _LATEST = ("os:symlink", "os:replace")
 _FORWARD = "lightning_ptdp.models.gpt:Block.forward"

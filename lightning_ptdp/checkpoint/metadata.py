@@ -8,9 +8,8 @@ import math
 import os
 import platform
 import re
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,7 +32,6 @@ __all__ = [
     "Json",
     "TensorEntry",
     "check_json",
-    "describe_folder",
     "read_metadata",
     "read_sums",
     "read_verified",
@@ -108,37 +106,27 @@ class CheckpointMetadata:
         return {name for name in self.tensors if name.startswith(prefix)}
 
 
-def describe_folder(
-    folder: Path, *, run: Mapping[str, Json], tensors: Mapping[str, TensorEntry], created: float | None = None
-) -> CheckpointMetadata:
-    """The metadata of a folder that holds everything but ``metadata.json``, written ``created`` or (None) now."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
-        found[path.name] = FileEntry(size=path.stat().st_size, sha256=digest)
-    created = min(created or time.time(), _LAST_SECOND)  # what is in the folder may say that it is from the end of days
-    versions = {"lightning": importlib.metadata.version("lightning"), "torch": torch.__version__}
-    packages = {"python": platform.python_version(), "lightning-ptdp": __version__, **versions}
-    return CheckpointMetadata(run=run, packages=packages, tensors=tensors, files=found, created=created)
-
-
-def write_metadata(folder: Path, metadata: CheckpointMetadata) -> None:
-    """Write ``metadata.json`` with a digest of itself.
+def write_metadata(folder: Path, *, run: Mapping[str, Json], tensors: Mapping[str, TensorEntry], created: float) -> None:
+    """Write ``metadata.json``, with a digest of itself, into a folder that holds everything else.
 
     Raises:
         CheckpointError: It could not be read back.
     """
+    found = {}
+    for path in sorted(folder.iterdir()):
+        digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
+        found[path.name] = {"size": path.stat().st_size, "sha256": digest}
+    versions = {"lightning": importlib.metadata.version("lightning"), "torch": torch.__version__}
     content = _plain(
         {
             "format": FORMAT,
-            "version": metadata.format_version,
-            "created": metadata.created,
-            "run": metadata.run,
-            "packages": metadata.packages,
-            "files": {name: asdict(entry) for name, entry in metadata.files.items()},
+            "version": FORMAT_VERSION,
+            "created": min(created, _LAST_SECOND),  # what is in the folder may say that it is from the end of days
+            "run": run,
+            "packages": {"python": platform.python_version(), "lightning-ptdp": __version__, **versions},
+            "files": found,
             "tensors": {
-                name: {"shape": list(entry.shape), "dtype": str(entry.dtype).removeprefix("torch.")}
-                for name, entry in metadata.tensors.items()
+                name: {"shape": entry.shape, "dtype": str(entry.dtype).removeprefix("torch.")} for name, entry in tensors.items()
             },
         }
     )

@@ -23,7 +23,6 @@ from lightning_ptdp.checkpoint.metadata import (
     STATE_FILE,
     Json,
     check_json,
-    describe_folder,
     write_metadata,
 )
 from lightning_ptdp.checkpoint.state import dump_state
@@ -147,7 +146,7 @@ def save_rectangles(
                         stream.write(small)
                 write_index(part, written.rectangles)
                 time = keeper.time_of_next(target.parent) if created is None else created
-                write_metadata(part, describe_folder(part, run=metadata, tensors=written.tensors, created=time))
+                write_metadata(part, run=metadata, tensors=written.tensors, created=time)
                 files.sync_folder(part)
                 files.replace(part, target, follow=latest_follows(target))
                 claim.release()

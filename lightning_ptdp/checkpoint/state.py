@@ -60,13 +60,9 @@ def _container(value: object, key: str) -> Any:
     for base, made in ((list, list), (tuple, tuple), (set, set), (frozenset, set)):
         if isinstance(value, base):
             return made([portable(item, f"{key}[{index}]") for index, item in enumerate(value)])
-    raise CheckpointError(_refusal(value, key))
-
-
-def _refusal(value: object, key: str) -> str:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return (
-        f"{key} is a {kind}, which torch.load(weights_only=True) would refuse to read back: leave it out (for a hyperparameter: "
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise CheckpointError(
+        f"{key} is a {name}, which torch.load(weights_only=True) would refuse to read back: leave it out (for a hyperparameter: "
         f"self.save_hyperparameters(ignore=[...])), store plain values, or register the class in every process with "
         f"torch.serialization.add_safe_globals([{type(value).__qualname__}])"
     )

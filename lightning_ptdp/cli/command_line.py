@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["CONFIG", "Option", "options_on"]
+__all__ = ["CONFIG", "Option", "listed", "options_on"]
 
 CONFIG = ("--config", "-c")
 _NUMBER = re.compile(r"-[\d.].*")
@@ -39,3 +39,8 @@ def options_on(line: Iterable[str]) -> list[Option]:
         else:
             found.append(Option((word,), ""))
     return found
+
+
+def listed(text: str) -> list[str]:
+    """Values separated by commas."""
+    return [part.strip() for part in text.split(",")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -91,15 +91,13 @@ def _unknown_key(message: str, key: str, match: re.Match[str], known: Iterable[s
 
 def _class_keys(class_path: str) -> list[str]:
     parser = ArgumentParser(exit_on_error=False)
-    module, _, name = class_path.rpartition(".")
-    parser.add_class_arguments(getattr(importlib.import_module(module), name), fail_untyped=False, sub_configs=True)
+    parser.add_class_arguments(pkgutil.resolve_name(class_path), fail_untyped=False, sub_configs=True)
     return list(dotted(parser.get_defaults()))
 
 
 def dotted(config: Namespace) -> Iterator[str]:
     """Dotted names of all keys, groups included."""
-    for key in config.keys(branches=True):
-        yield str(key)
+    return map(str, config.keys(branches=True))
 
 
 def _subclasses(base: type) -> Iterator[type]:

@@ -104,22 +104,18 @@ def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str
 
 def _read(checkpoint: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Lightning's state and the model's whole tensors, by name."""
-    import torch
-
-    from lightning_ptdp.checkpoint import read_full, read_state
-    from lightning_ptdp.checkpoint.saved import why_unread
+    from lightning_ptdp.checkpoint import CheckpointError, read_full, read_state
     from lightning_ptdp.cli.checks import check_checkpoint
+    from lightning_ptdp.exchange import open_state_dict
 
     check_checkpoint("--checkpoint", checkpoint)
     if Path(checkpoint).is_dir():
         return read_state(checkpoint), read_full(checkpoint)
     try:
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        return state, state["state_dict"]
-    except Exception as error:
-        raise UserError(
-            f"--checkpoint {checkpoint} is not a Lightning checkpoint ({type(error).__name__}: {why_unread(error)})"
-        ) from error
+        weights, state = open_state_dict(checkpoint)
+    except CheckpointError as error:
+        raise UserError(f"--checkpoint {checkpoint} is not a Lightning checkpoint ({error})") from error
+    return state, weights
 
 
 def _build(state: Mapping[str, Any], weights: Mapping[str, Tensor], checkpoint: str) -> LightningModule:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
 from argparse import ArgumentError
-from importlib import import_module
 from typing import Any, Literal
 
 import yaml
@@ -118,8 +118,7 @@ class PTDPCLI(LightningCLI):
 def _wants_our_bar(trainer: Namespace) -> bool:
     """Unless the configuration has no bar, or one of its own."""
     entries = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks] if trainer.callbacks else []
-    names = [entry.class_path.rpartition(".") for entry in entries]
-    has_one = any(issubclass(getattr(import_module(module), name), ProgressBar) for module, _, name in names)
+    has_one = any(issubclass(pkgutil.resolve_name(entry.class_path), ProgressBar) for entry in entries)
     return trainer.enable_progress_bar is not False and not has_one
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning_ptdp.cli.command_line import listed
 from lightning_ptdp.cli.errors import UserError, nearest
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.recipe_files import find_config
@@ -107,8 +108,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     space = parser.add_argument_group("what is tried; several values separated by commas")
     for name, field in _SPACE.items():
         space.add_argument(f"--{name}", dest=field, type=_integers, metavar="N,…", help=field)
-    space.add_argument("--schedule", dest="schedules", type=_names, metavar="NAME,…", help="pipeline schedules")
-    space.add_argument("--recompute", type=_names, metavar="NAME,…", help="none, selective, full (default none,full)")
+    space.add_argument("--schedule", dest="schedules", type=listed, metavar="NAME,…", help="pipeline schedules")
+    space.add_argument("--recompute", type=listed, metavar="NAME,…", help="none, selective, full (default none,full)")
     space.add_argument("--sequence-parallel", choices=("yes", "no"), help="default: wherever it can be")
     space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where it must be")
 
@@ -121,10 +122,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
 
 
 def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:

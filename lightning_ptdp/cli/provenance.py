@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -113,8 +113,7 @@ def _owner(values: Mapping[str, Any], path: KeyPath) -> type | None:
         if depth == 1 and path[0] in _OWNERS:
             owner = _OWNERS[str(path[0])]
         elif isinstance(here, dict) and "class_path" in here:
-            module, _, name = here["class_path"].rpartition(".")
-            owner = getattr(import_module(module), name)
+            owner = pkgutil.resolve_name(here["class_path"])
         elif path[depth - 1] != "init_args" and owner is not None:
             owner = _dataclass_argument(owner, path[depth - 1]) or owner
     return owner

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_ptdp.cli.command_line import listed
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.columns import columns
 from lightning_ptdp.schedule.actions import Schedule
@@ -61,7 +62,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="num_microbatches")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--schedule", default="auto", help=f"one of {names}, or a .csv file (default auto)")
-    what.add_argument("--compare", type=_names, metavar="A,B,…", help="several schedules in one picture, separated by commas")
+    what.add_argument("--compare", type=listed, metavar="A,B,…", help="several schedules in one picture, separated by commas")
     parser.add_argument("--forward", type=float, default=1.0, help="duration of a forward (default 1)")
     parser.add_argument("--backward", type=float, default=2.0, help="duration of a whole backward (default 2)")
     parser.add_argument("--weight", type=float, help="the weight gradient's part of the backward (default half of it)")
@@ -77,10 +78,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="a .png, or a .json for https://ui.perfetto.dev; may be repeated (default: timeline.png and timeline.json)",
     )
     return parser
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
 
 
 def _simulated(name: str, options: argparse.Namespace) -> Timeline:

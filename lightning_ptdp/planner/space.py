@@ -114,8 +114,7 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
 def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
     if space.tensor_parallel_sizes is not None:
         return space.tensor_parallel_sizes
-    largest = min(job.device.node_size, job.world_size)
-    return [t for t in divisors(math.gcd(job.device.node_size, job.world_size)) if t <= largest]
+    return divisors(math.gcd(job.device.node_size, job.world_size))
 
 
 def _tensor_misfit(job: Job, t: int) -> Misfit | None:

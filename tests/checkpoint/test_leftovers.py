@@ -89,7 +89,7 @@ def test_a_save_that_was_complete_is_finished_before_training_goes_on_from_it(
     assert read_metadata(tmp_path / "step=2.ckpt").created == written
 
 
-@pytest.mark.parametrize(("name", "last"), [("write_metadata", 2), ("describe_folder", 2)])
+@pytest.mark.parametrize(("name", "last"), [("write_metadata", 2), ("write_index", 2)])
 def test_a_torn_save_is_gone_after_the_next_training_also_one_from_the_beginning(tmp_path: Path, name: str, last: int) -> None:
     from lightning_ptdp.checkpoint import save as save_module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,14 +147,23 @@ def test_a_configuration_that_is_not_yaml(ptdp: Run, tmp_path: Path) -> None:
     assert (code, "broken.yaml: is not YAML" in err) == (2, True)
 
 
-@pytest.mark.parametrize("kind", ["missing", "not a checkpoint"])
+@pytest.mark.parametrize("kind", ["missing", "not a checkpoint", "packed"])
 def test_generate_from_something_else(ptdp: Run, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "last.ckpt"
     if kind == "not a checkpoint":
         torch.save({"state_dict": {}}, path)
+    if kind == "packed":
+        torch.save({"state_dict": {"w": torch.zeros(2)}}, tmp_path / "as torch writes it")
+        with (
+            zipfile.ZipFile(tmp_path / "as torch writes it") as plain,
+            zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed,
+        ):
+            for name in plain.namelist():
+                packed.writestr(name, plain.read(name))
     code, _, err = ptdp("generate", "--checkpoint", str(path))
     assert code == 2
     assert "--checkpoint" in err
+    assert (kind == "packed") == ("which torch.save does not write" in err)
     assert "Traceback" not in err
 
 
