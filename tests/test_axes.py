@@ -99,3 +99,11 @@ def test_nobody_else_asks_for_the_degree_of_an_axis() -> None:
                 n.attr if isinstance(n, ast.Attribute) else n.arg for n in nodes if isinstance(n, ast.Attribute | ast.keyword)
             }
             assert not named & degrees, file
+
+
+def test_lists_of_degrees_are_those_of_the_layout() -> None:
+    degrees = {f"{axis.name}_parallel_size{many}" for axis in AXES for many in ("", "s")}
+    for room in ("cli", "planner"):
+        for file in (Path(lightning_ptdp.__file__).parent / room).rglob("*.py"):
+            texts = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+            assert len(texts & degrees) < 2, file

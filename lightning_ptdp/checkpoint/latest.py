@@ -90,8 +90,8 @@ def _led_to(folder: Path) -> Path | None:
 
 def leads_nowhere(folder: Path) -> bool:
     """Whether ``latest`` leads to a name that nothing has any more: what had it was cut off while it was given another one."""
-    link = folder / LATEST
-    return link.is_symlink() and not link.exists()
+    led = _led_to(folder)
+    return led is not None and not led.exists()
 
 
 def written_at(path: Path) -> float | None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_ptdp.cli.dtypes import add_dtype_argument, dtype_of
 
@@ -21,8 +21,7 @@ _EXIT_CODES = "Exit codes: 0 all is well, 2 the checkpoint is damaged or is none
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and do it."""
     options = _parser(f"ptdp {verb}").parse_args(arguments)
-    action: Any = options.action
-    return int(action(options))
+    return int(options.action(options))
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -51,7 +50,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     reshard.add_argument("source", help="a checkpoint folder")
     reshard.add_argument("destination", help="the folder to make")
-    reshard.add_argument("--files", type=int, default=1, help="number of data files (default 1)")
+    reshard.add_argument("--files", dest="num_files", type=int, default=1, help="number of data files (default 1)")
     reshard.add_argument("--weights_only", action="store_true", help="leave out the optimizer and the schedulers")
     add_dtype_argument(reshard)
     reshard.set_defaults(action=_reshard)
@@ -94,36 +93,31 @@ def _verify(options: argparse.Namespace) -> int:
 def _reshard(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import read_metadata, reshard_checkpoint
 
-    reshard_checkpoint(
-        options.source,
-        options.destination,
-        num_files=options.files,
-        dtype=dtype_of(options.dtype),
-        weights_only=options.weights_only,
-    )
+    wanted = {name: value for name, value in vars(options).items() if name != "action"}
+    reshard_checkpoint(**wanted | {"dtype": dtype_of(options.dtype)})
     found = read_metadata(options.destination).files
     print(f"written: {options.destination} ({_size(sum(entry.size for entry in found.values()))} in {len(found) + 1} files)")
     return 0
 
 
-def _summary(metadata: CheckpointMetadata) -> dict[str, Any]:
+def _summary(metadata: CheckpointMetadata) -> dict[str, object]:
     """What is said of a checkpoint, by key."""
-    kinds: dict[str, list[int]] = {}
-    for name, entry in metadata.tensors.items():
-        kinds.setdefault(name.partition("/")[0], []).append(math.prod(entry.shape))
     dtypes = {str(entry.dtype).removeprefix("torch.") for name, entry in metadata.tensors.items() if name.startswith("model/")}
     return {
         "written": datetime.fromtimestamp(metadata.created).astimezone().isoformat(timespec="seconds"),
         **{key: value for key, value in metadata.run.items() if key != "aliases"},
-        "model": f"{sum(kinds.get('model', [])):,} elements in {len(kinds.get('model', []))} tensors ({', '.join(sorted(dtypes))})",
-        "optimizer": f"{sum(kinds['optimizer']):,} elements in {len(kinds['optimizer'])} tensors"
-        if "optimizer" in kinds
-        else "none",
+        "model": f"{_count(metadata, 'model/')} ({', '.join(sorted(dtypes))})",
+        "optimizer": _count(metadata, "optimizer/"),
         "tied": dict(metadata.aliases),
         "files": {name: entry.size for name, entry in metadata.files.items()},
         "packages": dict(metadata.packages),
         "format": metadata.format_version,
     }
+
+
+def _count(metadata: CheckpointMetadata, prefix: str) -> str:
+    sizes = [math.prod(metadata.tensors[name].shape) for name in metadata.names(prefix)]
+    return f"{sum(sizes):,} elements in {len(sizes)} tensors" if sizes else "none"
 
 
 def _tensors(metadata: CheckpointMetadata) -> dict[str, tuple[list[int], str]]:
@@ -132,7 +126,7 @@ def _tensors(metadata: CheckpointMetadata) -> dict[str, tuple[list[int], str]]:
     }
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{key} {_size(item) if isinstance(item, int) else item}" for key, item in value.items()) or "none"

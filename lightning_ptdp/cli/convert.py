@@ -31,21 +31,12 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and convert."""
-    options = _parser(f"ptdp {verb}").parse_args(arguments)
-    shard_bytes = _bytes(options.shard_size)
+    given = vars(_parser(f"ptdp {verb}").parse_args(arguments))
+    shard_bytes = _bytes(given.pop("shard_size"))
     from lightning_ptdp.exchange import convert
 
-    made = convert(
-        options.source,
-        options.destination,
-        to=options.to,
-        names=options.names,
-        prefix=options.prefix,
-        config=options.config,
-        dtype=dtype_of(options.dtype),
-        shard_bytes=shard_bytes,
-    )
-    print(f"written: {options.destination} ({made})")
+    made = convert(**given | {"dtype": dtype_of(given["dtype"])}, shard_bytes=shard_bytes)
+    print(f"written: {given['destination']} ({made})")
     return 0
 
 

@@ -6,7 +6,6 @@ Nothing here imports torch: a script is there at once.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import tempfile
@@ -93,13 +92,11 @@ def _submit(script: str) -> int:
 
 
 def _start(script: str) -> int:
-    with tempfile.NamedTemporaryFile("w", suffix=".sh", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script)
-    try:
+        file.flush()
         # The child gets a terminal's Ctrl-C too, and ends its workers.
         return subprocess.run(["bash", file.name], check=False).returncode
-    finally:
-        os.unlink(file.name)
 
 
 def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:

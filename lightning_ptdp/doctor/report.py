@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from lightning_ptdp.columns import columns
 from lightning_ptdp.doctor.bandwidth import Measurement
 from lightning_ptdp.doctor.check import Status
 from lightning_ptdp.doctor.inspection import Inspection
@@ -33,20 +34,18 @@ def _lines(inspection: Inspection) -> Iterator[str]:
                 yield f"  {'':8} {'':{width}}  -> {check.mend}"
         yield ""
     if inspection.measurements:
-        yield from _table(inspection.measurements)
+        yield _table(inspection.measurements)
         yield ""
     yield ", ".join(f"{inspection.count(status)} {status}" for status in Status)
 
 
-def _table(measurements: Sequence[Measurement]) -> Iterator[str]:
-    sizes = list(dict.fromkeys(one.size for one in measurements))
-    names = list(dict.fromkeys(one.operation for one in measurements))
-    found = {(one.operation, one.size): one for one in measurements}
-    width = max(map(len, names))
-    yield f"  {'between ranks':{width}}" + "".join(f"{_size(size):>26}" for size in sizes)
-    for name in names:
-        cells = [found[name, size] for size in sizes]
-        yield f"  {name:{width}}" + "".join(f"{one.seconds * 1e3:9.3f} ms {one.bytes_per_s / 1e9:8.3f} GB/s" for one in cells)
+def _table(measurements: Sequence[Measurement]) -> str:
+    sizes = dict.fromkeys(one.size for one in measurements)
+    rows = {name: [f"  {name}"] for name in ("between ranks", *(one.operation for one in measurements))}
+    rows["between ranks"] += map(_size, sizes)
+    for one in measurements:  # of one size after the other
+        rows[one.operation].append(f"{one.seconds * 1e3:.3f} ms {one.bytes_per_s / 1e9:8.3f} GB/s")
+    return columns(list(rows.values()), words=(0,))
 
 
 def _size(size: int) -> str:
