@@ -6,16 +6,12 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.option_types import Count, check_types
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-    from torch import Tensor
 
 __all__ = ["SampleOptions", "run", "write_text"]
 
@@ -102,7 +98,7 @@ def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str
     return tokenizer.decode(ids[0].tolist())
 
 
-def _read(checkpoint: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(checkpoint: str) -> tuple[Mapping[str, Any], Mapping[str, object]]:
     """Lightning's state and the model's whole tensors, by name."""
     from lightning_ptdp.checkpoint import CheckpointError, read_full, read_state
     from lightning_ptdp.cli.checks import check_checkpoint
@@ -118,7 +114,7 @@ def _read(checkpoint: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return state, weights
 
 
-def _build(state: Mapping[str, Any], weights: Mapping[str, Tensor], checkpoint: str) -> LightningModule:
+def _build(state: Mapping[str, Any], weights: Mapping[str, object], checkpoint: str) -> Any:
     """The LightningModule with its weights; LitGPT unless the checkpoint names another class."""
     from lightning.pytorch import LightningModule
     from lightning.pytorch.cli import instantiate_module
