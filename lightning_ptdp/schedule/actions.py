@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from lightning_ptdp.world.placement import Placement, Stages
@@ -162,21 +163,19 @@ class Schedule(Stages):
         return f"{self.name} p{self.pipeline_parallel_size} v{self.virtual_pipeline_size} m{self.num_microbatches}"
 
 
-def peak_in_flight(program: Iterable[Action]) -> int:
-    """The most microbatch activations (of one stage each) that a rank holds at once.
+def in_flight(program: Iterable[Action]) -> Iterator[int]:
+    """The microbatch activations (of one stage each) that a rank holds, after each action.
 
     One is held from its forward until its backward, or until its weight gradient where the program splits the backward.
     """
     kinds = [action.kind for action in program]
-    forward, release = ActionKind.FORWARD, ActionKind.WEIGHT if ActionKind.WEIGHT in kinds else ActionKind.BACKWARD
-    held = peak = 0
-    for kind in kinds:
-        if kind is forward:
-            held += 1
-            peak = max(peak, held)
-        elif kind is release:
-            held -= 1
-    return peak
+    release = ActionKind.WEIGHT if ActionKind.WEIGHT in kinds else ActionKind.BACKWARD
+    return accumulate((kind is ActionKind.FORWARD) - (kind is release) for kind in kinds)
+
+
+def peak_in_flight(program: Iterable[Action]) -> int:
+    """The most microbatch activations (of one stage each) that a rank holds at once."""
+    return max(in_flight(program), default=0)
 
 
 def receives_ahead(schedule: Schedule) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule, peak_in_flight
+from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule, in_flight, peak_in_flight
 
 __all__ = ["MemoryCurve", "Number", "Span", "Timeline"]
 
@@ -95,8 +95,7 @@ class Timeline:
     def memory(self) -> tuple[MemoryCurve, ...]:
         """The activations (one microbatch through one stage each) that each rank holds over time: one from the start of its forward to
         the end of its backward, or of its weight gradient where that is an action of its own."""
-        release = ActionKind.WEIGHT if self.schedule.splits_backward else ActionKind.BACKWARD
-        return tuple(_curve(spans, release) for spans in self.spans)
+        return tuple(map(_curve, self.spans))
 
     def text(self) -> str:
         """The timeline in characters: one line a rank, one column for the shortest duration, ``=`` while an action goes on.
@@ -116,11 +115,6 @@ class Timeline:
         return "\n".join(columns)
 
 
-def _curve(spans: tuple[Span, ...], release: ActionKind) -> MemoryCurve:
-    held = 0
-    points: list[tuple[Number, int]] = []
-    for span in spans:
-        begins = span.action.kind is ActionKind.FORWARD
-        held += begins - (span.action.kind is release)
-        points.append((span.start if begins else span.end, held))
-    return MemoryCurve(tuple(points))
+def _curve(spans: tuple[Span, ...]) -> MemoryCurve:
+    times = (span.start if span.action.kind is ActionKind.FORWARD else span.end for span in spans)
+    return MemoryCurve(tuple(zip(times, in_flight(span.action for span in spans), strict=True)))

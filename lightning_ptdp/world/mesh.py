@@ -98,17 +98,14 @@ class ProcessMesh:
         groups: dict[str, Group] = {}
         if layout.world_size > 1:
             _connect(None, device)
-        made: dict[tuple[int, ...], Any] = {}
+        made: dict[tuple[str, tuple[int, ...]], Any] = {}
         for axis in (*(row.name for row in layout.axes), *SETS):
             ranks = layout.group_of(axis, rank)
-            handle = None
-            if len(ranks) > 1:
-                # The ring of context parallelism shares a communicator with nobody: it would wait behind large gradient buckets.
-                own = axis == "context"
-                handle = made[ranks] if ranks in made and not own else _new_group(ranks, timeout, device)
-                if not own:
-                    made[ranks] = handle
-            groups[axis] = Group(handle, ranks, ranks.index(rank))
+            # The ring of context parallelism shares a communicator with nobody: it would wait behind large gradient buckets.
+            key = ("context" if axis == "context" else "shared", ranks)
+            if key not in made:
+                made[key] = _new_group(ranks, timeout, device) if len(ranks) > 1 else None
+            groups[axis] = Group(made[key], ranks, ranks.index(rank))
         channels = _channels(layout, rank, timeout, device)
         return cls(layout=layout, rank=rank, timeout=timeout, device=device, groups=groups, channels=channels)
 

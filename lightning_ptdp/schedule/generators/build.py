@@ -229,12 +229,8 @@ def _check_chunks(found: CustomSchedule, v: int) -> None:
 
 
 def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) -> None:
-    sizes = {
-        "pipeline_parallel_size": (p, schedule.pipeline_parallel_size),
-        "virtual_pipeline_size": (v, schedule.virtual_pipeline_size),
-        "num_microbatches": (m, schedule.num_microbatches),
-    }
-    for field, (given, wanted) in sizes.items():
+    for field, given in (("pipeline_parallel_size", p), ("virtual_pipeline_size", v), ("num_microbatches", m)):
+        wanted = getattr(schedule, field)
         if given is None or given == wanted:
             continue
         shorter = "; a batch with fewer samples (the last one? drop_last=True leaves it out) cannot be cut in as many"
