@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ptdp.data_parallel import exchange
+from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
@@ -86,7 +86,7 @@ class LitWatched(LitNet):
 
 def fit(rank: int, folder: str, world: int, options: dict[str, Any]) -> Any:
     # What gloo has instead of two collectives, messages between all, NCCL never runs.
-    never = mock.patch.object(exchange, "_is_gloo", return_value=False)
+    never = mock.patch.object(reduction, "_is_gloo", return_value=False)
     with never, handshaking(dist.FileStore(folder, world), limit_s=30.0) as hands:
         trainer = make_trainer(Place(world_size=world, layout=options), max_steps=2, gradient_clip_val=0.5)
         trainer.first_action = FirstAction(hands)
