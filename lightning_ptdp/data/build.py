@@ -26,7 +26,7 @@ from lightning_ptdp.data.pieces import Piece, grouped
 from lightning_ptdp.data.processes import apart, ordered_map
 from lightning_ptdp.data.progress import Reporter
 from lightning_ptdp.data.split import Scan, Split, Survey, scan, survey
-from lightning_ptdp.data.store import ChunkWriter, TokenType, token_dtype
+from lightning_ptdp.data.store import TokenType, token_dtype, write_chunks
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.data.work_folder import read_record, write_record
 
@@ -124,14 +124,12 @@ class Builder:
             )
         splits: dict[str, SplitRecord] = {}
         for split in SPLITS:
-            writer = ChunkWriter(folder / split, chunk_tokens=self.config.chunk_tokens, dtype=dtype)
-            for number in range(len(records)):
-                writer.add(np.fromfile(_part_file(self.work / "parts", number, split), dtype))
-            writer.close()
+            runs = (np.fromfile(_part_file(self.work / "parts", number, split), dtype) for number in range(len(records)))
+            tokens = write_chunks(folder / split, runs, chunk_tokens=self.config.chunk_tokens, dtype=dtype)
             documents = sum(record["documents"][split] for record in records)
-            splits[split] = SplitRecord(documents=documents, tokens=writer.tokens, dtype=dtype)
-        tokens = sum(record.tokens for record in splits.values())
-        self.report.say(f"tokenized {seen:,} of {found.documents:,} documents: {tokens:,} tokens")
+            splits[split] = SplitRecord(documents=documents, tokens=tokens, dtype=dtype)
+        total = sum(record.tokens for record in splits.values())
+        self.report.say(f"tokenized {seen:,} of {found.documents:,} documents: {total:,} tokens")
         return splits
 
     def _each(self, task: Callable[[tuple[int, Part]], Result], verb: str) -> Generator[Result, None, None]:

@@ -145,7 +145,12 @@ class TokenLoader(_Loader):
 
     def visits(self, start: int, steps: int) -> np.ndarray:
         """This replica's visits of the stream for ``steps`` steps of one size from sample number ``start`` on; int64 (steps, B)."""
-        return self.stream.visits(self._numbers(start, steps), seed=self.seed, shuffle=self.shuffle)
+        size, alike = self.sizes.stretch(start)
+        assert alike is None or steps <= alike, "the steps have different sizes"
+        batch = size // self.num_replicas
+        first = start + self.replica_rank * batch
+        numbers = first + size * np.arange(steps)[:, None] + np.arange(batch)[None, :]
+        return self.stream.visits(numbers, seed=self.seed, shuffle=self.shuffle)
 
     def _steps(self) -> Iterator[list[int]]:
         start, left = self.consumed_samples, len(self)
@@ -154,13 +159,6 @@ class TokenLoader(_Loader):
             steps = min(_AHEAD, left, left if alike is None else alike)
             yield from self.visits(start, steps).tolist()
             start, left = start + steps * size, left - steps
-
-    def _numbers(self, start: int, steps: int) -> np.ndarray:
-        size, alike = self.sizes.stretch(start)
-        assert alike is None or steps <= alike, "the steps have different sizes"
-        batch = size // self.num_replicas
-        first = start + self.replica_rank * batch
-        return first + size * np.arange(steps)[:, None] + np.arange(batch)[None, :]
 
     def state_dict(self) -> dict[str, Any]:
         """The position: equal on all ranks, and good for any number of replicas, batch size or workers."""

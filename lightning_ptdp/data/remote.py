@@ -7,15 +7,17 @@ checked, and a rank never waits for a network.
 from __future__ import annotations
 
 import shutil
-import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning_ptdp.data.errors import StoreError
 from lightning_ptdp.data.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, verify_store
 from lightning_ptdp.data.work_folder import work_folder
-from lightning_ptdp.untrusted import MOST_BYTES, inside, reason
+from lightning_ptdp.untrusted import MOST_BYTES, inside, reason, regular_size
+
+if TYPE_CHECKING:  # imported when it is used
+    from litdata.streaming.downloader import Downloader
 
 __all__ = ["fetch"]
 
@@ -63,7 +65,7 @@ class _Store:
     """Files come one by one into a folder of their own under a name of ours, whatever the store calls them."""
 
     remote: str
-    downloader: Any
+    downloader: Downloader
     incoming: Path
 
     def fetch(self, name: str, size: int | None = None) -> Path:
@@ -94,13 +96,9 @@ class _Store:
 def _check_source(file: Path, size: int | None) -> None:
     if not file.exists():
         return  # the client says it
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{file} is not a file")
-    if found.st_size != size and (size is not None or found.st_size > MOST_BYTES):
-        raise ValueError(
-            f"it has {found.st_size} bytes, {f'at most {MOST_BYTES}' if size is None else size} are said to be there"
-        )
+    found = regular_size(file)
+    if found != size and (size is not None or found > MOST_BYTES):
+        raise ValueError(f"it has {found} bytes, {f'at most {MOST_BYTES}' if size is None else size} are said to be there")
 
 
 def _target(folder: Path, name: str, remote: str) -> Path:
@@ -110,7 +108,7 @@ def _target(folder: Path, name: str, remote: str) -> Path:
         raise StoreError(f"{remote}: {MANIFEST_FILE}: {error}; nothing was copied") from error
 
 
-def _downloader(remote: str, folder: Path) -> Any:
+def _downloader(remote: str, folder: Path) -> Downloader:
     from litdata.streaming.downloader import get_downloader
 
     try:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from lightning_ptdp.data.errors import StoreError, reading
 from lightning_ptdp.untrusted import inside, read_json
 
-__all__ = ["Chunk", "ChunkMap", "ChunkWriter", "TokenType", "read_chunks", "token_dtype"]
+__all__ = ["Chunk", "ChunkMap", "TokenType", "read_chunks", "token_dtype", "write_chunks"]
 
 INDEX_FILE = "index.json"
 TokenType = Literal["uint16", "int32"]
@@ -37,56 +37,42 @@ def token_dtype(vocabulary_size: int) -> TokenType:
     return "uint16" if vocabulary_size <= 65535 else "int32"
 
 
-class ChunkWriter:
-    """Writes runs of tokens, joined, as chunks of ``chunk_tokens`` tokens (the last one shorter); the same bytes every time.
+def write_chunks(folder: str | Path, runs: Iterable[Sequence[int] | np.ndarray], *, chunk_tokens: int, dtype: TokenType) -> int:
+    """Write runs of tokens, joined, as chunks of ``chunk_tokens`` tokens (the last one shorter); the same bytes every time.
 
-    The folder appears with the first chunk; ``tokens`` counts what was added.
+    The folder appears with the first chunk. Returns the number of tokens.
     """
+    from litdata import TokensLoader
+    from litdata.streaming.writer import BinaryWriter
 
-    def __init__(self, folder: str | Path, *, chunk_tokens: int, dtype: TokenType) -> None:
-        self.tokens = 0
-        self._folder = Path(folder)
-        self._size = chunk_tokens
-        self._dtype = dtype
-        self._waiting: list[np.ndarray] = []
-        self._waiting_tokens = 0
-        self._chunks = 0
-        self._writer: Any = None
-
-    def add(self, run: Sequence[int] | np.ndarray) -> None:
-        """Append a run of tokens, 1-D."""
-        self._waiting.append(np.asarray(run, self._dtype))
-        self._waiting_tokens += len(run)
-        self.tokens += len(run)
-        if self._waiting_tokens >= self._size:
-            self._flush(self._waiting_tokens // self._size * self._size)
-
-    def close(self) -> None:
-        """Write what is left, and the index."""
-        if self._waiting_tokens:
-            self._flush(self._waiting_tokens)
-        if self._writer is not None:
-            self._writer.done()
-            self._writer.merge()
-            _settle_index(self._folder / INDEX_FILE)
-
-    def _flush(self, length: int) -> None:
-        joined = np.concatenate(self._waiting)
-        for start in range(0, length, self._size):
-            self._write(joined[start : min(start + self._size, length)])
-        self._waiting, self._waiting_tokens = [joined[length:]], len(joined) - length
-
-    def _write(self, chunk: np.ndarray) -> None:
-        from litdata import TokensLoader
-        from litdata.streaming.writer import BinaryWriter
-
-        if self._writer is None:
+    writer, total = None, 0
+    for number, chunk in enumerate(_joined(runs, chunk_tokens, dtype)):
+        if writer is None:
             with _alone():
-                self._writer = BinaryWriter(str(self._folder), chunk_size=self._size, item_loader=TokensLoader())
-                assert self._writer.rank == 0, "litdata believes in other writers"
+                writer = BinaryWriter(str(folder), chunk_size=chunk_tokens, item_loader=TokensLoader())
+                assert writer.rank == 0, "litdata believes in other writers"
         # One item a chunk: litdata closes a chunk when the next item does not fit.
-        self._writer[self._chunks] = chunk
-        self._chunks += 1
+        writer[number] = chunk
+        total += len(chunk)
+    if writer is not None:
+        writer.done()
+        writer.merge()
+        _settle_index(Path(folder, INDEX_FILE))
+    return total
+
+
+def _joined(runs: Iterable[Sequence[int] | np.ndarray], size: int, dtype: TokenType) -> Iterator[np.ndarray]:
+    waiting: list[np.ndarray] = []
+    tokens = 0
+    for run in runs:
+        waiting.append(np.asarray(run, dtype))
+        tokens += len(run)
+        if tokens >= size:
+            joined, whole = np.concatenate(waiting), tokens // size * size
+            yield from (joined[start : start + size] for start in range(0, whole, size))
+            waiting, tokens = [joined[whole:]], tokens - whole
+    if tokens:
+        yield np.concatenate(waiting)
 
 
 @dataclass(frozen=True, slots=True)

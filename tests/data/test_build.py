@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, prepare
-from lightning_ptdp.data.store import ChunkWriter
+from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, build, prepare
 from lightning_ptdp.data.work_folder import work_folder
 from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents
@@ -118,11 +117,11 @@ def test_what_was_left_is_not_used_for_anything_else(mixed: Path, single: Prepar
 def test_a_full_disk_is_named_and_nothing_is_lost(
     mixed: Path, single: PreparedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(writer: ChunkWriter, run: object) -> None:
+    def full(*_: object, **options: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ChunkWriter, "add", full)
+        patch.setattr(build, "write_chunks", full)
         with pytest.raises(StoreError, match=r"store cannot be written: .*No space left"):
             prepare(mixed_config(mixed, tmp_path / "store"))
     assert os.listdir(tmp_path) == [WORK]

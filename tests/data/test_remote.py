@@ -86,7 +86,7 @@ def test_a_link_or_a_pipe_in_the_store_is_not_followed(prepared: PreparedData, t
         fetch(f"local:{store}", tmp_path / "copy")
     chunk.unlink()
     os.mkfifo(chunk)
-    with pytest.raises(StoreError, match=r"chunk-0-0\.bin cannot be fetched.*is not a file"):
+    with pytest.raises(StoreError, match=r"chunk-0-0\.bin cannot be fetched.*it is not a regular file"):
         fetch(f"local:{store}", tmp_path / "copy")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +13,15 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ptdp.data import StoreError
-from lightning_ptdp.data.store import ChunkMap, ChunkWriter, TokenType, read_chunks, token_dtype
+from lightning_ptdp.data.store import ChunkMap, TokenType, read_chunks, token_dtype, write_chunks
 from tests.pool import Pool
 
 
 def write(folder: Path, runs: list[int], *, chunk_tokens: int, dtype: TokenType) -> int:
     """Runs of consecutive numbers of these lengths."""
-    writer = ChunkWriter(folder, chunk_tokens=chunk_tokens, dtype=dtype)
-    start = 0
-    for length in runs:
-        writer.add(range(start, start + length))
-        start += length
-    writer.close()
-    return writer.tokens
+    starts = accumulate(runs, initial=0)
+    numbers = [range(start, start + length) for start, length in zip(starts, runs, strict=False)]
+    return write_chunks(folder, numbers, chunk_tokens=chunk_tokens, dtype=dtype)
 
 
 def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]:
@@ -75,9 +72,7 @@ def test_chunks_at_their_edges(tmp_path: Path, total: int) -> None:
 def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     assert token_dtype(65535) == "uint16"
     assert token_dtype(65536) == "int32"
-    writer = ChunkWriter(tmp_path / "x", chunk_tokens=100, dtype=token_dtype(200_000))
-    writer.add([0, 70_000, 199_999])
-    writer.close()
+    write_chunks(tmp_path / "x", [[0, 70_000, 199_999]], chunk_tokens=100, dtype=token_dtype(200_000))
     assert ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=200_000).read(0, 3).tolist() == [
         0,
         70_000,
