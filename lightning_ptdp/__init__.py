@@ -3,7 +3,8 @@
 Importing this package registers ``Trainer(strategy="ptdp")``; an installed package is registered without the import.
 """
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from lightning_ptdp.autoload import install as _install
 from lightning_ptdp.version import __version__
@@ -18,14 +19,9 @@ __all__ = ["PTDPStrategy", "ParallelLayout", "ParallelPlan", "__version__"]
 _install()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import Lightning only for those who ask for a name that needs it."""
-    if name == "PTDPStrategy":
-        from lightning_ptdp.strategy import PTDPStrategy
-
-        return PTDPStrategy
-    if name == "ParallelPlan":
-        from lightning_ptdp.tensor_parallel import ParallelPlan
-
-        return ParallelPlan
-    raise AttributeError(f"module 'lightning_ptdp' has no attribute '{name}'")
+    rooms = {"PTDPStrategy": "strategy", "ParallelPlan": "tensor_parallel"}
+    if name not in rooms:
+        raise AttributeError(f"module 'lightning_ptdp' has no attribute '{name}'")
+    return getattr(import_module(f"lightning_ptdp.{rooms[name]}"), name)

@@ -6,16 +6,21 @@ API is named here and nowhere else (tests/test_lightning_names.py watches them).
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, wraps
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.plugins import LayerSync, Precision
     from lightning.pytorch.strategies import ParallelStrategy as StrategyBase
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as Launcher
 else:
-    StrategyBase = object  # what mixins of a strategy derive from; the class of a namespace adds its own ParallelStrategy
+    # For annotations, of either namespace; mixins of a strategy derive from its base, and the class of a namespace adds its own.
+    LightningCLI = LightningModule = Trainer = Precision = StrategyBase = Launcher = object
 
 __all__ = [
     "CLIS",
@@ -26,12 +31,16 @@ __all__ = [
     "TRAINERS",
     "announce_sigterm",
     "count_replicas",
+    "fits",
     "is_compiled",
     "layer_sync",
     "lightning_names",
     "register_signal_handlers",
+    "replace_once",
     "replace_signal_handlers",
 ]
+
+REPLACED = "_replaced_by_lightning_ptdp"
 
 NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
@@ -56,38 +65,41 @@ TRAINERS = {f"{namespace}.trainer.trainer": "_verify_strategy_supports_compile" 
 """Modules with a Trainer, and their name for the function that refuses compiled modules for strategies that it does not know."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LightningNames:
-    """One namespace's classes and functions."""
+_NAMES: dict[str, str | tuple[str, ...]] = {
+    "ParallelStrategy": "{core}.strategies:ParallelStrategy",
+    "LightningModule": "{core}:LightningModule",
+    "Callback": "{core}:Callback",
+    "MisconfigurationException": "{core}.utilities.exceptions:MisconfigurationException",
+    "rank_zero_only": "{core}.utilities.rank_zero:rank_zero_only",
+    "fabric_rank_zero_only": "{fabric}.utilities.rank_zero:rank_zero_only",
+    "is_overridden": "{core}.utilities.model_helpers:is_overridden",
+    "WeightAveragingCallbacks": ("{core}.callbacks:StochasticWeightAveraging", "{core}.callbacks:WeightAveraging"),
+    "TunerCallbacks": ("{core}.callbacks:BatchSizeFinder", "{core}.callbacks:LearningRateFinder"),
+    "ModelPruning": "{core}.callbacks:ModelPruning",
+    "BaseFinetuning": "{core}.callbacks:BaseFinetuning",
+    "LambdaCallback": "{core}.callbacks:LambdaCallback",
+    "ThroughputMonitor": "{core}.callbacks:ThroughputMonitor",
+    "TorchSyncBatchNorm": "{core}.plugins:TorchSyncBatchNorm",
+    "TorchCheckpointIO": "{core}.plugins.io:TorchCheckpointIO",
+    "AsyncCheckpointIO": "{core}.plugins.io:AsyncCheckpointIO",
+    "casting": tuple(
+        f"{{core}}.plugins.precision:{plugin}.convert_module" for plugin in ("Precision", "HalfPrecision", "DoublePrecision")
+    ),  # of the precision plugins that change dtypes only
+    "LightningEnvironment": "{core}.plugins.environments:LightningEnvironment",
+    "SubprocessLauncher": "{core}.strategies.launchers:_SubprocessScriptLauncher",
+    "MultiProcessingLauncher": "{core}.strategies.launchers:_MultiProcessingLauncher",
+    "init_process_group": "{fabric}.utilities.distributed:_init_dist_connection",
+    "default_backend": "{fabric}.utilities.distributed:_get_default_process_group_backend_for_device",
+    "reset_seed": "{fabric}.utilities.seed:reset_seed",
+    "isolate_rng": "{core}.utilities.seed:isolate_rng",
+    "sync_tensor": "{fabric}.utilities.distributed:_sync_ddp_if_available",
+    "optimizers_to_device": "{fabric}.utilities.optimizer:_optimizers_to_device",
+}
+"""What we call it: where it is in a namespace."""
 
-    namespace: str
-    ParallelStrategy: Any
-    LightningModule: Any
-    Callback: Any
-    MisconfigurationException: Any
-    TrainerFn: Any
-    rank_zero_only: Any
-    fabric_rank_zero_only: Any
-    is_overridden: Any
-    WeightAveragingCallbacks: tuple[Any, ...]
-    TunerCallbacks: tuple[Any, ...]
-    ModelPruning: Any
-    BaseFinetuning: Any
-    LambdaCallback: Any
-    ThroughputMonitor: Any
-    TorchSyncBatchNorm: Any
-    TorchCheckpointIO: Any
-    AsyncCheckpointIO: Any
-    casting: tuple[Any, ...]  # ``convert_module`` of the precision plugins that change dtypes only
-    LightningEnvironment: Any
-    SubprocessLauncher: Any
-    MultiProcessingLauncher: Any
-    init_process_group: Any
-    default_backend: Any
-    reset_seed: Any
-    isolate_rng: Any
-    sync_tensor: Any
-    optimizers_to_device: Any
+
+class LightningNames(SimpleNamespace):
+    """One namespace's classes and functions: those of the table, and ``namespace``."""
 
 
 @lru_cache(maxsize=len(NAMESPACES))
@@ -99,70 +111,53 @@ def lightning_names(namespace: str) -> LightningNames:
     """
     if namespace not in NAMESPACES:
         raise ValueError(f"namespace={namespace!r} must be one of {sorted(NAMESPACES)}")
-    fabric = NAMESPACES[namespace]
 
-    def take(module: str, name: str) -> Any:
-        return getattr(importlib.import_module(module), name)
+    def take(place: str) -> object:
+        return pkgutil.resolve_name(place.format(core=namespace, fabric=NAMESPACES[namespace]))
 
-    callbacks = f"{namespace}.callbacks"
-    return LightningNames(
-        namespace=namespace,
-        LightningModule=take(namespace, "LightningModule"),
-        Callback=take(namespace, "Callback"),
-        ParallelStrategy=take(f"{namespace}.strategies", "ParallelStrategy"),
-        MisconfigurationException=take(f"{namespace}.utilities.exceptions", "MisconfigurationException"),
-        TrainerFn=take(f"{namespace}.trainer.states", "TrainerFn"),
-        rank_zero_only=take(f"{namespace}.utilities.rank_zero", "rank_zero_only"),
-        fabric_rank_zero_only=take(f"{fabric}.utilities.rank_zero", "rank_zero_only"),
-        is_overridden=take(f"{namespace}.utilities.model_helpers", "is_overridden"),
-        WeightAveragingCallbacks=(take(callbacks, "StochasticWeightAveraging"), take(callbacks, "WeightAveraging")),
-        TunerCallbacks=(take(callbacks, "BatchSizeFinder"), take(callbacks, "LearningRateFinder")),
-        ModelPruning=take(callbacks, "ModelPruning"),
-        BaseFinetuning=take(callbacks, "BaseFinetuning"),
-        LambdaCallback=take(callbacks, "LambdaCallback"),
-        ThroughputMonitor=take(callbacks, "ThroughputMonitor"),
-        TorchSyncBatchNorm=take(f"{namespace}.plugins", "TorchSyncBatchNorm"),
-        TorchCheckpointIO=take(f"{namespace}.plugins.io", "TorchCheckpointIO"),
-        AsyncCheckpointIO=take(f"{namespace}.plugins.io", "AsyncCheckpointIO"),
-        casting=tuple(
-            take(f"{namespace}.plugins.precision", name).convert_module
-            for name in ("Precision", "HalfPrecision", "DoublePrecision")
-        ),
-        LightningEnvironment=take(f"{namespace}.plugins.environments", "LightningEnvironment"),
-        SubprocessLauncher=take(f"{namespace}.strategies.launchers", "_SubprocessScriptLauncher"),
-        MultiProcessingLauncher=take(f"{namespace}.strategies.launchers", "_MultiProcessingLauncher"),
-        init_process_group=take(f"{fabric}.utilities.distributed", "_init_dist_connection"),
-        default_backend=take(f"{fabric}.utilities.distributed", "_get_default_process_group_backend_for_device"),
-        reset_seed=take(f"{fabric}.utilities.seed", "reset_seed"),
-        isolate_rng=take(f"{namespace}.utilities.seed", "isolate_rng"),
-        sync_tensor=take(f"{fabric}.utilities.distributed", "_sync_ddp_if_available"),
-        optimizers_to_device=take(f"{fabric}.utilities.optimizer", "_optimizers_to_device"),
-    )
+    found = {name: take(place) if isinstance(place, str) else tuple(map(take, place)) for name, place in _NAMES.items()}
+    return LightningNames(namespace=namespace, **found)
 
 
-def layer_sync(strategy: Any) -> Any:
+def replace_once(owner: object, name: str, instead: Callable[..., object]) -> None:
+    """Have ``owner.name(...)``, a function of Lightning's, call ``instead`` with that function in front of the arguments.
+
+    Nothing happens if it has been done before, or if ``owner`` (None, say) has no such name: a module that is still being imported.
+    """
+    plain = getattr(owner, name, None)
+    if plain is None or hasattr(plain, REPLACED):
+        return
+
+    @wraps(plain)
+    def replaced(*args: object, **kwargs: object) -> object:
+        return instead(plain, *args, **kwargs)
+
+    setattr(replaced, REPLACED, True)
+    setattr(owner, name, replaced)
+
+
+def fits(trainer: Trainer) -> bool:
+    """Whether it is ``fit`` that runs."""
+    return bool(trainer.state.fn == "fit")
+
+
+def layer_sync(strategy: StrategyBase) -> LayerSync | None:
     """The plugin that Lightning gives a strategy for ``sync_batchnorm=True``, or that its user gave; None without."""
     return strategy._layer_sync
 
 
-def validation_interval(trainer: Any) -> float | None:
-    """Seconds between validations, if ``val_check_interval`` is a time."""
-    seconds: float | None = trainer._val_check_time_interval
-    return seconds
+def validation_times(trainer: Trainer) -> tuple[float | None, float]:
+    """Seconds between validations, if ``val_check_interval`` is a time, and when by ``time.monotonic()`` the last one ended or the fit
+    began."""
+    return trainer._val_check_time_interval, getattr(trainer, "_last_val_time", float("inf"))
 
 
-def last_validation(trainer: Any) -> float:
-    """By ``time.monotonic()``, when the last validation ended or the fit began; only where there is a ``validation_interval``."""
-    last: float = trainer._last_val_time
-    return last
-
-
-def set_last_validation(trainer: Any, last: float) -> None:
-    """Lightning validates at the end of a batch if that is as long ago as ``validation_interval``."""
+def set_last_validation(trainer: Trainer, last: float) -> None:
+    """Lightning validates at the end of a batch if that is as long ago as the interval."""
     trainer._last_val_time = last
 
 
-def count_replicas(trainer: Any, names: LightningNames, *, replicas: int, ranks: int) -> None:
+def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ranks: int) -> None:
     """Have Lightning's monitors of throughput count ``replicas`` of ``ranks`` devices each; they take every process for a replica."""
     for monitor in trainer.callbacks:
         if isinstance(monitor, names.ThroughputMonitor):
@@ -171,12 +166,14 @@ def count_replicas(trainer: Any, names: LightningNames, *, replicas: int, ranks:
                 throughput.available_flops = monitor.available_flops and monitor.available_flops * ranks
 
 
-def is_compiled(module: Any) -> bool:
+def is_compiled(module: object) -> bool:
     """Whether the Trainer was given what ``torch.compile`` returns for the LightningModule: its steps are compiled."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
-def replace_signal_handlers(trainer: Any, *, sigterm: Callable[[int, Any], None] | None, register: Callable[[], None]) -> None:
+def replace_signal_handlers(
+    trainer: Trainer, *, sigterm: Callable[[int, FrameType | None], None] | None, register: Callable[[], None]
+) -> None:
     """Have ``trainer`` call ``register`` where it registers its handlers, which it does after the strategy's ``setup``, and use ``sigterm``
     for its own notifier of SIGTERM (None: that one)."""
     connector = trainer._signal_connector
@@ -186,12 +183,12 @@ def replace_signal_handlers(trainer: Any, *, sigterm: Callable[[int, Any], None]
         connector._sigterm_notifier_fn = sigterm
 
 
-def register_signal_handlers(trainer: Any) -> None:
+def register_signal_handlers(trainer: Trainer) -> None:
     """What Lightning does itself there; it restores the handlers of all signals at the end of a run."""
     connector = trainer._signal_connector
     type(connector).register_signal_handlers(connector)
 
 
-def announce_sigterm(trainer: Any) -> None:
+def announce_sigterm(trainer: Trainer) -> None:
     """What Lightning's own notifier does in the end: the loops stop after the batch."""
     trainer._signal_connector.received_sigterm = True

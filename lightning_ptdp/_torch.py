@@ -45,23 +45,20 @@ def keep_padded(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def all_gather_single(output: torch.Tensor, source: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:
+def all_gather_single(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
+) -> dist.Work:
     """Gather ``source`` of every rank, concatenated along dimension 0, into ``output`` (torch renamed it in 2.13)."""
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return function(output, source, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(
-    output: torch.Tensor,
-    source: torch.Tensor,
-    group: Any,
-    *,
-    op: Any = dist.ReduceOp.SUM,
-    async_op: bool = False,
-) -> Any:
-    """Reduce ``source`` over the ranks and keep this rank's slice along dimension 0 (torch renamed it in 2.13)."""
-    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return function(output, source, op=op, group=group, async_op=async_op)
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
+) -> dist.Work:
+    """Sum ``source`` over the ranks and keep this rank's slice along dimension 0 (torch renamed it in 2.13)."""
+    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(output, source, group=group, async_op=async_op)
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
@@ -74,7 +71,7 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], dict[int, bool]]:
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
     """A module's forward hooks by key, and the keys of those that take keyword arguments: the very dictionaries that it keeps."""
     return module._forward_hooks, module._forward_hooks_with_kwargs
 
@@ -84,7 +81,7 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def default_store() -> Any:
+def default_store() -> dist.Store:
     """The key-value store that the process group was made with (torch's accessor is private)."""
     return dist.distributed_c10d._get_default_store()
 
@@ -111,7 +108,7 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
-def found_inf(scaler: Any, optimizer: Any, device: torch.device) -> torch.Tensor:
+def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:
     """Where ``GradScaler.unscale_`` has noted whether a gradient overflowed; made if this rank has no gradient at all."""
     found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     if not found:

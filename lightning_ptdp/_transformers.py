@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from torch import nn
 
@@ -13,7 +12,7 @@ _CAPTURING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
 
 
-def captured_outputs() -> dict[str, list[Any]]:
+def captured_outputs() -> dict[str, list[object]]:
     """What the forward of a Hugging Face model that runs now has captured of its layers so far, by kind ("hidden_states"): lists that
     hooks on the layers go on filling. Empty where nothing is captured."""
     capturing = sys.modules.get(_CAPTURING)
@@ -31,6 +30,6 @@ def install_capture(model: nn.Module) -> None:
                 capturing.maybe_install_capturing_hooks(module)
 
 
-def is_capture(hook: Any) -> bool:
+def is_capture(hook: object) -> bool:
     """Whether a forward hook is one of those."""
     return getattr(hook, "__module__", None) == _CAPTURING

@@ -13,10 +13,8 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
 
-from lightning_ptdp._lightning import CLIS, LOADERS, TRAINERS, UPLOADERS
-from lightning_ptdp.compiled import take_compiled
+from lightning_ptdp._lightning import CLIS, LOADERS, TRAINERS, UPLOADERS, StrategyBase, replace_once
 from lightning_ptdp.folders import parse_folders, read_folders, upload_folders
 
 __all__ = ["install", "register"]
@@ -52,20 +50,30 @@ def register(strategies: ModuleType) -> None:
             registry.register(name, factory, description=description, start_method=start_method)
 
 
-def _refuse_fabric(**_: Any) -> Any:
+def _refuse_fabric(**_: object) -> StrategyBase:
     raise ValueError(
         "strategy='ptdp' does not work with Fabric: the schedule runs a LightningModule's training_step once a microbatch on every stage, "
         "and in Fabric the loop around the model is yours. Use lightning.pytorch.Trainer(strategy='ptdp')"
     )
 
 
-def _factory(namespace: str) -> Any:
-    def make_strategy(**kwargs: Any) -> Any:
+def _factory(namespace: str) -> Callable[..., StrategyBase]:
+    def make_strategy(**kwargs: object) -> StrategyBase:
         from lightning_ptdp.strategy import strategy_class
 
         return strategy_class(namespace)(**kwargs)
 
     return make_strategy
+
+
+def take_compiled(trainer: ModuleType) -> None:
+    """Have a module with a Trainer leave it to this package's strategy, which checks before launch, what it does with compiled modules."""
+    replace_once(trainer, TRAINERS[trainer.__name__], _verify_others)
+
+
+def _verify_others(verify: Callable[[object, object], None], model: object, strategy: object) -> None:
+    if getattr(strategy, "strategy_name", None) != "ptdp":
+        verify(model, strategy)
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
@@ -86,24 +94,12 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname not in _CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is None or spec.loader is None:
-            return spec
-        spec.loader = _ChangingLoader(spec.loader)
+        if spec is not None:
+            replace_once(spec.loader, "exec_module", _run_and_change)
         return spec
 
 
-class _ChangingLoader(importlib.abc.Loader):
-    """Runs another loader, then changes the module."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+def _run_and_change(run: Callable[[ModuleType], None], module: ModuleType) -> None:
+    run(module)
+    if module.__name__ in _CHANGES:  # a loader may be that of other modules too
         _CHANGES[module.__name__](module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)

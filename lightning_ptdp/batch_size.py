@@ -5,7 +5,9 @@ b is the micro-batch size, m the number of microbatches of a replica's step, d t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from lightning_ptdp.option_types import Size, check_arguments, check_types
 from lightning_ptdp.world.layout import nearest_divisors
@@ -61,9 +63,7 @@ class BatchPlan:
             )
         if global_batch_size is None:
             assert micro_batch_size is not None and num_microbatches is not None
-            return cls(
-                micro_batch_size=micro_batch_size, num_microbatches=num_microbatches, data_parallel_size=data_parallel_size
-            )
+            global_batch_size = micro_batch_size * num_microbatches * data_parallel_size
         if micro_batch_size is None:
             assert num_microbatches is not None
             micro_batch_size = _quotient(global_batch_size, "num_microbatches", num_microbatches, data_parallel_size)
@@ -183,21 +183,22 @@ class RampUp:
 
         An epoch has as many whole steps as ``samples`` samples, the size of the data, are enough for; the next one begins where it ends.
         """
-        first = 0
-        while True:
-            steps = self.steps(samples, start=first)
-            end = first + self.consumed(steps, start=first)
-            if consumed < end or self.global_batch(first) == self.stop:
+        for first, steps in self._epochs(samples):
+            if consumed < first + self.consumed(steps, start=first) or self.global_batch(first) == self.stop:
                 return steps
-            first = end
+        raise AssertionError  # there is no end of epochs
 
     def steps_of_epochs(self, epochs: int, *, samples: int) -> int:
         """Steps of the first ``epochs`` epochs over data of ``samples`` samples."""
-        total = first = 0
-        for _ in range(epochs):
+        return sum(steps for _, steps in islice(self._epochs(samples), epochs))
+
+    def _epochs(self, samples: int) -> Iterator[tuple[int, int]]:
+        """Of every epoch the samples before it and its steps."""
+        first = 0
+        while True:
             steps = self.steps(samples, start=first)
-            total, first = total + steps, first + self.consumed(steps, start=first)
-        return total
+            yield first, steps
+            first += self.consumed(steps, start=first)
 
     @property
     def _growths(self) -> int:

@@ -110,14 +110,7 @@ def list_of(check: Check[T], *, most: int = 2**62) -> Check[tuple[T, ...]]:
     def check_list(value: Json) -> tuple[T, ...]:
         if not isinstance(value, list | tuple) or len(value) > most:
             raise Misfit(f"is {_shown(value)}, not a list" + (f" of at most {most}" if most < 2**62 else ""))
-        done = 0
-        found: list[T] = []
-        try:
-            for done, item in enumerate(value):  # noqa: B007 (read when an item does not fit)
-                found.append(check(item))
-        except Misfit as error:
-            raise Misfit(error.what, f"[{done}]{error.place}") from None
-        return tuple(found)
+        return tuple(_inside(check, item, index) for index, item in enumerate(value))
 
     return check_list
 
@@ -128,18 +121,12 @@ def map_of(check: Check[T], *, key: Check[str] = lambda key: key) -> Check[dict[
     def check_map(value: Json) -> dict[str, T]:
         if not isinstance(value, dict):
             raise Misfit(f"is {_shown(value)}, not an object")
-        name, found = "", {}
-        try:
-            for name, item in value.items():
-                found[key(name)] = check(item)
-        except Misfit as error:
-            raise Misfit(error.what, f".{name!s:.{_SHOWN}}{error.place}") from None
-        return found
+        return {_inside(key, name, name): _inside(check, item, name) for name, item in value.items()}
 
     return check_map
 
 
-def record(others: bool = False, **fields: Check[Any]) -> Check[dict[str, Any]]:
+def record(others: bool = False, **fields: Check[Json]) -> Check[dict[str, Json]]:
     """An object of these fields; one that ``optional`` made may be missing.
 
     Args:
@@ -147,21 +134,23 @@ def record(others: bool = False, **fields: Check[Any]) -> Check[dict[str, Any]]:
         fields: Their checks, by name.
     """
 
-    def check(value: Json) -> dict[str, Any]:
+    def check(value: Json) -> dict[str, Json]:
         if not isinstance(value, dict):
             raise Misfit(f"is {_shown(value)}, not an object")
         if not others and (unknown := value.keys() - fields.keys()):
             raise Misfit(f"has the field {_shown(min(unknown))}, which is not known")
-        name, found = "", {}
-        try:
-            for name, field in fields.items():
-                found[name] = field(value.get(name))
-        except Misfit as error:
-            missing = name not in value and not error.place
-            raise Misfit("is missing" if missing else error.what, f".{name}{error.place}") from None
-        return found
+        return {name: _inside(field, value.get(name), name, missing=name not in value) for name, field in fields.items()}
 
     return check
+
+
+def _inside(check: Check[T], value: Json, key: str | int, *, missing: bool = False) -> T:
+    """``check(value)``, which stands under ``key`` of a list or object."""
+    try:
+        return check(value)
+    except Misfit as error:
+        place = f"[{key}]" if isinstance(key, int) else f".{key!s:.{_SHOWN}}"
+        raise Misfit("is missing" if missing and not error.place else error.what, f"{place}{error.place}") from None
 
 
 def _shown(value: Json) -> str:

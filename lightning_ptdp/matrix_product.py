@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ class MatrixProduct:
 
     def output(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
-        return F.linear(x, self._matrix(), self._cast(bias))
+        return F.linear(x, self._matrix(), None if bias is None else self._cast(bias))
 
     def input_gradient(self, grad: Tensor) -> Tensor:
         """Of the output's gradient (..., o): that of the input, (..., i)."""
@@ -58,12 +57,8 @@ class MatrixProduct:
         weight = self._cast(self.weight)
         return weight.t() if self.transposed else weight
 
-    @overload
-    def _cast(self, tensor: Tensor) -> Tensor: ...
-    @overload
-    def _cast(self, tensor: None) -> None: ...
-    def _cast(self, tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or self.dtype is None else tensor.to(self.dtype)
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
 def bias_gradient(grad: Tensor) -> Tensor:

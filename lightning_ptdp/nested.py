@@ -8,12 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["batch_size", "iterate_tensors", "map_named", "map_tensors", "named_tensors"]
+__all__ = ["Nested", "batch_size", "iterate_tensors", "map_named", "map_tensors", "named_tensors"]
+
+Nested = Any
+"""A batch or an output: tensors and other values in mappings, sequences and dataclasses."""
 
 
 def map_named(
-    value: Any, function: Callable[[str, Tensor], Any], on_list: Callable[[Any], Any] | None = None, *, name: str = ""
-) -> Any:
+    value: Nested, function: Callable[[str, Tensor], Nested], on_list: Callable[[Nested], Nested] | None = None, *, name: str = ""
+) -> Nested:
     """Rebuild it with ``function`` applied to the tensors, each known by the innermost key or field above it.
 
     Args:
@@ -40,12 +43,14 @@ def map_named(
     return value
 
 
-def map_tensors(value: Any, on_tensor: Callable[[Tensor], Any], on_list: Callable[[Any], Any] | None = None) -> Any:
+def map_tensors(
+    value: Nested, on_tensor: Callable[[Tensor], Nested], on_list: Callable[[Nested], Nested] | None = None
+) -> Nested:
     """``map_named`` where names do not matter."""
     return map_named(value, lambda _, tensor: on_tensor(tensor), on_list)
 
 
-def named_tensors(value: Any) -> list[tuple[str, Tensor]]:
+def named_tensors(value: Nested) -> list[tuple[str, Tensor]]:
     """All tensors and their names, in a fixed order."""
     found: list[tuple[str, Tensor]] = []
 
@@ -57,12 +62,12 @@ def named_tensors(value: Any) -> list[tuple[str, Tensor]]:
     return found
 
 
-def iterate_tensors(value: Any) -> Iterator[Tensor]:
+def iterate_tensors(value: Nested) -> Iterator[Tensor]:
     """All tensors, in a fixed order."""
     return (tensor for _, tensor in named_tensors(value))
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: Nested) -> int:
     """Number of samples: the first dimension that the batch's tensors share.
 
     Raises:

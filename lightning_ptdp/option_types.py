@@ -15,6 +15,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 __all__ = ["Count", "Least", "Size", "check_arguments", "check_types", "shown"]
 
+Hint = Any
+"""An annotation, whatever form it has."""
+
 _MOST = 2**63 - 1
 _SHOWN_BITS = 256
 _LONG = 100
@@ -48,7 +51,7 @@ def check_types(options: Any) -> None:
         _check(field.name, value, hint)
 
 
-def check_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> None:
+def check_arguments(function: Callable[..., object], values: Mapping[str, object]) -> None:
     """Check arguments (``locals()``, say) against the annotations of a function's parameters; other values are left alone.
 
     Raises:
@@ -74,17 +77,17 @@ def shown(value: object) -> str:
 
 # Neither raises nor changes: the annotations of a class that exists stay what they are.
 @functools.cache
-def _hints(annotated: Any) -> dict[str, Any]:
+def _hints(annotated: Callable[..., object]) -> dict[str, Hint]:
     return get_type_hints(annotated, include_extras=True)
 
 
-def _check(name: str, value: object, hint: Any) -> None:
+def _check(name: str, value: object, hint: Hint) -> None:
     if _fits(value, hint):
         return
     raise ValueError(f"{name}={shown(value)} must be {_words(hint)}{_meant(value, hint)}")
 
 
-def _meant(value: object, hint: Any) -> str:
+def _meant(value: object, hint: Hint) -> str:
     if not isinstance(value, str):
         return ""
     if _fits((value,), hint) or _fits([value], hint):
@@ -94,14 +97,14 @@ def _meant(value: object, hint: Any) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: Any, hint: Hint) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
-    if hint is None or hint is types.NoneType:
+    if hint is types.NoneType:
         return value is None
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, argument) for argument in arguments)
+    if len(choices := _members(hint)) > 1:
+        return any(_fits(value, choice) for choice in choices)
     if origin is Annotated:
         least = next((extra.value for extra in arguments[1:] if isinstance(extra, Least)), None)
         return _fits(value, arguments[0]) and (least is None or value >= least)
@@ -126,7 +129,7 @@ def _is_finite(value: Real) -> bool:
         return False
 
 
-def _fits_container(value: Any, origin: Any, arguments: tuple[Any, ...]) -> bool:
+def _fits_container(value: Any, origin: Hint, arguments: tuple[Hint, ...]) -> bool:
     if origin is Callable:
         return callable(value)
     if not isinstance(value, origin) or isinstance(value, str | bytes | bytearray):
@@ -139,23 +142,24 @@ def _fits_container(value: Any, origin: Any, arguments: tuple[Any, ...]) -> bool
     return all(_fits(item, arguments[0]) for item in value)
 
 
-def _takes_tuple(hint: Any) -> bool:
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_takes_tuple(argument) for argument in get_args(hint))
-    return get_origin(hint) in (tuple, Sequence)
+def _members(hint: Hint) -> tuple[Hint, ...]:
+    """What a union is of; of another annotation itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
-    if get_origin(hint) in (Union, types.UnionType):
-        return tuple(choice for argument in get_args(hint) for choice in _choices(argument))
-    return get_args(hint) if get_origin(hint) is Literal else ()
+def _takes_tuple(hint: Hint) -> bool:
+    return any(get_origin(member) in (tuple, Sequence) for member in _members(hint))
 
 
-def _words(hint: Any) -> str:
+def _choices(hint: Hint) -> list[object]:
+    return [choice for member in _members(hint) if get_origin(member) is Literal for choice in get_args(member)]
+
+
+def _words(hint: Hint) -> str:
     """What an annotation asks for, in words."""
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return ", or ".join(_words(argument) for argument in arguments)
+    if len(choices := _members(hint)) > 1:
+        return ", or ".join(map(_words, choices))
     if origin is Annotated:
         least = next((extra.value for extra in arguments[1:] if isinstance(extra, Least)), None)
         return {None: _words(arguments[0]), 1: "a positive integer"}.get(least, f"an integer of at least {least}")
@@ -177,12 +181,11 @@ def _words(hint: Any) -> str:
         bool: "True or False",
         str: "text",
         types.NoneType: "None",
-        None: "None",
     }
     return plain.get(hint) or f"a {hint.__name__}"
 
 
-def _many(hint: Any) -> str:
+def _many(hint: Hint) -> str:
     if get_origin(hint) is Annotated:
         return "positive integers" if Least(1) in get_args(hint) else _many(get_args(hint)[0])
     return {int: "integers", float: "numbers", str: "texts", bool: "True or False"}.get(hint) or f"({_words(hint)})"

@@ -44,8 +44,6 @@ class ParallelModel:
     Attributes:
         module: The module, changed in place.
         plan: What became of its submodules.
-        parts: Where its modules stand relative to the repeated container (None without a pipeline).
-        ranges: Half-open layer ranges, one a stage.
         cut: This rank's stages (None without a pipeline).
         records: What is known of every local parameter.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
@@ -56,8 +54,6 @@ class ParallelModel:
 
     module: nn.Module
     plan: ParallelPlan
-    parts: ModelParts | None = None
-    ranges: tuple[tuple[int, int], ...] = ()
     cut: PipelineCut | None = None
     records: Records = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -79,14 +75,9 @@ class ParallelModel:
             )
 
     @property
-    def names(self) -> dict[nn.Parameter, str]:
-        """Global name of every local parameter."""
-        return {parameter: record.name for parameter, record in self.records.items()}
-
-    @property
-    def shardings(self) -> dict[str, Sharding]:
-        """Sharding of every local parameter, by global name."""
-        return {record.name: record.sharding for record in self.records.values()}
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Half-open layer ranges, one a stage; none without a pipeline."""
+        return self.cut.ranges if self.cut is not None else ()
 
 
 def parallelize(
@@ -127,8 +118,6 @@ def parallelize(
     whole = _Whole.of(module)
     materialize = Materializer(module, seed=seed, device=device)
 
-    parts: ModelParts | None = None
-    ranges: tuple[tuple[int, int], ...] = ()
     cut: PipelineCut | None = None
     if pipeline.size > 1:
         parts = parts_of(module, planned)
@@ -144,7 +133,7 @@ def parallelize(
     records = _records(module, shardings, whole, cut, mesh, copy_groups)
     notes = layout_notes(
         differing=differing,
-        everywhere=parts.everywhere if parts is not None else (),
+        everywhere=cut.parts.everywhere if cut is not None else (),
         shardings={record.name: record.sharding for record in records.values()},
         padded={name for name, users in whole.users.items() if any(user in kinds and kinds[user].pads for user in users)},
         size=tensor.size,
@@ -152,8 +141,6 @@ def parallelize(
     parallel = ParallelModel(
         module=module,
         plan=planned,
-        parts=parts,
-        ranges=ranges,
         cut=cut,
         records=records,
         aliases=whole.aliases,

@@ -86,10 +86,9 @@ def check_recomputation(
     """Check the options of ``apply_recomputation`` against the whole, uncut module, which may be on the meta device.
 
     Raises:
-        ValueError: Of ``check_recompute_options``; a stage has fewer layers than shall be recomputed; there is no container; or
+        ValueError: A stage has fewer layers than shall be recomputed; there is no container; or
             nothing says what "selective" means, or what it says matches nothing inside the blocks.
     """
-    check_recompute_options(policy, layers, num_stages=max(1, len(ranges)))
     if policy == "none":
         return
     blocks = find_blocks(module) if blocks is None else blocks
@@ -145,9 +144,8 @@ def apply_recomputation(
         Names of the modules that are recomputed.
 
     Raises:
-        ValueError: Of ``check_recompute_options``, or a stage has fewer layers than shall be recomputed.
+        ValueError: A stage has fewer layers than shall be recomputed.
     """
-    check_recompute_options(policy, layers, num_stages=max(1, len(ranges)))
     remove_recomputation(module)
     if policy == "none":
         return ()

@@ -34,17 +34,8 @@ Operand = Tensor | Callable[[], Callable[[], Tensor]]
 """A tensor, or a function that starts to fetch it and returns what waits for it."""
 
 
-@dataclass(frozen=True)
-class _Deferred:
-    """A gradient that is still to be computed.
-
-    Attributes:
-        parameter: Whose gradient it is.
-        start: Starts to fetch what it needs; returns what waits for that and adds to the parameter's gradient.
-    """
-
-    parameter: Tensor
-    start: Callable[[], Callable[[], None]]
+Start = Callable[[], Callable[[], None]]
+"""Starts to fetch what a gradient needs; returns what waits for that and adds to the parameter's gradient."""
 
 
 @dataclass(eq=False)
@@ -55,8 +46,8 @@ class WeightGradients(Surrounding):
     backward it is set to this object, and the module's autograd function may call ``defer`` where ``waits`` is true.
     """
 
-    _kept: dict[Hashable, list[_Deferred]] = field(default_factory=dict)
-    _collecting: list[_Deferred] | None = None
+    _kept: dict[Hashable, list[tuple[Tensor, Start]]] = field(default_factory=dict)
+    _collecting: list[tuple[Tensor, Start]] | None = None
     _recomputing: int = 0
 
     @property
@@ -94,13 +85,13 @@ class WeightGradients(Surrounding):
 
         self._defer(product.weight, start)
 
-    def _defer(self, parameter: Tensor, start: Callable[[], Callable[[], None]]) -> None:
+    def _defer(self, parameter: Tensor, start: Start) -> None:
         assert self._collecting is not None
-        self._collecting.append(_Deferred(parameter, start))
+        self._collecting.append((parameter, start))
 
     def parameters(self, key: Hashable) -> list[Tensor]:
         """Whose gradients ``run(key)`` adds to."""
-        return list({id(entry.parameter): entry.parameter for entry in self._kept.get(key, ())}.values())
+        return list(dict.fromkeys(parameter for parameter, _ in self._kept.get(key, ())))
 
     def run(self, key: Hashable, done: Callable[[Tensor], None] | None = None) -> None:
         """Compute what the backward of ``key`` deferred, in its order.
@@ -110,16 +101,16 @@ class WeightGradients(Surrounding):
             done: Called with each parameter after the last addition to its gradient.
         """
         entries = deque(self._kept.pop(key, ()))
-        left = Counter(id(entry.parameter) for entry in entries)
-        following = entries[0].start() if entries else None
+        left = Counter(parameter for parameter, _ in entries)
+        following = entries[0][1]() if entries else None
         with torch.no_grad():
             while entries:
-                add, parameter = following, entries.popleft().parameter
+                add, (parameter, _) = following, entries.popleft()
                 assert add is not None
-                following = entries[0].start() if entries else None
+                following = entries[0][1]() if entries else None
                 add()
-                left[id(parameter)] -= 1
-                if done is not None and not left[id(parameter)]:
+                left[parameter] -= 1
+                if done is not None and not left[parameter]:
                     done(parameter)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_ptdp.batch_size import BatchPlan, RampUp
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.schedule import build_schedule, dump_schedule
-from lightning_ptdp.strategy.checks import check_loader
+from lightning_ptdp.strategy.checks import check_data
 from lightning_ptdp.world.layout import ParallelLayout
 
 SIZES = st.integers(1, 64)
@@ -136,12 +136,12 @@ def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_p
             return ramp.plans(data_parallel_size=num_replicas, micro_batch_size=2)
 
     layout = ParallelLayout(world_size=4, pipeline_parallel_size=2)
-    check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2), layout)
+    check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2), layout)
     with pytest.raises(
         ValueError, match=r"micro_batch_size=8 is larger than the batch of 4 samples .* use micro_batch_size=4 or less"
     ):
-        check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=8), layout)
+        check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=8), layout)
     path = tmp_path / "order.csv"
     dump_schedule(build_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=4), path)
     with pytest.raises(ValueError, match=r"batch of 4 samples into 2 microbatches.*is written for num_microbatches=4"):
-        check_loader(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2, schedule=str(path)), layout)
+        check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2, schedule=str(path)), layout)

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from lightning_ptdp._lightning import CLIS, LOADERS, NAMESPACES, TRAINERS, UPLOADERS, is_compiled, lightning_names
+from lightning_ptdp._lightning import CLIS, LOADERS, NAMESPACES, REPLACED, TRAINERS, UPLOADERS, fits, is_compiled, lightning_names
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -42,6 +42,18 @@ def test_the_monitor_of_throughput_multiplies_by_what_we_set(namespace: str) -> 
     assert "self._throughputs[stage] = throughput" in inspect.getsource(monitor.setup)
 
 
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_fit_is_told_from_other_functions(namespace: str) -> None:
+    trainer, kinds = (
+        importlib.import_module(namespace).Trainer(logger=False),
+        importlib.import_module(f"{namespace}.trainer.states"),
+    )
+    assert not fits(trainer)
+    for function in kinds.TrainerFn:
+        trainer.state.fn = function
+        assert fits(trainer) == (function is kinds.TrainerFn.FITTING)
+
+
 def test_the_namespaces_are_two_class_hierarchies() -> None:
     one, other = (lightning_names(namespace) for namespace in NAMESPACES)
     assert one.ParallelStrategy is not other.ParallelStrategy
@@ -56,14 +68,14 @@ def test_an_unknown_namespace_is_named() -> None:
 def test_readers_take_our_folders(module: str) -> None:
     load = getattr(importlib.import_module(module), LOADERS[module])
     assert list(inspect.signature(load).parameters) == ["path_or_url", "map_location", "weights_only"]
-    assert hasattr(load, "_takes_folders"), "it was imported without being changed"
+    assert hasattr(load, REPLACED), "it was imported without being changed"
 
 
 @pytest.mark.parametrize("module", UPLOADERS)
 def test_uploading_loggers_take_our_folders(module: str) -> None:
     logger, method = UPLOADERS[module]
     found = importlib.import_module(module)
-    assert hasattr(found._scan_checkpoints, "_takes_folders")
+    assert hasattr(found._scan_checkpoints, REPLACED)
     assert list(inspect.signature(found._scan_checkpoints).parameters) == ["checkpoint_callback", "logged_model_time"]
     assert list(inspect.signature(getattr(getattr(found, logger), method)).parameters) == ["self", "checkpoint_callback"]
 
@@ -72,14 +84,14 @@ def test_uploading_loggers_take_our_folders(module: str) -> None:
 def test_command_lines_take_our_folders(module: str) -> None:
     name, method = CLIS[module]
     parse = getattr(getattr(importlib.import_module(module), name), method)
-    assert hasattr(parse, "_takes_folders")
+    assert hasattr(parse, REPLACED)
     assert list(inspect.signature(parse).parameters) == ["self"]
 
 
 @pytest.mark.parametrize("module", TRAINERS)
 def test_trainers_leave_compiled_modules_to_us(module: str) -> None:
     verify = getattr(importlib.import_module(module), TRAINERS[module])
-    assert hasattr(verify, "_takes_compiled")
+    assert hasattr(verify, REPLACED)
     assert list(inspect.signature(verify).parameters) == ["model", "strategy"]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.nested import iterate_tensors
+from lightning_ptdp.nested import Nested, iterate_tensors
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["BatchMismatchError", "check_same_batch", "has_same_length"]
@@ -17,7 +17,7 @@ class BatchMismatchError(RuntimeError):
     """Ranks of one replica read different samples."""
 
 
-def check_same_batch(batch: Any, *, group: Group, rank: int, device: torch.device) -> None:
+def check_same_batch(batch: Nested, *, group: Group, rank: int, device: torch.device) -> None:
     """Compare the batch over the ranks of one replica; collective.
 
     Raises:
@@ -41,7 +41,7 @@ def check_same_batch(batch: Any, *, group: Group, rank: int, device: torch.devic
         )
 
 
-def has_same_length(loader: Any, *, group: Group, device: torch.device) -> bool:
+def has_same_length(loader: Collection[object], *, group: Group, device: torch.device) -> bool:
     """Whether the members' loaders are known to give equally many batches; collective."""
     if group.size == 1:
         return True

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_ptdp.nested import iterate_tensors, map_tensors
+from lightning_ptdp.nested import Nested, iterate_tensors, map_tensors
 
 __all__ = ["merge_outputs", "microbatch_sizes", "signature", "split_batch"]
+
+_T = TypeVar("_T")
 
 
 def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
@@ -22,26 +24,26 @@ def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
     return tuple(share + (i < rest) for i in range(count))
 
 
-def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
+def split_batch(batch: Nested, sizes: Sequence[int]) -> list[Nested]:
     """One batch a microbatch; tensors are views. Scalars and tensors of first dimension 1 are passed whole."""
     total, ends = sum(sizes), [0, *accumulate(sizes)]
 
     def cut(window: slice, tensor: Tensor) -> Tensor:
         return tensor[window] if tensor.dim() and tensor.size(0) == total else tensor
 
-    def cut_list(window: slice, items: Any) -> Any:
+    def cut_list(window: slice, items: Sequence[_T]) -> Sequence[_T]:
         return items[window] if len(items) == total else items
 
     windows = [slice(*ends) for ends in pairwise(ends)]
     return [map_tensors(batch, partial(cut, w), partial(cut_list, w)) for w in windows] if len(sizes) > 1 else [batch]
 
 
-def signature(batch: Any) -> Hashable:
+def signature(batch: Nested) -> Hashable:
     """Shapes and dtypes of the tensors of a (micro)batch."""
     return tuple((tuple(t.shape), t.dtype) for t in iterate_tensors(batch))
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+def merge_outputs(outputs: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]) -> Nested:
     """One output from those of the microbatches.
 
     Tensors with the samples along dimension 0 are concatenated, scalars averaged with ``weights``, lists of samples joined;

@@ -5,15 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ptdp._torch import all_gather_single
 from lightning_ptdp.context_parallel import ContextParallelError, gather_sequence
-from lightning_ptdp.engine.report import LogCall, StepReport, reduce_values, reduction_name
-from lightning_ptdp.nested import map_tensors
+from lightning_ptdp.engine.report import LogCall, StepReport, numbers_of, reduce_values
+from lightning_ptdp.nested import Nested, map_tensors
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["merge_reports", "whole_outputs"]
@@ -43,9 +42,7 @@ def merge_reports(report: StepReport, *, weight: float, group: Group, device: to
     calls = report.calls
     if not calls:
         return
-    mine = [0.0 if call.value is None else call.value for call in calls]
-    mine += [float(call.options.get("batch_size") or 0) for call in calls]
-    table = _gather(mine, group, device)
+    table = _gather(numbers_of(calls) + [float(call.options.get("batch_size") or 0) for call in calls], group, device)
     weights = [head[2] for head in heads]
     report.calls = [
         _merged(call, [row[i] for row in table], [row[len(calls) + i] for row in table], weights) for i, call in enumerate(calls)
@@ -53,11 +50,9 @@ def merge_reports(report: StepReport, *, weight: float, group: Group, device: to
 
 
 def _merged(call: LogCall, values: Sequence[float], sizes: Sequence[float], weights: Sequence[float]) -> LogCall:
-    options = call.options
-    if options.get("batch_size") is not None:
-        options = {**options, "batch_size": int(sum(sizes))}
-    value = call.value if call.value is None else reduce_values(values, weights, reduction_name(options))
-    return replace(call, value=value, options=options)
+    sized = {} if call.options.get("batch_size") is None else {"batch_size": int(sum(sizes))}
+    value = None if call.value is None else reduce_values(values, weights, call.reduction)
+    return replace(call, value=value, options={**call.options, **sized})
 
 
 def _gather(values: Sequence[float], group: Group, device: torch.device) -> list[list[float]]:
@@ -68,7 +63,7 @@ def _gather(values: Sequence[float], group: Group, device: torch.device) -> list
     return rows
 
 
-def whole_outputs(outputs: Any, *, length: int, weight: float, group: Group, device: torch.device) -> Any:
+def whole_outputs(outputs: Nested, *, length: int, weight: float, group: Group, device: torch.device) -> Nested:
     """A step's outputs for the whole sequence; collective.
 
     Tensors (b, s/c, ...) are put together along time. Floating-point scalars are averaged by the ranks' weights, ``num_tokens`` is

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Gradients
 from lightning_ptdp.engine.agreement import check_same_batch, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
-from lightning_ptdp.engine.evaluations import check_evaluates_again, counted_evaluations, may_evaluate_again
+from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_checks import GradientChecks, check_held
-from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens, sum_over_replicas
+from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
-from lightning_ptdp.engine.report import LogRecorder, StepReport, weigh_over_replicas, weigh_recorded
+from lightning_ptdp.engine.report import LogRecorder, StepReport, replay, weigh_over_replicas
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
-from lightning_ptdp.nested import batch_size
+from lightning_ptdp.nested import Nested, batch_size
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.progress import Observers
@@ -29,23 +31,22 @@ from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.surroundings import Forward, Surroundings
+from lightning_ptdp.surroundings import Context, Forward, Surroundings
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Engine"]
 
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
+MakesContext = Callable[[], Context]
 
 
 class Engine:
     """One rank's execution of steps.
 
     Args:
-        module: The LightningModule, already this rank's part.
         config: The strategy's options.
         mesh: This rank's place and groups.
-        parallel: What was made of the module.
+        parallel: The LightningModule, already this rank's part.
         surroundings: What surrounds a forward.
         watchdog: Notes what this rank does.
         seed: Seed of the run.
@@ -59,7 +60,6 @@ class Engine:
     def __init__(
         self,
         *,
-        module: Any,
         config: PTDPConfig,
         mesh: ProcessMesh,
         parallel: ParallelModel,
@@ -68,6 +68,7 @@ class Engine:
         seed: int,
         device: torch.device,
     ) -> None:
+        module: LightningModule = parallel.module
         self._module, self._config, self._mesh, self._parallel = module, config, mesh, parallel
         self._seed, self._device = seed, device
         pipeline = mesh.group("pipeline")
@@ -101,7 +102,7 @@ class Engine:
         self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.model_parallel_size > 1 else lambda: None
 
-    def prepare_gradients(self, optimizer: Any, *, overlaps: bool = False) -> None:
+    def prepare_gradients(self, optimizer: Optimizer, *, overlaps: bool = False) -> None:
         """Make what keeps and sums gradients, and give the optimizer what it steps on.
 
         Raises:
@@ -120,17 +121,15 @@ class Engine:
         if isinstance(optimizer, torch.optim.LBFGS):
             self._check_evaluates_again(optimizer)
 
-    def evaluations(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def evaluations(self, optimizer: Optimizer, closure: Closure) -> Closure:
         """The closure of a step, for ``optimizer`` to call."""
         if not may_evaluate_again(optimizer):
             return closure
-        return counted_evaluations(closure, agree=self._agreed, again=partial(self._check_evaluates_again, optimizer))
+        check = partial(self._check_evaluates_again, optimizer)
+        return counted_evaluations(closure, scaled=self.scaled, group=self._mesh.group("replica_sum"), again=check)
 
-    def _check_evaluates_again(self, optimizer: Any) -> None:
+    def _check_evaluates_again(self, optimizer: Optimizer) -> None:
         check_evaluates_again(optimizer, self._mesh.layout, steps_on_copies=self.gradients.stepped is not None)
-
-    def _agreed(self, loss: Tensor) -> Tensor:
-        return sum_over_replicas(self.scaled(loss).detach().clone(), self._mesh.group("replica_sum"))
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss of a step with this replica's weight in the mean over replicas."""
@@ -138,7 +137,7 @@ class Engine:
             return loss
         return loss * self._factor if isinstance(self._factor, float) else counted_loss(loss, self._factor) * self._factor
 
-    def check_gradients(self, optimizer: Any, *, scaled: bool) -> None:
+    def check_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
         """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
         if self._checks is not None and not self.gradients.accumulates:
             self._checks.complete(optimizer, losses=self._losses, norm=None if scaled else self.gradients.norm)
@@ -151,7 +150,7 @@ class Engine:
 
     # ---- training -----------------------------------------------------------------------------------------------------
 
-    def training_step(self, context: Context, args: Sequence[Any], *, clears: bool, loss_scale: float = 1.0) -> Any:
+    def training_step(self, context: MakesContext, args: Sequence[Nested], *, clears: bool, loss_scale: float = 1.0) -> Nested:
         """One batch of one replica.
 
         Args:
@@ -160,13 +159,15 @@ class Engine:
             clears: Lightning will clear all gradients before the backward.
             loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's gradients keep.
         """
-        self._compare_batch(args[0])
+        if not self._compared:  # once a fit
+            check_same_batch(args[0], group=self._mesh.group("model"), rank=self._mesh.rank, device=self._device)
+            self._compared = True
         self.gradients.begin(clears=clears)
         if self._config.runs_backward:
             return self._scheduled_training_step(context, args, loss_scale)
         return self._straight_step("training_step", context, args)
 
-    def _scheduled_training_step(self, context: Context, args: Sequence[Any], loss_scale: float) -> Any:
+    def _scheduled_training_step(self, context: MakesContext, args: Sequence[Nested], loss_scale: float) -> Nested:
         buckets, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
         job = self._job(
             "training_step",
@@ -175,7 +176,7 @@ class Engine:
             buckets=buckets,
             scale=1 / (windows * self._mesh.group("replica_sum").size),
             loss_scale=loss_scale,
-            reduce_gradients=self.gradients.reduces,
+            reduces=self.gradients.reduces,
             may_skip=self._mesh.layout.world_size == 1,
         )
         report = self._run(job, "training_step")
@@ -188,7 +189,7 @@ class Engine:
             return None
         return self._training_output(report)
 
-    def _training_output(self, report: StepReport) -> Any:
+    def _training_output(self, report: StepReport) -> Nested:
         mean = report.loss / report.weight if report.weight else 0.0
         loss = torch.tensor(mean, dtype=torch.float32, device=self._device)
         if not report.counted and report.extras is None:
@@ -198,20 +199,20 @@ class Engine:
 
     # ---- evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluation_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
+    def evaluation_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
         """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
         self.gradients.parameters_needed()
         if not self._config.cuts_forward:
             return self._straight_step(hook, context, args)
         return self._run(self._job(hook, context, args), hook).extras
 
-    def compare_lengths(self, loader: Any) -> None:
+    def compare_lengths(self, loader: Collection[object]) -> None:
         """Whether the replicas evaluate equally many batches, so that they may speak after each; collective over the replicas."""
         self._replicas_in_step &= has_same_length(loader, group=self._mesh.group("replicas"), device=self._device)
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 
-    def _straight_step(self, hook: str, context: Context, args: Sequence[Any]) -> Any:
+    def _straight_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
         """The user's step on the whole batch, whose backward, if there is one, is Lightning's."""
         training, group, recorder = hook == "training_step", self._mesh.group("replica_sum"), LogRecorder(self._module)
         forward = Forward(hook=hook, step=self._step(hook), whole=args[0])
@@ -229,11 +230,12 @@ class Engine:
             self._losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
         factor: float | Tensor = 1 / group.size
         if weighs and tokens is not None:
-            tokens = torch.as_tensor(tokens, dtype=torch.float32, device=self._device)
-            factor = tokens / weigh_recorded(recorder.calls, tokens, group=group).clamp(min=1).to(tokens.dtype)
+            tokens = tokens.to(self._device, torch.float32)
+            total, _ = weigh_over_replicas(recorder.calls, tokens, group=group)
+            factor = tokens / total.clamp(min=1).to(tokens.dtype)
         if training:
             self._factor = factor
-        recorder.replay()
+        replay(recorder.calls, self._module)
         return output
 
     def _run(self, job: LightningJob, hook: str) -> StepReport:
@@ -243,15 +245,13 @@ class Engine:
         if pipeline.rank == last:
             own = job.report()
             if own.counted and self._weighs(hook):
-                weigh_over_replicas(own, group=self._mesh.group("replica_sum"), device=self._device)
+                weight = torch.tensor(own.weight, dtype=torch.float64, device=self._device)
+                sums = weigh_over_replicas(own.calls, weight, own.loss, group=self._mesh.group("replica_sum"))
+                own.weight, own.loss = sums.tolist()
         report = share_report(own, group=pipeline, source=last, memory=self._memory, device=self._device)
         if own is None:
             apply_changes(self._module, report.changes)
-        for call in report.calls:
-            if call.metric is not None:
-                self._module.log(call.name, self._module.get_submodule(call.metric), **call.options)
-            else:
-                self._module.log(call.name, torch.tensor(call.value, dtype=torch.float32, device=self._device), **call.options)
+        replay(report.calls, self._module)
         return report
 
     def _weighs(self, hook: str) -> bool:
@@ -260,7 +260,7 @@ class Engine:
             return self._mesh.group("replica_sum").size > 1
         return self._replicas_in_step and hook != "predict_step"
 
-    def _job(self, hook: str, context: Context, args: Sequence[Any], **training: Any) -> LightningJob:
+    def _job(self, hook: str, context: MakesContext, args: Sequence[Nested], **training: Any) -> LightningJob:
         try:
             samples = batch_size(args[0])
             sizes = microbatch_sizes(samples, self._config.microbatches(samples))
@@ -293,9 +293,3 @@ class Engine:
         # Each slice of the sequence has activations of its own, and needs random numbers of its own.
         own_slice = [at["context"]] if self._mesh.group("context").size > 1 else []
         return (self._seed, hook, self._step(hook), layout.replica(self._mesh.rank), tensor, *own_slice)
-
-    def _compare_batch(self, batch: Any) -> None:
-        """Once a fit: all ranks of a replica must read the same samples."""
-        if not self._compared:
-            check_same_batch(batch, group=self._mesh.group("model"), rank=self._mesh.rank, device=self._device)
-            self._compared = True

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import Group
 
-__all__ = ["check_evaluates_again", "counted_evaluations", "may_evaluate_again"]
+__all__ = ["Closure", "check_evaluates_again", "counted_evaluations", "may_evaluate_again"]
+
+Closure = Callable[[], Tensor | None]
 
 
-def may_evaluate_again(optimizer: Any) -> bool:
+def may_evaluate_again(optimizer: Optimizer) -> bool:
     """Whether it may call its closure more than once: torch's own do not, but for LBFGS."""
     return isinstance(optimizer, torch.optim.LBFGS) or type(optimizer).__module__.partition(".")[0] != "torch"
 
 
-def check_evaluates_again(optimizer: Any, layout: ParallelLayout, *, steps_on_copies: bool) -> None:
+def check_evaluates_again(optimizer: Optimizer, layout: ParallelLayout, *, steps_on_copies: bool) -> None:
     """Check that such an optimizer gets on every rank what it would get on one device.
 
     Args:
@@ -44,23 +48,29 @@ def check_evaluates_again(optimizer: Any, layout: ParallelLayout, *, steps_on_co
 
 
 def counted_evaluations(
-    closure: Callable[[], Any], *, agree: Callable[[Tensor], Tensor], again: Callable[[], None]
-) -> Callable[[], Any]:
+    closure: Closure, *, scaled: Callable[[Tensor], Tensor], group: Group, again: Callable[[], None]
+) -> Closure:
     """The closure as such an optimizer calls it: all ranks see the same loss, and so take the same path.
 
     Args:
         closure: Lightning's; returns the loss of this replica, or None.
-        agree: Makes it that of all replicas.
+        scaled: What this replica's loss adds to that of all replicas.
+        group: The replicas.
         again: Is called before every evaluation but the first of a step.
     """
     evaluations = 0
 
-    def evaluate() -> Any:
+    def evaluate() -> Tensor | None:
         nonlocal evaluations
         evaluations += 1
         if evaluations > 1:
             again()
         loss = closure()
-        return agree(loss) if isinstance(loss, Tensor) else loss
+        if loss is None:
+            return None
+        total = scaled(loss).detach().clone()
+        if group.size > 1:
+            dist.all_reduce(total, group=group.handle)
+        return total
 
     return evaluate

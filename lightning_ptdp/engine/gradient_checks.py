@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +67,7 @@ class GradientChecks(StepObserver):
 
     # ---- what it says -------------------------------------------------------------------------------------------------
 
-    def complete(self, optimizer: Any, *, losses: Sequence[Tensor], norm: Callable[[], Tensor] | None) -> None:
+    def complete(self, optimizer: Optimizer, *, losses: Sequence[Tensor], norm: Callable[[], Tensor] | None) -> None:
         """The gradients of a step are complete.
 
         Args:

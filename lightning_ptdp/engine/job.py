@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.data_parallel import GradientBuckets
 from lightning_ptdp.engine.batch import merge_outputs, signature
 from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
-from lightning_ptdp.engine.report import LogRecorder, StepReport, average_calls
+from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls
 from lightning_ptdp.engine.step_state import Owner, StepState
-from lightning_ptdp.nested import map_tensors
+from lightning_ptdp.nested import Nested, map_tensors
 from lightning_ptdp.random import derive_seed, seeded
-from lightning_ptdp.surroundings import Forward, Part
+from lightning_ptdp.surroundings import Context, Forward, Part
 from lightning_ptdp.tensor_parallel import gather_full
-from lightning_ptdp.world.mesh import Group
 
-__all__ = ["LightningJob", "counted_loss", "loss_and_weight", "num_tokens", "sum_over_replicas"]
+__all__ = ["LightningJob", "counted_loss", "loss_and_weight", "num_tokens"]
 
 
-def loss_and_weight(output: Any) -> tuple[Tensor, Tensor | None]:
+def loss_and_weight(output: Nested) -> tuple[Tensor, Tensor | None]:
     """Loss of a training step's output, and the number of tokens that it is the mean of, if the output says so; both stay on the
     device, since waiting for a value would stall the pipeline.
 
@@ -36,7 +35,7 @@ def loss_and_weight(output: Any) -> tuple[Tensor, Tensor | None]:
         return output, None
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         tokens, loss = num_tokens(output), output["loss"]
-        return loss, None if tokens is None else torch.as_tensor(tokens, dtype=torch.float32, device=loss.device)
+        return loss, None if tokens is None else tokens.to(loss.device, torch.float32)
     raise ValueError(
         f"training_step returned {type(output).__name__}; under this strategy it must return the loss tensor or a dictionary with "
         "'loss' (and 'num_tokens' to weight microbatches by their tokens). A batch cannot be skipped with None where others train on "
@@ -44,16 +43,10 @@ def loss_and_weight(output: Any) -> tuple[Tensor, Tensor | None]:
     )
 
 
-def num_tokens(output: Any) -> Any:
+def num_tokens(output: Nested) -> Tensor | None:
     """What a step's output says that its loss is the mean of, if it says so."""
-    return output.get("num_tokens") if isinstance(output, Mapping) else None
-
-
-def sum_over_replicas(values: Tensor, group: Group) -> Tensor:
-    """Sum a small tensor over the replicas, in place."""
-    if group.size > 1:
-        dist.all_reduce(values, group=group.handle)
-    return values
+    tokens = output.get("num_tokens") if isinstance(output, Mapping) else None
+    return None if tokens is None else torch.as_tensor(tokens)
 
 
 def counted_loss(loss: Tensor, weight: Tensor) -> Tensor:
@@ -61,10 +54,11 @@ def counted_loss(loss: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight > 0, loss, torch.zeros_like(loss))
 
 
+@dataclass(kw_only=True, eq=False)
 class LightningJob:
     """Runs a LightningModule's step on microbatches; the pipeline runtime calls it as the schedule says.
 
-    Args:
+    Attributes:
         module: The LightningModule.
         hook: "training_step", "validation_step", "test_step" or "predict_step".
         microbatches: One batch each.
@@ -74,171 +68,160 @@ class LightningJob:
         step: Tells training steps apart.
         seed: What random numbers depend on: (run, hook, step, replica).
         device: Where the model is.
-        buckets: Who is told when gradients are complete, if anybody is.
-        scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
-        loss_scale: Factor on every loss; stays in the gradients.
-        reduce_gradients: Whether this step completes an optimizer step.
         stages: Number of stages.
         metrics: Where metrics that the step calls get their values of the whole batch.
         owners: What the step may leave something on.
+        buckets: Who is told when gradients are complete, if anybody is.
+        scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
+        loss_scale: Factor on every loss; stays in the gradients.
+        reduces: Whether this step completes an optimizer step.
         may_skip: The step may return None for the whole batch, which then teaches nothing.
-
-    Attributes:
         losses: Of the microbatches that this rank has seen the end of.
         skipped: The step returned None for all microbatches so far.
     """
 
-    def __init__(
-        self,
-        *,
-        module: Any,
-        hook: str,
-        microbatches: Sequence[Any],
-        sizes: Sequence[int],
-        arguments: Sequence[Any],
-        context: Callable[[], contextlib.AbstractContextManager[Any]],
-        step: int,
-        seed: tuple[object, ...],
-        device: torch.device,
-        buckets: GradientBuckets | None = None,
-        scale: float = 1.0,
-        loss_scale: float = 1.0,
-        reduce_gradients: bool = False,
-        stages: int = 1,
-        metrics: BatchMetrics,
-        owners: Sequence[Owner] = (),
-        may_skip: bool = False,
-    ) -> None:
-        self.training = hook == "training_step"
-        self._module, self._hook, self._microbatches, self._sizes = module, hook, microbatches, sizes
-        self._arguments, self._context, self._device = arguments, context, device
-        self._step, self._seed = step, seed
-        self._buckets, self._scale, self._loss_scale, self._reduces = buckets, scale, loss_scale, reduce_gradients
-        self._outputs: list[Any] = [None] * len(sizes)
-        self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in sizes]
-        self.losses: list[Tensor] = []
-        self._may_skip, self.skipped = may_skip, False
-        self._tokens: list[Any] = [None] * len(sizes)
+    module: LightningModule
+    hook: str
+    microbatches: Sequence[Nested]
+    sizes: Sequence[int]
+    arguments: Sequence[object]
+    context: Callable[[], Context]
+    step: int
+    seed: tuple[object, ...]
+    device: torch.device
+    stages: int
+    metrics: BatchMetrics
+    owners: Sequence[Owner]
+    buckets: GradientBuckets | None = None
+    scale: float = 1.0
+    loss_scale: float = 1.0
+    reduces: bool = False
+    may_skip: bool = False
+    losses: list[Tensor] = field(default_factory=list, init=False)
+    skipped: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._outputs: list[Nested] = [None] * self.count
+        self._calls: list[list[LogCall]] = [[] for _ in self.sizes]
+        self._tokens: list[Tensor | None] = [None] * self.count
+        self._shares: list[Tensor | float] = [1.0] * self.count
         self._part: Part | None = None
-        self._shares: list[Tensor | float] = [1.0] * len(sizes)
-        self._last_stage, self._metrics, self._owners = stages - 1, metrics, owners
         self._before: StepState | None = None
+
+    @property
+    def training(self) -> bool:
+        """Whether a backward follows."""
+        return self.hook == "training_step"
 
     @property
     def count(self) -> int:
         """Number of microbatches."""
-        return len(self._sizes)
+        return len(self.sizes)
 
     def signature(self, microbatch: int) -> Hashable:
         """Shapes and dtypes of the microbatch, and whether gradients flow (which may change a hidden state's dtype)."""
-        return self._hook, signature(self._microbatches[microbatch])
+        return self.hook, signature(self.microbatches[microbatch])
 
     def begin(self, stage: int, microbatch: int) -> Forward:
         """The user's step on one microbatch is about to run."""
-        whole = self._microbatches[microbatch]
-        return Forward(hook=self._hook, step=self._step, stage=stage, microbatch=microbatch, whole=whole)
+        return Forward(hook=self.hook, step=self.step, stage=stage, microbatch=microbatch, whole=self.microbatches[microbatch])
 
-    def forward(self, forward: Forward) -> Any:
+    def forward(self, forward: Forward) -> Nested:
         """Run it, under random numbers that belong to this microbatch and stage."""
-        seed = derive_seed(*self._seed, forward.microbatch, forward.stage)
-        step, recorder = getattr(self._module, self._hook), LogRecorder(self._module)
-        with self._kept_state(forward), seeded(seed, self._device), recorder, self._context():
-            output = step(forward.batch, *self._arguments)
+        seed = derive_seed(*self.seed, forward.microbatch, forward.stage)
+        step, recorder = getattr(self.module, self.hook), LogRecorder(self.module)
+        with self._kept_state(forward), seeded(seed, self.device), recorder, self.context():
+            output = step(forward.batch, *self.arguments)
         self._calls[forward.microbatch] = recorder.calls
         return output
 
     @contextlib.contextmanager
     def _kept_state(self, forward: Forward) -> Iterator[None]:
         """What the step changes on the module stays if this is the run that gets to its end."""
-        if forward.stage == self._last_stage:
-            if self._before is None and self._last_stage:
-                self._before = StepState(self._owners)
+        if forward.stage == self.stages - 1:
+            if self._before is None and self.stages > 1:
+                self._before = StepState(self.owners)
             several = self.count > 1 or forward.part is not None
-            with self._metrics.watching() if several else contextlib.nullcontext():
+            with self.metrics.watching() if several else contextlib.nullcontext():
                 yield
             return
-        before = StepState(self._owners)
+        before = StepState(self.owners)
         try:
             yield
         finally:
             before.restore()
 
-    def finish(self, forward: Forward, output: Any) -> Tensor | None:
+    def finish(self, forward: Forward, output: Nested) -> Tensor | None:
         """Keep the output; when training, the loss to differentiate: scaled, and weighted by samples or tokens."""
         microbatch, part = forward.microbatch, forward.part
         self._part = part
+        if self.training and self._is_skipped(output):
+            return None
+        loss, tokens = loss_and_weight(output) if self.training else (torch.zeros((), device=self.device), num_tokens(output))
+        if part is not None and tokens is None:
+            share = self._shares[microbatch] = part.share(loss.detach())
+            loss = counted_loss(loss, share) * share
+        elif part is not None and part.shifted_targets is not None:
+            tokens = part.shifted_targets
+            output = {**output, "num_tokens": tokens}
+        self._tokens[microbatch], self._outputs[microbatch] = tokens, _detached(output)
         if not self.training:
-            tokens = num_tokens(output)
-            if part is not None and tokens is None:
-                self._shares[microbatch] = part.share(torch.zeros((), device=self._device))
-            if part is not None and tokens is not None and part.shifted_targets is not None:
-                tokens = part.shifted_targets
-                output = {**output, "num_tokens": tokens}
-            self._tokens[microbatch], self._outputs[microbatch] = tokens, _detached(output)
             return None
-        if output is None and self._may_skip and not self.losses:
+        loss = loss if tokens is None else counted_loss(loss, tokens)
+        self.losses.append(loss.detach())
+        if tokens is None:
+            return loss * (self.sizes[microbatch] / sum(self.sizes) * self.scale * self.loss_scale)
+        # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
+        return loss * (tokens * self.loss_scale)
+
+    def _is_skipped(self, output: Nested) -> bool:
+        if output is None and self.may_skip and not self.losses:
             self.skipped = True
-            return None
-        if self.skipped:
+        elif self.skipped:
             raise ValueError(
                 "training_step returned None for some microbatches of a batch and a loss for others: return the loss times zero for what "
                 "shall teach nothing"
             )
-        loss, tokens = loss_and_weight(output)
-        if part is not None and tokens is not None and part.shifted_targets is not None:
-            tokens = part.shifted_targets.to(tokens.dtype)
-        self._tokens[microbatch] = tokens
-        if part is not None and tokens is None:
-            share = self._shares[microbatch] = part.share(loss.detach())
-            loss = counted_loss(loss, share) * share
-        loss = loss if tokens is None else counted_loss(loss, tokens)
-        self.losses.append(loss.detach())
-        self._outputs[microbatch] = _detached(output)
-        if tokens is None:
-            return loss * (self._sizes[microbatch] / sum(self._sizes) * self._scale * self._loss_scale)
-        # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
-        return loss * (tokens * self._loss_scale)
+        return self.skipped
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
         """Start reductions as the buckets of this stage fill."""
-        if self._reduces and self._buckets is not None:
-            self._buckets.arm(stage, awaited)
+        if self.reduces and self.buckets is not None:
+            self.buckets.arm(stage, awaited)
 
     def gradient_complete(self, parameter: Tensor) -> None:
         """A bucket may be full, if its reductions have been armed."""
-        if self._buckets is not None:
-            self._buckets.complete(parameter)
+        if self.buckets is not None:
+            self.buckets.complete(parameter)
 
     def reduce(self, stage: int) -> None:
         """Start what is left of this stage's reductions."""
-        if self._reduces and self._buckets is not None:
-            self._buckets.reduce(stage)
+        if self.reduces and self.buckets is not None:
+            self.buckets.reduce(stage)
 
     def report(self) -> StepReport:
         """What the last stage has to say, after all microbatches have run."""
-        counted = all(tokens is not None for tokens in self._tokens)
-        weights = [float(tokens) for tokens in self._tokens] if counted else [float(size) for size in self._sizes]
+        told = [tokens for tokens in self._tokens if tokens is not None]
+        counted = len(told) == self.count
+        weights = [float(weight) for weight in (told if counted else self.sizes)]
         cut = self._part is not None
         shares = weights if counted or not cut else [w * float(s) for w, s in zip(weights, self._shares, strict=True)]
         calls = average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut)
         report = StepReport(weight=sum(weights), counted=counted, calls=calls)
-        self._metrics.settle()
+        self.metrics.settle()
         if self.training and not self.skipped:
             losses = torch.stack([loss.float() for loss in self.losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
         report.extras = self._extras(shares)
-        if self._part is not None:
-            self._merge_parts(report, sum(shares), self._part)
+        if self._part is not None:  # what the parts of the microbatches say together; collective over the ranks that have them
+            part, weight = self._part, sum(shares)
+            merge_reports(report, weight=weight, group=part.group, device=self.device)
+            report.extras = whole_outputs(report.extras, length=part.length, weight=weight, group=part.group, device=self.device)
         if self._before is not None:
             report.changes = self._before.changes()
         return report
 
-    def _merge_parts(self, report: StepReport, weight: float, part: Part) -> None:
-        """What the parts of the microbatches say together; collective over the ranks that have them."""
-        merge_reports(report, weight=weight, group=part.group, device=self._device)
-        report.extras = whole_outputs(report.extras, length=part.length, weight=weight, group=part.group, device=self._device)
-
-    def _extras(self, weights: Sequence[float]) -> Any:
+    def _extras(self, weights: Sequence[float]) -> Nested:
         outputs = self._outputs
         if self.training:
             if not isinstance(outputs[0], Mapping):
@@ -246,13 +229,13 @@ class LightningJob:
             outputs = [{k: v for k, v in o.items() if k not in ("loss", "num_tokens")} for o in outputs]
             if not outputs[0]:
                 return None
-        merged = merge_outputs(outputs, self._sizes, weights)
+        merged = merge_outputs(outputs, self.sizes, weights)
         if isinstance(merged, Mapping) and "num_tokens" in merged and len(outputs) > 1:
             merged = {**merged, "num_tokens": torch.tensor(sum(weights)).to(torch.int64)}
         return merged
 
-    def _metric_path(self, metric: Any) -> str:
-        for name, child in self._module.named_modules():
+    def _metric_path(self, metric: object) -> str:
+        for name, child in self.module.named_modules():
             if child is metric:
                 return name
         raise ValueError(
@@ -260,7 +243,7 @@ class LightningJob:
         )
 
 
-def _detached(output: Any) -> Any:
+def _detached(output: Nested) -> Nested:
     """The output without graph, with logits that are split over the vocabulary put together."""
     with torch.no_grad():
         return map_tensors(gather_full(output), torch.Tensor.detach)

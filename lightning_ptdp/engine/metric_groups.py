@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+from torch import nn
 
 from lightning_ptdp.world.mesh import Group, ProcessMesh
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 __all__ = ["BatchMetrics", "scope_metrics"]
 
@@ -17,13 +22,13 @@ def _never() -> bool:
     return False
 
 
-def _metrics(module: Any) -> Iterator[Any]:
+def _metrics(module: nn.Module) -> Iterator[Metric]:
     from torchmetrics import Metric
 
     return (child for child in module.modules() if isinstance(child, Metric))
 
 
-def scope_metrics(module: Any, mesh: ProcessMesh) -> Callable[[], None]:
+def scope_metrics(module: nn.Module, mesh: ProcessMesh) -> Callable[[], None]:
     """Let the module's metrics sum over the replicas instead of the world, where a replica's ranks hold equal states.
 
     Returns:
@@ -55,14 +60,14 @@ class BatchMetrics:
         context: Ranks that see other slices of the same batch.
     """
 
-    def __init__(self, module: Any, context: Group) -> None:
+    def __init__(self, module: nn.Module, context: Group) -> None:
         # By identity: metrics compare and hash by what they hold.
         self._metrics, self._context = {id(metric): metric for metric in _metrics(module)}, context
-        self._copies: dict[int, Any] = {}
+        self._copies: dict[int, Metric] = {}
         self._called: dict[int, None] = {}
         self._busy = False
 
-    def __deepcopy__(self, memo: Any) -> BatchMetrics:
+    def __deepcopy__(self, memo: object) -> BatchMetrics:
         """Itself: it belongs to the metrics of the run, and to no copy of them."""
         return self
 
@@ -83,7 +88,7 @@ class BatchMetrics:
             self._metrics[key]._forward_cache = self._copies[key].compute()
             self._copies[key].reset()
 
-    def _forwarded(self, metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+    def _forwarded(self, metric: Metric, args: tuple[object, ...], kwargs: dict[str, object], _: object) -> None:
         key = id(metric)
         if self._busy or key not in self._metrics:
             return
@@ -96,9 +101,9 @@ class BatchMetrics:
         finally:
             self._busy = False
 
-    def _empty_copy(self, metric: Any) -> Any:
+    def _empty_copy(self, metric: Metric) -> Metric:
         # Neither process groups nor values with a graph can be copied, and states need not be.
-        instead: dict[int, Any] = {}
+        instead: dict[int, object] = {}
         for inner in _metrics(metric):
             instead.update({id(value): None for value in (inner.process_group, inner._forward_cache, inner._computed)})
             instead.update({id(getattr(inner, name)): copy.deepcopy(default) for name, default in inner._defaults.items()})

@@ -6,15 +6,17 @@ The last stage records the calls of every microbatch; afterwards they are put to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Number
+from numbers import Number, Real
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.engine.step_state import Change
 from lightning_ptdp.world.mesh import Group
 
@@ -23,23 +25,41 @@ __all__ = [
     "LogRecorder",
     "StepReport",
     "average_calls",
+    "numbers_of",
     "reduce_values",
-    "reduction_name",
+    "replay",
     "weigh_over_replicas",
-    "weigh_recorded",
 ]
 
-_REDUCTIONS = ("mean", "sum", "min", "max")
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "sum": sum, "min": min, "max": max}
 
 
 @dataclass(frozen=True)
 class LogCall:
-    """One ``self.log(name, value, **options)``; a Metric object is recorded by its attribute path with value None."""
+    """One ``self.log(name, value, **options)``.
+
+    Attributes:
+        value: A number, a tensor of one element or a Metric object; None where ``metric`` stands for it.
+        metric: Attribute path of a Metric object on the module.
+    """
 
     name: str
-    value: float | None
+    value: Any
     options: dict[str, Any]
     metric: str | None = None
+
+    @property
+    def reduction(self) -> str:
+        """Its ``reduce_fx``: "mean", "sum", "min" or "max", or what else was given."""
+        asked = self.options.get("reduce_fx", "mean")
+        name: str = getattr(asked, "__name__", str(asked)).lower()
+        return "mean" if name == "avg" else name
+
+    @property
+    def is_shared_mean(self) -> bool:
+        """Whether it is to be the mean of what the replicas log."""
+        is_number = self.metric is None and not is_metric(self.value)
+        return is_number and bool(self.options.get("sync_dist")) and self.reduction == "mean"
 
 
 @dataclass
@@ -66,11 +86,11 @@ class StepReport:
 class LogRecorder:
     """Stands in for ``LightningModule.log`` while a microbatch runs."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+        self.calls: list[LogCall] = []
 
-    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, name: str, value: Any, *args: object, **kwargs: Any) -> None:
         """Record a call.
 
         Raises:
@@ -86,12 +106,7 @@ class LogRecorder:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
             kwargs.update(zip(names, args, strict=False))
         keeps_graph = not isinstance(value, Tensor) or kwargs.get("enable_graph", False)
-        self.calls.append((name, value if keeps_graph else value.detach(), kwargs))
-
-    def replay(self) -> None:
-        """Hand the calls to Lightning."""
-        for name, value, options in self.calls:
-            self._module.log(name, value, **options)
+        self.calls.append(LogCall(name, value if keeps_graph else value.detach(), kwargs))
 
     def __enter__(self) -> LogRecorder:
         self._module.__dict__["log"] = self
@@ -101,11 +116,17 @@ class LogRecorder:
         self._module.__dict__.pop("log", None)
 
 
+def replay(calls: Sequence[LogCall], module: LightningModule) -> None:
+    """Hand the calls to Lightning."""
+    for call in calls:
+        module.log(call.name, call.value if call.metric is None else module.get_submodule(call.metric), **call.options)
+
+
 def average_calls(
-    recorded: Sequence[Sequence[tuple[str, Any, dict[str, Any]]]],
+    recorded: Sequence[Sequence[LogCall]],
     weights: Sequence[float],
     *,
-    metric_path: Callable[[Any], str],
+    metric_path: Callable[[object], str],
     counted: bool = False,
 ) -> list[LogCall]:
     """One call for each call that the microbatches made: weighted mean of the values, or their sum, least or largest as ``reduce_fx``
@@ -120,107 +141,75 @@ def average_calls(
     Raises:
         ValueError: The microbatches logged different names, or one asks for a reduction that Lightning has not.
     """
-    names = [[name for name, _, _ in calls] for calls in recorded]
+    names = [[call.name for call in calls] for calls in recorded]
     if any(other != names[0] for other in names):
         raise ValueError(
             f"self.log was called with different names in different microbatches: {names[0]} and others; log the same names"
         )
     merged = []
-    values = _numbers([value for calls in recorded for _, value, _ in calls if not is_metric(value)])
-    columns = [[0.0 if is_metric(value) else next(values) for _, value, _ in calls] for calls in recorded]
+    numbers = numbers_of([call for calls in recorded for call in calls])
     for place, calls in enumerate(zip(*recorded, strict=True)):
-        name, first, options = calls[0]
-        shares = weights
-        own = [call_options.get("batch_size") for _, _, call_options in calls]
+        first, options, shares = calls[0], calls[0].options, weights
+        own = [call.options.get("batch_size") for call in calls]
         if all(size is not None for size in own):
             options = {**options, "batch_size": sum(own)}
             shares = weights if counted else own
-        if is_metric(first):
-            merged.append(LogCall(name, None, options, metric_path(first)))
+        if is_metric(first.value):
+            merged.append(LogCall(first.name, None, options, metric_path(first.value)))
             continue
         # By name, since a function may not be picklable.
-        options = {**options, "reduce_fx": _checked(reduction_name(options), name)}
-        merged.append(LogCall(name, reduce_values([column[place] for column in columns], shares, options["reduce_fx"]), options))
+        reduction = first.reduction
+        if reduction not in _REDUCTIONS:
+            raise ValueError(
+                f"self.log({first.name!r}, reduce_fx={reduction}): a logged value can be reduced by {', '.join(_REDUCTIONS)}; log a "
+                "torchmetrics.Metric instead"
+            )
+        value = reduce_values(numbers[place :: len(names[0])], shares, reduction)
+        merged.append(LogCall(first.name, value, {**options, "reduce_fx": reduction}))
     return merged
 
 
-def is_metric(value: Any) -> bool:
+def numbers_of(calls: Sequence[LogCall]) -> list[float]:
+    """What they log, those on a device read in one go; 0 for a metric."""
+    values = [call.value for call in calls]
+    tensors = [value.detach().double().flatten() for value in values if isinstance(value, Tensor)]
+    read = iter(torch.cat(tensors).tolist() if tensors else ())
+    plain = [float(value) if isinstance(value, Real) else 0.0 for value in values]
+    return [next(read) if isinstance(value, Tensor) else number for value, number in zip(values, plain, strict=True)]
+
+
+def is_metric(value: object) -> bool:
     """Whether a logged value is a torchmetrics object."""
     return hasattr(value, "compute") and hasattr(value, "update")
 
 
-def _numbers(values: Sequence[Any]) -> Iterator[float]:
-    """The logged values as floats, those on a device read in one go."""
-    tensors = [value.detach().double().flatten() for value in values if isinstance(value, Tensor)]
-    read = iter(torch.cat(tensors).tolist() if tensors else ())
-    return (next(read) if isinstance(value, Tensor) else float(value) for value in values)
-
-
-def _checked(reduction: str, name: str) -> str:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(
-            f"self.log({name!r}, reduce_fx={reduction}): a logged value can be reduced by {', '.join(_REDUCTIONS)}; log a "
-            "torchmetrics.Metric instead"
-        )
-    return reduction
-
-
-def is_shared_mean(options: Mapping[str, Any]) -> bool:
-    """Whether a logged value is to be the mean of what the replicas log."""
-    return bool(options.get("sync_dist")) and reduction_name(options) == "mean"
-
-
-def reduction_name(options: Mapping[str, Any]) -> str:
-    """The ``reduce_fx`` of a log call: "mean", "sum", "min" or "max", or what else was given."""
-    asked = options.get("reduce_fx", "mean")
-    name = getattr(asked, "__name__", str(asked)).lower()
-    return "mean" if name == "avg" else name
-
-
-def weigh_over_replicas(report: StepReport, *, group: Group, device: torch.device) -> None:
-    """Make the loss, and the logged means that are shared over replicas, those of all replicas' tokens, in place; collective.
-
-    All replicas then log the same value, which is what Lightning's own mean over them leaves.
-    """
-    chosen = [i for i, call in enumerate(report.calls) if call.value is not None and is_shared_mean(call.options)]
-    # Without a token a mean may be 0/0.
-    sums = [(report.calls[i].value or 0.0) * report.weight if report.weight else 0.0 for i in chosen]
-    row = torch.tensor([report.loss, report.weight, *sums], dtype=torch.float64, device=device)
-    dist.all_reduce(row, group=group.handle)
-    report.loss, report.weight, *sums = row.tolist()
-    for i, total in zip(chosen, sums, strict=True):
-        report.calls[i] = replace(report.calls[i], value=total / report.weight if report.weight else report.calls[i].value)
-
-
-def weigh_recorded(calls: list[tuple[str, Any, dict[str, Any]]], tokens: Tensor, *, group: Group) -> Tensor:
-    """As ``weigh_over_replicas``, of calls that were recorded, without reading values from the device.
+def weigh_over_replicas(calls: list[LogCall], weight: Tensor, loss: float = 0.0, *, group: Group) -> Tensor:
+    """Make the logged means that are shared over replicas those of all replicas' tokens, without reading values from the device;
+    collective. All replicas then log the same value, which is what Lightning's own mean over them leaves.
 
     Args:
         calls: Of this replica, changed in place.
-        tokens: That it counted, ().
+        weight: Tokens that it counted, ().
+        loss: Its sum over them.
         group: The replicas.
 
     Returns:
-        All replicas' tokens, () float64.
+        All replicas' tokens and loss, (2) float64.
     """
-    chosen = [i for i, (_, value, options) in enumerate(calls) if not is_metric(value) and is_shared_mean(options)]
-    count = tokens.detach().double()
-    means = [torch.as_tensor(calls[i][1], device=tokens.device).detach().double().reshape(()) for i in chosen]
-    row = torch.stack([count, *(torch.where(count > 0, mean, 0.0) * count for mean in means)])
+    count = weight.detach().double()
+    chosen = [i for i, call in enumerate(calls) if call.is_shared_mean]
+    means = [torch.as_tensor(calls[i].value, device=weight.device).detach().double().reshape(()) for i in chosen]
+    # Without a token a mean may be 0/0.
+    row = torch.stack([count, torch.full_like(count, loss), *(torch.where(count > 0, mean, 0.0) * count for mean in means)])
     dist.all_reduce(row, group=group.handle)
-    for i, total in zip(chosen, row[1:], strict=True):
-        name, _, options = calls[i]
-        calls[i] = name, (total / row[0]).float(), options
-    return row[0]
+    for i, total, mean in zip(chosen, row[2:], means, strict=True):
+        calls[i] = replace(calls[i], value=torch.where(row[0] > 0, total / row[0], mean).float())
+    return row[:2]
 
 
 def reduce_values(values: Sequence[float], weights: Sequence[float], reduction: str) -> float:
     """What logged values of parts of a step say about the whole: their weighted mean, or sum, least or largest."""
-    if reduction == "sum":
-        return sum(values)
-    if reduction in ("min", "max"):
-        return min(values) if reduction == "min" else max(values)
     total = sum(weights)
-    if not total:
-        return sum(values) / len(values)
+    if reduction != "mean" or not total:
+        return _REDUCTIONS[reduction](values)
     return sum(v * w for v, w in zip(values, weights, strict=True) if w) / total

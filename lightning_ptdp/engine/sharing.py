@@ -1,25 +1,29 @@
 """A report on its way from the last stage to the others.
 
-Numbers travel as one small tensor, tensors as another; names, options and forms are only sent again when they change.
+Numbers travel as one small tensor, tensors as they are; names, options and forms are only sent again when they change.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.engine.parcel import TensorPlace, empty_message, pack, tensors_of, to_bytes, unpack
-from lightning_ptdp.engine.report import LogCall, StepReport
+from lightning_ptdp.engine.report import LogCall, StepReport, numbers_of
 from lightning_ptdp.engine.step_state import Change
+from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ReportMemory", "share_report"]
+__all__ = ["ReportMemory", "pack", "share_report", "unpack"]
+
+_T = TypeVar("_T")
 
 _CAPACITY = 62  # values that fit into the fixed-size message; longer reports take a second one
 
@@ -32,18 +36,31 @@ class ReportMemory:
 
 
 @dataclass(frozen=True)
+class _TensorPlace:
+    """What stands for a tensor in a form.
+
+    Attributes:
+        on_cpu: It stays on the CPU, wherever the ranks' devices are.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+@dataclass(frozen=True)
 class _Form:
     """What a report says beside numbers and tensors.
 
     Attributes:
-        rows: Of each log call its name, options, metric and whether it has a value.
+        rows: Of each log call its name, options and metric.
         rest: Outputs and changes, packed.
         places: Of their tensors.
     """
 
-    rows: list[tuple[str, dict[str, Any], str | None, bool]]
+    rows: list[tuple[str, dict[str, Any], str | None]]
     rest: bytes
-    places: list[TensorPlace]
+    places: list[_TensorPlace]
 
 
 def share_report(
@@ -58,12 +75,10 @@ def share_report(
     values: list[float] = []
     tensors: list[Tensor] = []
     if report is not None:
-        values = [call.value for call in report.calls if call.value is not None]
+        values = numbers_of(report.calls)
         form, tensors = _form_of(report, device)
-        head[:4] = torch.tensor(
-            [report.loss, report.weight, float(report.counted), float(form != memory.form)], dtype=torch.float64
-        )
-        head[4 : 4 + min(len(values), _CAPACITY)] = torch.tensor(values[:_CAPACITY], dtype=torch.float64)
+        first = [report.loss, report.weight, report.counted, form != memory.form, *values[:_CAPACITY]]
+        head[: len(first)] = torch.tensor(first, dtype=torch.float64)
         memory.form = form
     head = head.to(device)
     dist.broadcast(head, source, group=group.handle)
@@ -71,16 +86,16 @@ def share_report(
     if form_changed:
         memory.form = _broadcast_object(memory.form, source, group)
     content: _Form = pickle.loads(memory.form)
-    if sum(row[3] for row in content.rows) > _CAPACITY:
+    if len(content.rows) > _CAPACITY:
         numbers = _broadcast_object(values, source, group)
-    message = to_bytes(tensors, content.places, device) if report is not None else empty_message(content.places, device)
-    if message.numel():
-        dist.broadcast(message, source, group=group.handle)
+    tensors = _broadcast_tensors(tensors, content.places, source=source, group=group, device=device)
     if report is not None:
         return report
-    stream = iter(numbers)
-    calls = [LogCall(name, next(stream) if known else None, options, metric) for name, options, metric, known in content.rows]
-    extras, changes = unpack(content.rest, tensors_of(message, content.places))
+    values_of_rows = zip(numbers, content.rows, strict=False)
+    calls = [
+        LogCall(name, number if metric is None else None, options, metric) for number, (name, options, metric) in values_of_rows
+    ]
+    extras, changes = unpack(content.rest, tensors)
     return StepReport(loss, weight, bool(counted), calls, extras, changes)
 
 
@@ -89,8 +104,8 @@ def _form_of(report: StepReport, device: torch.device) -> tuple[bytes, list[Tens
         rest, tensors = pack((report.extras, report.changes))
     except Exception:
         rest, tensors = pack((report.extras, [change for change in report.changes if _can_be_sent(change)]))
-    places = [TensorPlace(tuple(t.shape), t.dtype, t.device != device) for t in tensors]
-    rows = [(call.name, call.options, call.metric, call.value is not None) for call in report.calls]
+    places = [_TensorPlace(tuple(t.shape), t.dtype, t.device != device) for t in tensors]
+    rows = [(call.name, call.options, call.metric) for call in report.calls]
     return pickle.dumps(_Form(rows, rest, places)), tensors
 
 
@@ -107,7 +122,59 @@ def _can_be_sent(change: Change) -> bool:
     return True
 
 
-def _broadcast_object(value: Any, source: int, group: Group) -> Any:
+def _broadcast_object(value: _T, source: int, group: Group) -> _T:
     box = [value]
     dist.broadcast_object_list(box, source, group=group.handle)
     return box[0]
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: object) -> int | None:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return None
+        self.tensors.append(gather_full(value.detach()).contiguous())
+        return len(self.tensors) - 1
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, place: int) -> Tensor:
+        return self._tensors[place]
+
+
+def pack(value: object) -> tuple[bytes, list[Tensor]]:
+    """The form of ``value`` and its tensors, whole where they are split over the vocabulary (collective over the tensor group then).
+
+    Raises:
+        Exception: Whatever pickle raises for what cannot be sent.
+    """
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    return file.getvalue(), packer.tensors
+
+
+def unpack(form: bytes, tensors: Sequence[Tensor]) -> Any:
+    """What was packed."""
+    return _Unpacker(io.BytesIO(form), tensors).load()
+
+
+def _broadcast_tensors(
+    tensors: Sequence[Tensor], places: Sequence[_TensorPlace], *, source: int, group: Group, device: torch.device
+) -> list[Tensor]:
+    """The tensors of rank ``source``, which the others give none of, each with memory of its own; collective."""
+    received = []
+    for index, place in enumerate(places):
+        tensor = tensors[index].to(device) if tensors else torch.empty(place.shape, dtype=place.dtype, device=device)
+        if tensor.numel():
+            # As bytes: no backend takes every dtype.
+            dist.broadcast(tensor.flatten().view(torch.uint8), source, group=group.handle)
+        received.append(tensor.cpu() if place.on_cpu else tensor)
+    return received

@@ -10,7 +10,7 @@ lists, dictionaries and plain objects. Of containers with more than ``_WATCHED``
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -28,6 +28,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray,
 _LIBRARIES = (
     "builtins", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "tokenizers", "torch", "torchmetrics", "transformers",
 )  # fmt: skip
+_CONTAINERS = (list, deque, dict)
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, tuple))
 _NOT_STATE = frozenset(("log", "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"))
 _OF_METRICS = frozenset(("_computed", "_forward_cache", "_update_count"))
@@ -48,21 +49,23 @@ class Owner:
     module: nn.Module
     ignored: frozenset[str]
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, object]:
         """Watched attributes and buffers; containers that a class holds for all of its objects are appended to as if they were."""
-        of_classes = {} if self.name else _class_containers(type(self.module))
-        found = {name: value for name, value in (of_classes | vars(self.module)).items() if name not in self.ignored}
-        found.update(self.module._buffers)
-        return found
+        found = (_class_containers(type(self.module)) if not self.name else {}) | vars(self.module)
+        return {name: value for name, value in found.items() if name not in self.ignored} | self.module._buffers
 
 
-def _class_containers(kind: type) -> dict[str, Any]:
-    bodies = [vars(base) for base in reversed(kind.__mro__) if base.__module__.partition(".")[0] not in _LIBRARIES]
+def _class_containers(kind: type) -> dict[str, object]:
+    bodies = [vars(base) for base in reversed(kind.__mro__) if not _is_of_a_library(base)]
     named = {name: value for body in bodies for name, value in body.items() if not name.startswith("__")}
     return {name: value for name, value in named.items() if isinstance(value, (list, dict, set, deque))}
 
 
-def find_owners(module: Any) -> list[Owner]:
+def _is_of_a_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _LIBRARIES
+
+
+def find_owners(module: nn.Module) -> list[Owner]:
     """The LightningModule itself and its metrics, wherever they are in it."""
     from torchmetrics import Metric, MetricCollection, SumMetric
 
@@ -136,7 +139,7 @@ class StepState:
                 _restore(before)
 
 
-def _see(value: Any, depth: int = 0) -> _Seen:
+def _see(value: object, depth: int = 0) -> _Seen:
     if type(value) in _ATOMS:
         return _Seen(value)
     if isinstance(value, Tensor):
@@ -145,9 +148,7 @@ def _see(value: Any, depth: int = 0) -> _Seen:
         return _Seen(value, value.copy() if value.size <= _ARRAY_ITEMS else None)
     if isinstance(value, set):
         return _Seen(value, set(value))
-    held: Any = value if isinstance(value, (dict, list, deque)) else None
-    if held is None and depth == 0 and _is_object(value):
-        held = vars(value)
+    held = value if isinstance(value, _CONTAINERS) else vars(value) if depth == 0 and _is_object(value) else None
     if held is None:
         return _Seen(value)
     if len(held) > _WATCHED or depth > _DEPTH:
@@ -156,10 +157,10 @@ def _see(value: Any, depth: int = 0) -> _Seen:
     return _Seen(value, len(held), {key: _see(item, depth + 1) for key, item in pairs})
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     """Whether it is an object of the user's that holds data, such as a running average."""
     kind = type(value)
-    if kind.__module__.partition(".")[0] in _LIBRARIES or getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+    if _is_of_a_library(kind) or getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         return False
     return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value)
 
@@ -171,13 +172,13 @@ class _Search:
         self.found: list[Change] = []
         self._met: dict[int, tuple[Path, bool]] = {}
 
-    def mapping(self, seen: Mapping[Any, _Seen], now: Mapping[Any, Any], path: Path) -> None:
+    def mapping(self, seen: Mapping[Any, _Seen], now: Mapping[Any, object], path: Path) -> None:
         """Compare what a module, an object or a dictionary held with what it holds."""
         self.found += [Change((*path, key), "delete") for key in seen if key not in now]
         for key, value in now.items():
             self.value(seen.get(key), value, (*path, key))
 
-    def value(self, seen: _Seen | None, now: Any, path: Path) -> None:
+    def value(self, seen: _Seen | None, now: object, path: Path) -> None:
         """Compare one value with what it was; None: it was not there."""
         rebound = seen is None or now is not seen.value
         if id(now) in self._met:
@@ -186,24 +187,20 @@ class _Search:
                 self.found.append(Change(path, "alias", first))
             return
         count = len(self.found)
-        if seen is None or (rebound and not _is_same_number(seen.value, now)):
+        if seen is None or (not _is_same_number(seen.value, now) if rebound else self._has_changed(seen, now, path)):
             self.found.append(Change(path, "set", now))
-        elif not rebound:
-            self._same_object(seen, now, path)
-        if isinstance(now, (Tensor, list, dict, deque, set)):
+        if isinstance(now, (Tensor, set, *_CONTAINERS)):
             self._met[id(now)] = path, len(self.found) > count
 
-    def _same_object(self, seen: _Seen, now: Any, path: Path) -> None:
+    def _has_changed(self, seen: _Seen, now: object, path: Path) -> bool:
+        """Whether an object that is still there has to be sent as a whole."""
         if isinstance(now, Tensor):
-            changed = seen.mark is None or now._version != seen.mark
-        elif isinstance(now, np.ndarray):
-            changed = seen.mark is not None and not np.array_equal(now, seen.mark)
-        elif isinstance(now, set):
-            changed = now != seen.mark
-        else:
-            changed = seen.mark is not None and self._container(seen, now, path)
-        if changed:
-            self.found.append(Change(path, "set", now))
+            return seen.mark is None or now._version != seen.mark
+        if isinstance(now, np.ndarray):
+            return seen.mark is not None and not np.array_equal(now, seen.mark)
+        if isinstance(now, set):
+            return now != seen.mark
+        return seen.mark is not None and self._container(seen, now, path)
 
     def _container(self, seen: _Seen, now: Any, path: Path) -> bool:
         """Whether it has to be sent as a whole, because it lost items that nobody remembers."""
@@ -221,15 +218,15 @@ class _Search:
         return False
 
 
-def _is_same_number(before: Any, now: Any) -> bool:
-    return type(before) is type(now) and isinstance(now, (bool, int, float, complex, str, bytes)) and bool(before == now)
+def _is_same_number(before: object, now: object) -> bool:
+    return type(before) is type(now) and isinstance(now, (bool, int, float, complex, str, bytes)) and before == now
 
 
-def _added(seen: Mapping[Any, _Seen], now: Mapping[Any, Any]) -> list[Any]:
+def _added(seen: Mapping[Any, _Seen], now: Mapping[Any, object]) -> list[Any]:
     return [key for key, value in now.items() if key not in seen and isinstance(value, _PLAIN)]
 
 
-def _rebound(before: _Seen, now: Any) -> bool:
+def _rebound(before: _Seen, now: object) -> bool:
     return now is not before.value and isinstance(now, _PLAIN) and isinstance(before.value, _PLAIN)
 
 
@@ -240,33 +237,25 @@ def _restore(before: _Seen) -> None:
     elif isinstance(value, set):
         value.intersection_update(before.mark)
         value.update(before.mark)
-    elif isinstance(value, (list, deque)):
-        _restore_list(before)
-    elif items is not None:
-        _restore_mapping(value if isinstance(value, dict) else vars(value), items)
-    elif isinstance(value, dict):
-        for key in list(islice(value, before.mark, None)):
+    elif isinstance(value, _CONTAINERS) and items is None:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        for key in reversed(keys[before.mark :]):
             del value[key]
-    for item in () if items is None else items.values():
-        _restore(item)
-
-
-def _restore_list(before: _Seen) -> None:
-    value, items = before.value, before.items
     if items is None:
-        while len(value) > before.mark:
-            value.pop()
-    elif len(value) != len(items) or any(item is not items[key].value for key, item in enumerate(value)):
-        value.clear()
-        value.extend(item.value for item in items.values())
-
-
-def _restore_mapping(value: MutableMapping[Any, Any], items: Mapping[Any, _Seen]) -> None:
-    for key in _added(items, value):
-        del value[key]
-    for key, item in items.items():
-        if key not in value or _rebound(item, value[key]):
-            value[key] = item.value
+        return
+    if isinstance(value, (list, deque)):
+        if len(value) != len(items) or any(item is not items[key].value for key, item in enumerate(value)):
+            value.clear()
+            value.extend(item.value for item in items.values())
+    else:
+        held = value if isinstance(value, dict) else vars(value)
+        for key in _added(items, held):
+            del held[key]
+        for key, item in items.items():
+            if key not in held or _rebound(item, held[key]):
+                held[key] = item.value
+    for item in items.values():
+        _restore(item)
 
 
 def apply_changes(module: nn.Module, changes: Sequence[Change]) -> None:
@@ -289,7 +278,7 @@ def _apply(module: nn.Module, change: Change) -> None:
     last = change.path[-1]
     target = _follow(module, change.path[:-1])
     if change.how == "extend":
-        held = _get(target, last)
+        held = _follow(module, change.path)
         held.update(change.value) if isinstance(held, dict) else held.extend(change.value)
     elif change.how == "delete" and isinstance(target, dict):
         target.pop(last, None)
@@ -297,7 +286,7 @@ def _apply(module: nn.Module, change: Change) -> None:
         delattr(target, last)
     else:
         value = _follow(module, change.value) if change.how == "alias" else change.value
-        if isinstance(target, (dict, list, deque)):
+        if isinstance(target, _CONTAINERS):
             target[last] = value
         else:
             setattr(target, last, value)
@@ -306,9 +295,5 @@ def _apply(module: nn.Module, change: Change) -> None:
 def _follow(module: nn.Module, path: Path) -> Any:
     value: Any = module.get_submodule(path[0])
     for key in path[1:]:
-        value = _get(value, key)
+        value = value[key] if isinstance(value, _CONTAINERS) else getattr(value, key)
     return value
-
-
-def _get(value: Any, key: Any) -> Any:
-    return value[key] if isinstance(value, (dict, list, deque)) else getattr(value, key)

@@ -110,6 +110,7 @@ class PipelineCut:
         collects: Whether all that blocks return crosses to all later stages, because the model uses it behind them.
 
     Attributes:
+        ranges: As given.
         starts: The stages on which a container but the first begins.
         module_stages: Stages of every module of the uncut model, by name; None for what every stage keeps.
     """
@@ -125,7 +126,7 @@ class PipelineCut:
     ) -> None:
         self.stages, self.num_stages, self.parts = tuple(stages), len(ranges), parts
         keep_padded(model)
-        self._layers, self._ranges = layers_of(model, parts.blocks), tuple(ranges)
+        self._layers, self.ranges = layers_of(model, parts.blocks), tuple(ranges)
         self._boundary = Boundary(places_of(self._layers, ranges), collects=collects)
         begins = [index for index, layer in enumerate(self._layers) if layer.is_first and layer.container]
         self.starts = frozenset(stage for stage, layers in enumerate(ranges) if any(index in range(*layers) for index in begins))
@@ -223,7 +224,7 @@ class PipelineCut:
         return found
 
     def _block_slots(self, model: nn.Module) -> Iterator[_Slot]:
-        for stage, (start, stop) in enumerate(self._ranges):
+        for stage, (start, stop) in enumerate(self.ranges):
             for layer in self._layers[start:stop]:
                 original = model.get_submodule(layer.name)
                 earlier, later = EarlierBlock(layer, original, self._boundary), LaterBlock(layer, original, self._boundary)

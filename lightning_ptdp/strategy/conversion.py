@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_ptdp._lightning import LightningNames, layer_sync
+from lightning_ptdp._lightning import LightningNames, Precision, layer_sync
 from lightning_ptdp.initial_values.materialize import Materializer
+from lightning_ptdp.strategy.model_space import ModelSpace
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["convert", "replacing"]
 
 
-def replacing(plugin: Any, names: LightningNames) -> Callable[[nn.Module], nn.Module] | None:
+def replacing(plugin: Precision, names: LightningNames) -> Callable[[nn.Module], nn.Module] | None:
     """The precision plugin's ``convert_module`` if it may do more than change dtypes."""
     method: Callable[[nn.Module], nn.Module] = plugin.convert_module
     return None if type(plugin).convert_module in names.casting else method
 
 
-def convert(strategy: Any, mesh: ProcessMesh) -> Any:
+def convert(strategy: ModelSpace, mesh: ProcessMesh) -> nn.Module:
     """Convert the strategy's model, in place where its plugins do.
 
     Those that replace modules may copy values, which what ``configure_model`` built has not yet: it is given them where a rank holds all

@@ -6,11 +6,12 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Crowd", "has_ended", "this_process"]
+__all__ = ["Crowd", "has_ended", "listed", "this_process"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +55,13 @@ class Crowd:
 
     def missing(self, ranks: list[int]) -> str:
         """What the one who keeps the store says of ranks that have not come."""
-        ranks = list(ranks)
         if not ranks:
             return ""
         here = self.world_size // self.num_nodes
         nodes = sorted({rank // here for rank in ranks})
-        on = "" if self.num_nodes == 1 else f" on node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
+        on = "" if self.num_nodes == 1 else f" on {listed('node', nodes)}"
         came = f"{self.world_size - len(ranks)} of {self.world_size} came"
-        listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        return f"for {listed}{on}, {came}{self._how([node for node in nodes if node * here in ranks])}"
+        return f"for {listed('rank', ranks)}{on}, {came}{self._how([node for node in nodes if node * here in ranks])}"
 
     def first_of_all(self) -> str:
         """What the first rank of another node, or else rank 1, says while rank 0 does not answer."""
@@ -91,6 +90,11 @@ _LOOPBACK_HINT = (
     " (MASTER_ADDR must be an address of node 0 that the other nodes can reach, and MASTER_PORT a free port there: set both, the same "
     "on all nodes)"
 )
+
+
+def listed(what: str, numbers: Sequence[int]) -> str:
+    """``"rank 1"``, ``"ranks 1, 2"``."""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def this_process() -> str:

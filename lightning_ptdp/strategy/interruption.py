@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from lightning_ptdp._lightning import Trainer
 from lightning_ptdp.pipeline.watchdog import Watchdog
 
 __all__ = ["Interruption"]
@@ -22,11 +21,10 @@ class Interruption:
         on_device: Whether messages may be under way that keep a device busy for ever.
     """
 
-    def __init__(self, trainer: Any, watchdog: Watchdog, *, run: str, on_device: bool) -> None:
+    def __init__(self, trainer: Trainer, watchdog: Watchdog, *, run: str, on_device: bool) -> None:
         self._trainer, self._watchdog, self._run, self._on_device = trainer, watchdog, run, on_device
         self._alone: bool | None = None
 
-    @property
     def is_of_this_rank_alone(self) -> bool:
         """Whether there was an exception that did not end all ranks at the same step; the others are waited for, for some seconds."""
         if self._trainer.state.status != "interrupted" or self._watchdog.closed:
@@ -36,10 +34,6 @@ class Interruption:
             topic = f"{self._run}/{self._trainer.global_step}"
             self._alone = torn or not self._watchdog.all_come(topic, limit_s=_PATIENCE_S)
         return self._alone
-
-    def meet(self) -> None:
-        """Find that out now, so that :meth:`leave` knows it."""
-        _ = self.is_of_this_rank_alone
 
     def leave(self) -> None:
         """After an exception of all ranks: wait for them, some seconds, before this one ends. Whoever started them ends all when one has

@@ -12,22 +12,21 @@ looks at the clock, at who is gone, and says whom it waits for.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.strategy.crowd import Crowd, has_ended, this_process
+from lightning_ptdp.strategy.crowd import Crowd, has_ended, listed, this_process
 
 __all__ = ["join"]
 
@@ -67,8 +66,8 @@ def join(
             notice that somebody is lost.
     """
     beside = _Beside(crowd, limit, ended)
-    shared: Any = None
-    own: Any = None
+    shared: dist.Store | None = None
+    life = ""
     try:
         shared = beside.run(open_store, f"looking for the store at {crowd.where}", crowd.first_of_all)
         shared.set_timeout(limit)
@@ -80,7 +79,7 @@ def join(
         beside.listen(shared, life)
         missing = list(range(crowd.world_size))
         beside.run(
-            lambda: _meet(shared, own, life, crowd, missing, limit), "waiting for all ranks", lambda: crowd.missing(missing)
+            lambda: _meet(shared, own, life, crowd, missing, limit), "waiting for all ranks", lambda: crowd.missing([*missing])
         )
         made = beside.run(lambda: make(own), "making the process groups", lambda: "")
         beside.close(patience_s=limit.total_seconds())
@@ -90,7 +89,7 @@ def join(
             raise
         missed = beside.lost
         if not missed:
-            missed = _lost(shared, life, crowd) if own is not None else crowd.unanswered(shared is not None)
+            missed = _lost(shared, life, crowd) if shared is not None and life else crowd.unanswered(shared is not None)
         raise PeerError(f"rank {crowd.rank} could not join the other ranks: {missed}, while {beside.doing}: {error}") from error
     finally:
         beside.close()
@@ -101,7 +100,7 @@ class _Beside:
 
     def __init__(self, crowd: Crowd, limit: timedelta, ended: Callable[[], str]) -> None:
         self._crowd, self._limit, self._ended = crowd, limit.total_seconds(), ended
-        self._notes: Any = None
+        self._notes: dist.Store | None = None
         self._closed = threading.Event()
         self._listening: threading.Thread | None = None
         self._heard = float("inf")
@@ -116,27 +115,9 @@ class _Beside:
         Raises:
             DistNetworkError: After the limit, or when a rank is lost.
         """
-        self.doing = doing
-        outcome: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                outcome.put((action(), None))
-            except Exception as error:
-                outcome.put((None, error))
-
-        threading.Thread(target=run, name="ptdp-joining", daemon=True).start()
+        self.doing, outcome = doing, _started(action)
         started = said = time.monotonic()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                value, error = outcome.get(timeout=min(_LOOK_S, self._limit))
-                if error is not None:
-                    # A rank that is lost makes torch fail at the others; who it was is known a moment later.
-                    if is_communication_error(error):
-                        self._look(patience_s=_KNOWN_S)
-                        self._hear()
-                    raise error
-                return value  # type: ignore[return-value]
+        while not wait([outcome], min(_LOOK_S, self._limit)).done:
             now = time.monotonic()
             self._look()
             if self.lost:
@@ -147,8 +128,14 @@ class _Beside:
             if now - said > self._crowd.say_every_s and (what := waits_for()):
                 _log.warning("rank %d has waited %.0f s %s", self._crowd.rank, now - started, what)
                 said = now
+        error = outcome.exception()
+        # A rank that is lost makes torch fail at the others; who it was is known a moment later.
+        if error is not None and is_communication_error(error):
+            self._look(patience_s=_KNOWN_S)
+            self._hear()
+        return outcome.result()
 
-    def listen(self, shared: Any, life: str) -> None:
+    def listen(self, shared: dist.Store, life: str) -> None:
         """Hear from now on what the others note about lost ranks, and see which of this machine's processes end."""
         self._heard = time.monotonic()
         self._listening = threading.Thread(target=self._listen, args=(shared, life), name="ptdp-listening", daemon=True)
@@ -166,7 +153,7 @@ class _Beside:
         while not self.lost:
             self.lost = self._ended()
             if self.lost and self._notes is not None:
-                _quietly(functools.partial(self._notes.set, _LOST, self.lost))
+                wait([_started(functools.partial(self._notes.set, _LOST, self.lost))], _ANSWERS_S)
             if time.monotonic() >= deadline:
                 return
             time.sleep(_POLL_S)
@@ -175,7 +162,7 @@ class _Beside:
         if time.monotonic() - self._heard > _ANSWERS_S:
             self.lost = self.lost or f"{self._crowd.keeper} does not answer any more"
 
-    def _listen(self, shared: Any, life: str) -> None:
+    def _listen(self, shared: dist.Store, life: str) -> None:
         # A connection of its own: on the other one, another thread may be waiting.
         processes: dict[int, str] = {}
         try:
@@ -193,16 +180,24 @@ class _Beside:
                         processes[rank] = notes.get(f"{_CAME}/{rank}").decode()
                 gone = [rank for rank, process in processes.items() if has_ended(process)]
                 if gone and not self._closed.is_set():
-                    notes.set(_LOST, f"{_ranks(gone)} came and was lost (the process has ended)")
+                    notes.set(_LOST, f"{listed('rank', gone)} came and was lost (the process has ended)")
         except dist.DistError:
             if not self._closed.is_set():
                 self.lost = self.lost or f"{self._crowd.keeper} is gone"
 
 
-def _quietly(action: Callable[[], None]) -> None:
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(_ANSWERS_S)
+def _started(action: Callable[[], _T]) -> Future[_T]:
+    """The outcome of ``action``, which begins now in a thread that nobody has to wait for."""
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="ptdp-joining", daemon=True).start()
+    return outcome
 
 
 def _called(shared: dist.Store, rank: int) -> str:
@@ -242,18 +237,12 @@ def _answer(shared: dist.Store, own: dist.Store, life: str, missing: list[int], 
         time.sleep(_POLL_S)
 
 
-def _lost(shared: Any, life: str, crowd: Crowd) -> str:
-    outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def ask() -> None:
-        # The connection that there is may be taken, by the thread that was given up.
-        with contextlib.suppress(dist.DistError):
-            outcome.put(_missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size))
-
-    threading.Thread(target=ask, name="ptdp-joining", daemon=True).start()
+def _lost(shared: dist.Store, life: str, crowd: Crowd) -> str:
+    # The connection that there is may be taken, by the thread that was given up.
+    missed = _started(lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size))
     try:
-        return outcome.get(timeout=3 * _ANSWERS_S)
-    except queue.Empty:
+        return missed.result(3 * _ANSWERS_S)
+    except (TimeoutError, dist.DistError):
         return f"{crowd.keeper} does not answer any more"
 
 
@@ -264,7 +253,9 @@ def _missed(own: dist.Store, rank: int, world_size: int) -> str:
     own.set(_ROLL, "")
     silent = _without(own, silent, _HERE, enough=1)
     absent = [other for other in silent if not own.check([f"{_CAME}/{other}"])]
-    lost = f"{_ranks(absent)} did not come" if absent else f"{_ranks(silent) if silent else 'one'} came and was lost"
+    lost = (
+        f"{listed('rank', absent)} did not come" if absent else f"{listed('rank', silent) if silent else 'one'} came and was lost"
+    )
     # Who has not noticed yet, since it began later, is told: the store may end with rank 0.
     own.set(_LOST, lost)
     own.set(f"{_KNOWS}/{rank}", "")
@@ -281,7 +272,3 @@ def _without(own: dist.Store, ranks: list[int], key: str, enough: int = 0) -> li
         if len(ranks) <= enough or time.monotonic() > deadline:
             return ranks
         time.sleep(_POLL_S)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_ptdp._lightning import lightning_names
+from lightning_ptdp._lightning import Launcher, StrategyBase, Trainer, lightning_names
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.strategy.stopping import INTERRUPTED, ending_children_on_sigterm, handing_on_ctrl_c, not_handing_on
@@ -18,9 +18,10 @@ from lightning_ptdp.strategy.stopping import INTERRUPTED, ending_children_on_sig
 __all__ = ["InProcessLauncher", "make_launcher"]
 
 _LAST_WORD_S = 5.0
+_T = TypeVar("_T")
 
 
-def make_launcher(strategy: Any, namespace: str, start_method: str) -> Any:
+def make_launcher(strategy: StrategyBase, namespace: str, start_method: str) -> Launcher:
     """The launcher that starts this node's processes with ``start_method``; one process alone is this one, whatever the method.
 
     Raises:
@@ -46,10 +47,10 @@ class InProcessLauncher:
 
     is_interactive_compatible = True
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: StrategyBase) -> None:
         self._strategy = strategy
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., _T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> _T:
         """Check, then call ``function``."""
         self._strategy.check_before_launch(trainer, args)
         return function(*args, **kwargs)
@@ -64,23 +65,23 @@ class _Ended:
 
 
 @lru_cache(maxsize=2)
-def _launcher_classes(namespace: str) -> tuple[Any, Any]:
+def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
     names = lightning_names(namespace)
     subprocess_launcher: Any = names.SubprocessLauncher
     multiprocessing_launcher: Any = names.MultiProcessingLauncher
 
-    def reduce(launcher: Any) -> tuple[Any, ...]:
+    def reduce(launcher: Launcher) -> tuple[object, ...]:
         # Classes made in a function cannot be found by name: spawned processes get them from this one's arguments.
         return _bare_launcher, (namespace, _launcher_classes(namespace).index(type(launcher))), launcher.__getstate__()
 
     class CheckedSubprocessLauncher(subprocess_launcher):
         """Re-runs the script once a process."""
 
-        def __init__(self, strategy: Any) -> None:
+        def __init__(self, strategy: StrategyBase) -> None:
             super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
             self._strategy = strategy
 
-        def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        def launch(self, function: Callable[..., _T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> _T:
             self._strategy.check_before_launch(trainer, args)
             with ending_children_on_sigterm(self):
                 return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -98,7 +99,7 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
     class CheckedMultiProcessingLauncher(multiprocessing_launcher):
         """Forks or spawns the processes, and gives the main process the whole trained model."""
 
-        def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        def launch(self, function: Callable[..., _T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> _T:
             self._strategy.check_before_launch(trainer, args)
             self._strategy.ranks_failed = False
             try:
@@ -108,15 +109,15 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
                 self._strategy.ranks_failed = True
                 raise
 
-        def _wrapping_function(self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *queues: Any) -> None:
+        def _wrapping_function(self, process_idx: int, trainer: Trainer, *call: Any) -> None:
             not_handing_on()
             try:
-                super()._wrapping_function(process_idx, trainer, function, args, kwargs, *queues)
+                super()._wrapping_function(process_idx, trainer, *call)
             except KeyboardInterrupt:
                 sys.exit(INTERRUPTED)  # some versions of torch take it for a good end
             except SystemExit as end:
                 if process_idx == 0 and not end.code:
-                    queues[0].put(_Ended())
+                    call[3].put(_Ended())  # behind the function and its arguments, the queue of its results
                 raise
             except Exception as error:
                 if isinstance(error, PeerError) or is_communication_error(error):
@@ -124,11 +125,11 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
                     time.sleep(_LAST_WORD_S)
                 raise
 
-        def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> object:
             with self._strategy.whole_state_dict(trainer.lightning_module):
                 return super()._collect_rank_zero_results(trainer, results)
 
-        def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
             if isinstance(worker_output, _Ended):
                 raise SystemExit
             if worker_output.weights_path is not None:
@@ -140,7 +141,6 @@ def _launcher_classes(namespace: str) -> tuple[Any, Any]:
     return CheckedSubprocessLauncher, CheckedMultiProcessingLauncher
 
 
-def _bare_launcher(namespace: str, index: int) -> Any:
+def _bare_launcher(namespace: str, index: int) -> Launcher:
     """A launcher without attributes, for pickle to fill."""
-    launcher_class = _launcher_classes(namespace)[index]
-    return launcher_class.__new__(launcher_class)
+    return object.__new__(_launcher_classes(namespace)[index])

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.checkpoint import Placed
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.data_parallel import Stepped
 from lightning_ptdp.sharding import Sharding
-from lightning_ptdp.strategy.collectives import WorldCollectives
+from lightning_ptdp.strategy.run import RunningStrategy
 
-__all__ = ["MASTER", "MODEL", "ModelSpace", "checked_tensor"]
+__all__ = ["MASTER", "MODEL", "Checkpoint", "ModelSpace", "PathLike", "checked_tensor"]
+
+Checkpoint = dict[str, Any]
+"""What Lightning and the hooks put together, or a part of it."""
+PathLike = str | os.PathLike[str]
 
 MODEL = "model/"
 MASTER = "master"  # the name of a float32 copy among the optimizer's states
 
 
-class ModelSpace(WorldCollectives):
+class ModelSpace(RunningStrategy):
     """Mixin of the strategy: tensors under their names in the uncut model, with the part of it that they are."""
 
     _adopted: Sequence[Stepped] | None = None  # what the optimizer of the last fit holds instead of the model's parameters
@@ -38,12 +44,13 @@ class ModelSpace(WorldCollectives):
 
     def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:
         """Names of the optimizer's tensors, and by name how they sit in the full parameters."""
-        names, shardings = dict(self.parallel.names), dict[str, Placed](self.parallel.shardings)
+        records = self.parallel.records
+        names = {parameter: record.name for parameter, record in records.items()}
+        shardings: dict[str, Placed] = {record.name: record.sharding for record in records.values()}
         for stepped in self._adopted or ():
-            if stepped.parameter not in self.parallel.records:
-                continue  # of another module, which was trained before
-            record = self.parallel.records[stepped.parameter]
-            names[stepped.value], shardings[record.name] = record.name, stepped.placed(record.sharding)
+            if stepped.parameter in records:  # else it is of another module, which was trained before
+                record = records[stepped.parameter]
+                names[stepped.value], shardings[record.name] = record.name, stepped.placed(record.sharding)
         return names, shardings
 
     def gather_state_dict(self) -> dict[str, Tensor]:
@@ -60,7 +67,7 @@ class ModelSpace(WorldCollectives):
         return {**whole, **{alias: whole[name] for alias, name in self.parallel.aliases.items() if name in whole}}
 
     @contextlib.contextmanager
-    def whole_state_dict(self, module: Any) -> Iterator[None]:
+    def whole_state_dict(self, module: LightningModule) -> Iterator[None]:
         """While in the context, ``module.state_dict()`` is the whole, uncut model's (collective; used to bring the trained weights
         back to the process that started the ranks)."""
         if self._engine is not None:
@@ -92,7 +99,7 @@ class ModelSpace(WorldCollectives):
         return found
 
 
-def checked_tensor(name: str, value: Any) -> Tensor:
+def checked_tensor(name: str, value: object) -> Tensor:
     """An entry of a ``state_dict``.
 
     Raises:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_ptdp._lightning import LightningModule, Precision
 from lightning_ptdp._torch import found_inf
 
 __all__ = ["loss_scale", "prepare_loss_scaling"]
@@ -22,7 +23,7 @@ _INITIAL_SCALE = 2.0**12
 """Of "16-true". There the loss is in float16 too, whose largest number is 65504: torch's own 2^16 would overflow every first step."""
 
 
-def prepare_loss_scaling(plugin: Any, optimizers: Iterable[Any], *, device: torch.device) -> None:
+def prepare_loss_scaling(plugin: Precision, optimizers: Iterable[Optimizer], *, device: torch.device) -> None:
     """Give "16-true" a dynamic loss scale, which Lightning's plugin lacks, and make any scaler's decisions those of all ranks.
 
     The optimizers must step on gradients in float32: their parameters are, or have masters.
@@ -46,29 +47,33 @@ def prepare_loss_scaling(plugin: Any, optimizers: Iterable[Any], *, device: torc
     for optimizer in optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # A fused step would unscale by itself, unseen by clipping and by the other ranks.
-            optimizer._step_supports_amp_scaling = False
+            vars(optimizer)["_step_supports_amp_scaling"] = False
     if not isinstance(scaler.unscale_, partial):
         scaler.unscale_ = partial(_unscale_together, scaler, scaler.unscale_, device)
 
 
-def loss_scale(plugin: Any) -> float:
+def loss_scale(plugin: Precision) -> float:
     """What losses are multiplied with before the backward; 1 without a scaler."""
     scaler = getattr(plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
-def _unscale_together(scaler: Any, unscale: Callable[[Any], None], device: torch.device, optimizer: Any) -> None:
+def _unscale_together(
+    scaler: torch.amp.GradScaler, unscale: Callable[[Optimizer], None], device: torch.device, optimizer: Optimizer
+) -> None:
     unscale(optimizer)
     found = found_inf(scaler, optimizer, device)
     if dist.is_initialized():
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
 
-def _pre_backward(plugin: Any, plain: Callable[..., Tensor], tensor: Tensor, module: Any) -> Tensor:
+def _pre_backward(plugin: Precision, plain: Callable[..., Tensor], tensor: Tensor, module: LightningModule) -> Tensor:
     return plain(plugin.scaler.scale(tensor), module)
 
 
-def _optimizer_step(plugin: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+def _optimizer_step(
+    plugin: Precision, optimizer: Optimizer, model: LightningModule, closure: Callable[[], object], **kwargs: object
+) -> object:
     """In the order of Lightning's "16-mixed": backward, unscale, hooks and clipping, step unless something overflowed."""
     closure()
     plugin.scaler.unscale_(optimizer)

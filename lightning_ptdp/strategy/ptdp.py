@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
-from lightning_ptdp._lightning import count_replicas, lightning_names
+import torch
+from torch import nn
+from torch.utils.data import RandomSampler
+
+from lightning_ptdp._lightning import LightningModule, StrategyBase, Trainer, count_replicas, fits, lightning_names
 from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.parallelize import parallelize
+from lightning_ptdp.random import derive_seed
 from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
+    check_data,
     check_hyperparameters,
-    check_loader,
     check_model,
     check_optimizer_state,
-    check_sequence_length,
     check_trainer,
     on_meta,
     plan_of,
@@ -35,33 +40,34 @@ from lightning_ptdp.strategy.checks import (
 )
 from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.launch import make_launcher
-from lightning_ptdp.strategy.options import StrategyOptions, constructor
+from lightning_ptdp.strategy.options import constructor
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
-from lightning_ptdp.strategy.samplers import seed_random_sampler
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
-from lightning_ptdp.strategy.summarize import summarize
 from lightning_ptdp.strategy.surroundings import make_surroundings
 from lightning_ptdp.strategy.world import World
-from lightning_ptdp.summary import StrategySummary
-from lightning_ptdp.surroundings import Surroundings
+from lightning_ptdp.summary import StrategySummary, summarize
+from lightning_ptdp.surroundings import Context, Surroundings
 
 __all__ = ["PTDPStrategy", "strategy_class"]
 
 
-class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World, StrategyOptions):
+class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World):
     """Lightning's hooks; takes the fields of ``PTDPConfig`` and the arguments of Lightning's own strategies."""
 
-    model: Any
+    model: nn.Module
     strategy_name = "ptdp"
 
-    def _begin_empty(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        ours = {field.name: options.pop(field.name) for field in fields(PTDPConfig) if field.name in options}
+        self.config = PTDPConfig(**ours)
         self.num_nodes = 1
         self._parent = os.getppid()
         self._interfaces: list[str] = []
         self._surroundings = Surroundings()
         self._keeper = Keeper()
+        super().__init__(**options)
 
     # ---- before launch ------------------------------------------------------------------------------------------------
 
@@ -69,21 +75,20 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         _ = self.layout  # raises before any process is started if the degrees do not fit the number of devices
         self._launcher = make_launcher(self, self._names.namespace, self.config.start_method)
 
-    def check_before_launch(self, trainer: Any, arguments: Sequence[Any]) -> None:
+    def check_before_launch(self, trainer: Trainer | None, arguments: Sequence[object]) -> None:
         """Everything that can be known to be wrong now, before processes start; ``arguments`` are those of the trainer's function."""
         if trainer is None or self.lightning_module is None:
             return
-        check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
+        check_trainer(self, trainer)
         if not self._is_cut_here:
             self.check(self.lightning_module)
-        if trainer.state.fn == self._names.TrainerFn.FITTING and len(arguments) > 1:
+        if fits(trainer) and len(arguments) > 1:
             for source in (arguments[1], *arguments[3:4]):  # the train dataloader, the datamodule
-                check_loader(source, self.config, self.layout)
-                check_sequence_length(source, self.config)
+                check_data(source, self.config, self.layout)
                 if trainer.checkpoint_callbacks:
                     check_hyperparameters(source)
 
-    def check(self, lightning_module: Any, datamodule: Any = None) -> None:
+    def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:
         """Check a module (and data module) against the layout without starting anything.
 
         Raises:
@@ -91,28 +96,24 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         """
         check_model(lightning_module, self.config, self.layout, convert=replacing(self.precision_plugin, self._names))
         if datamodule is not None:
-            check_loader(datamodule, self.config, self.layout)
-            check_sequence_length(datamodule, self.config)
+            check_data(datamodule, self.config, self.layout)
 
     # ---- the model ----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> Context:
         """Modules are made on the CPU (or, in ``configure_model``, the meta device) and moved in ``setup``."""
-        with self.precision_plugin.tensor_init_context():
-            yield
+        context: Context = self.precision_plugin.tensor_init_context()
+        return context
 
-    @contextlib.contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
+    def model_sharded_context(self) -> Context:
         """Where ``configure_model`` runs."""
-        with on_meta() if self.config.meta_init else contextlib.nullcontext():
-            yield
+        return on_meta() if self.config.meta_init else contextlib.nullcontext()
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """The model (``parallelize``), its values, the optimizer, and last the gradients."""
-        fitting = trainer.state.fn == self._names.TrainerFn.FITTING
+        fitting = fits(trainer)
         self.accelerator.setup(trainer)
-        check_trainer(self.lightning_module, trainer, self.config, self.layout, self._names)
+        check_trainer(self, trainer)
         replicas = self.layout.data_parallel_size
         count_replicas(trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas)
         if not self._is_cut_here:
@@ -124,7 +125,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         if self._engine is not None:
             self._engine.close()
         self._engine = Engine(
-            module=self.lightning_module,
             config=self.config,
             mesh=self.mesh,
             parallel=self.parallel,
@@ -161,7 +161,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             module,
             policy=self.config.recompute,
             layers=self.config.recompute_layers,
-            blocks=self.parallel.parts.blocks if self.parallel.parts is not None else self.parallel.plan.blocks,
+            blocks=self.parallel.cut.parts.blocks if self.parallel.cut is not None else self.parallel.plan.blocks,
             ranges=self.parallel.ranges,
             selective=self.parallel.plan.selective,
             shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,
@@ -170,17 +170,17 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
 
     def _convert(self) -> None:
         self.model = convert(self, self.mesh)
-        if self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING and self.is_global_zero:
+        if fits(self.lightning_module.trainer) and self.is_global_zero:
             warn_of_batch_norm(self.model, self.config)
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizer: one, except under manual optimization."""
         try:
             super().setup_optimizers(trainer)
         except ValueError as error:
             if "empty parameter list" not in str(error):
                 raise
-            raise self._names.MisconfigurationException(
+            raise self.refusal(
                 f"the optimizer has no parameter on rank {self.global_rank}: configure_optimizers selects parameters that all live on "
                 "other pipeline stages. Give it all of self.parameters() (frozen ones, with requires_grad=False, are not changed), or "
                 "use pipeline_parallel_size=1"
@@ -189,12 +189,12 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             if "multiple optimizers" not in str(error):
                 raise
             # Lightning's own message recommends manual optimization, which the schedule cannot honour either.
-            raise self._names.MisconfigurationException(
+            raise self.refusal(
                 "configure_optimizers returned several optimizers; the ptdp strategy trains with one. Use parameter groups of one "
                 "optimizer, or manual optimization in one process without microbatches"
             ) from error
 
-    def _prepare_optimization(self, trainer: Any) -> None:
+    def _prepare_optimization(self, trainer: Trainer) -> None:
         """Gradients, what the optimizer steps on, and the loss scale."""
         self._is_training = True
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
@@ -214,11 +214,15 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         """Move this rank's part."""
         self.model.to(self.root_device)
 
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Give random samplers a generator, so that all ranks of a replica read the same order."""
+    def process_dataloader(self, dataloader: Collection[object]) -> Collection[object]:
+        """Give a random sampler that has none a generator of its own, so that all ranks of a replica read the same order: it would seed
+        itself from the process's random state, which pipeline stages consume differently."""
         if self._engine is not None and not self.lightning_module.trainer.training:
             self._engine.compare_lengths(dataloader)
-        return seed_random_sampler(dataloader, self.run.seed) if self.layout.model_parallel_size > 1 else dataloader
+        sampler = getattr(dataloader, "sampler", None)
+        if self.layout.model_parallel_size > 1 and isinstance(sampler, RandomSampler) and sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(derive_seed(self.run.seed, "sampler"))
+        return dataloader
 
     def summary(self) -> StrategySummary:
         """What was laid out where; collective, after ``setup``."""
@@ -246,20 +250,20 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             return  # setup failed before there were values: moving what is not there would hide why
         super().teardown()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
         of_a_run = ("_run", "_parallel", "_engine", "_saver", "_adopted")
         return {**state, **dict.fromkeys(of_a_run), "_surroundings": Surroundings()}
 
 
-def strategy_class(namespace: str = "lightning.pytorch") -> Any:
+def strategy_class(namespace: str = "lightning.pytorch") -> type[StrategyBase]:
     """The strategy for one of Lightning's two namespaces, ``lightning.pytorch`` or ``pytorch_lightning``."""
     return _make_class(namespace)
 
 
 @lru_cache(maxsize=2)
-def _make_class(namespace: str) -> Any:
+def _make_class(namespace: str) -> type[StrategyBase]:
     names = lightning_names(namespace)
     # pickle finds a class by its qualified name in this module.
     qualified = "PTDPStrategy" if namespace == "lightning.pytorch" else _OTHER_NAME
@@ -268,7 +272,7 @@ def _make_class(namespace: str) -> Any:
         "__doc__": PTDPConfig.__doc__,
         "__module__": __name__,
         "__qualname__": qualified,
-        "__init__": constructor(names.ParallelStrategy.__init__),
+        "__init__": constructor(_PTDPStrategy.__init__, names.ParallelStrategy.__init__),
     }
     return type("PTDPStrategy", (_PTDPStrategy, names.ParallelStrategy), body)
 
@@ -277,7 +281,7 @@ _OTHER_NAME = "PyTorchLightningPTDPStrategy"
 PTDPStrategy: Any = strategy_class()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[StrategyBase]:
     """Import the other namespace only for those who use it."""
     if name == _OTHER_NAME:
         return strategy_class("pytorch_lightning")

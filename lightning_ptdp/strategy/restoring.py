@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_ptdp._lightning import fits
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     Stored,
@@ -31,7 +32,7 @@ from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, names_in, reads_as_huggingface
 from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.sharding import slice_full
-from lightning_ptdp.strategy.model_space import MASTER, MODEL, ModelSpace
+from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike
 
 __all__ = ["ModelSpaceRestoring"]
 
@@ -43,14 +44,14 @@ class ModelSpaceRestoring(ModelSpace):
     this rank's part of the model is there.
     """
 
-    _awaiting_values: tuple[Mapping[str, Any], bool] | None = None
+    _awaiting_values: tuple[Checkpoint, bool] | None = None
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether Lightning restores the model and the callbacks when this rank's part of the model has been cut out."""
         return not self.ranks_hold_all
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
         """Read what is not a tensor; ``"state_dict"`` is the whole model's, whose tensors are read when somebody asks for one.
 
         A damaged checkpoint is not continued from: with ``on_damage="previous"`` the newest whole one before it is, with a warning.
@@ -63,11 +64,7 @@ class ModelSpaceRestoring(ModelSpace):
         if path.is_file():
             return super().load_checkpoint(path, weights_only=weights_only)
         trainer = getattr(self.lightning_module, "_trainer", None)
-        resuming = (
-            trainer is not None
-            and trainer.state.fn == self._names.TrainerFn.FITTING
-            and str(trainer.ckpt_path) == str(checkpoint_path)
-        )
+        resuming = trainer is not None and fits(trainer) and str(trainer.ckpt_path) == str(checkpoint_path)
         if resuming:
             path = self._settled(path)
         with self.waiting_in(f"verifying the checkpoint {path}"):
@@ -97,7 +94,7 @@ class ModelSpaceRestoring(ModelSpace):
         with same_outcome(f"verifying the checkpoint {path}"):
             verify_checkpoint(path, part=self.global_rank, parts=self.layout.world_size)
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
         """Fill this rank's part from the whole model's state, as the hooks of ``on_load_checkpoint`` left it."""
         if not self._is_cut_here and awaits_values(self.lightning_module):
             self._awaiting_values = (checkpoint, strict)
@@ -113,17 +110,14 @@ class ModelSpaceRestoring(ModelSpace):
         else:
             stored = isinstance(state, StoredWeights)
             with self.waiting_in(f"loading the model from {state.path}" if stored else "loading the model"):
-                self._load_part(state, strict=strict, whole=any(gather(not stored or state.touched)))
+                # Where the hooks of some rank have looked at whole tensors, this rank's part is cut out of these.
+                if any(gather(not stored or state.touched)):
+                    self._load_whole(state, strict=strict)
+                else:
+                    tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
+                    load_tensors(state.path, tensors, strict=strict, prefix=MODEL if strict else None)
+                    self._set_extra_states({name.removeprefix(MODEL): tensor for name, (tensor, _) in tensors.items()})
         self._parameters_set()
-
-    def _load_part(self, state: Any, *, strict: bool, whole: bool) -> None:
-        """Read this rank's part; where the hooks of some rank have looked at whole tensors, cut it out of these."""
-        if whole:
-            self._load_whole(state, strict=strict)
-            return
-        tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
-        load_tensors(state.path, tensors, strict=strict, prefix=MODEL if strict else None)
-        self._set_extra_states({name.removeprefix(MODEL): tensor for name, (tensor, _) in tensors.items()})
 
     def _set_extra_states(self, loaded: Mapping[str, Tensor]) -> None:
         """Hand modules what they gave as ``get_extra_state``: it need not be their own memory that was filled."""
@@ -160,7 +154,7 @@ class ModelSpaceRestoring(ModelSpace):
         if strict and (unexpected := sorted(state.keys() - known)):
             raise CheckpointError(f"the checkpoint has {unexpected[:3]}, which the model has not")
 
-    def load_weights(self, path: Any, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> list[str]:
+    def load_weights(self, path: PathLike, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> list[str]:
         """Fill this rank's part of the model from a checkpoint of any layout, and nothing else; collective, after ``setup``.
 
         Args:
@@ -186,13 +180,13 @@ class ModelSpaceRestoring(ModelSpace):
         self._parameters_set()
         return [name.removeprefix(MODEL) for name in missing]
 
-    def _opener(self, path: Any, rename: Mapping[str, str] | None) -> Callable[[Any], Stored]:
+    def _opener(self, path: PathLike, rename: Mapping[str, str] | None) -> Callable[..., Stored]:
         if not reads_as_huggingface(path):
             return TensorReader
         names = HuggingFaceNames(aliases={}) if rename else names_in(self.lightning_module, self.parallel.aliases)
         return partial(HuggingFaceWeights.open, names=names)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
         """Fill this rank's part of the optimizer, by parameter name.
 
         Raises:
@@ -213,7 +207,7 @@ class ModelSpaceRestoring(ModelSpace):
                 load_history(optimizer, saved)
                 self._take_masters(optimizer)
 
-    def _take_masters(self, optimizer: Any) -> None:
+    def _take_masters(self, optimizer: Optimizer) -> None:
         """Give masters that were loaded as states to what the optimizer steps on here, a parameter in float32 included."""
         with torch.no_grad():
             for value, state in list(optimizer.state.items()):
@@ -229,7 +223,7 @@ class ModelSpaceRestoring(ModelSpace):
         if self._engine is not None and self._engine.gradients.stepped is not None:
             self._engine.gradients.stepped.reload()
 
-    def _load_indexed_optimizer(self, states: list[dict[str, Any]]) -> None:
+    def _load_indexed_optimizer(self, states: list[Checkpoint]) -> None:
         if self.layout.model_parallel_size > 1:
             raise ValueError(
                 "this checkpoint was written by a strategy that stores optimizer states by index, which tensor and pipeline parallel "

@@ -1,10 +1,14 @@
-"""What the strategy has on a rank while it runs, and in what state its mixins find it."""
+"""What the strategy has on a rank while it runs, in what state its mixins find it, and how the ranks agree."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._lightning import LightningNames, StrategyBase
@@ -16,10 +20,12 @@ from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
-from lightning_ptdp.surroundings import Surroundings
+from lightning_ptdp.surroundings import Context, Surroundings
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Run", "RunningStrategy"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +43,7 @@ class Run:
     """
 
     mesh: ProcessMesh
-    board: Any
+    board: dist.Store | None
     watchdog: Watchdog
     interruption: Interruption
     stop_request: StopRequest
@@ -46,7 +52,8 @@ class Run:
 
 
 class RunningStrategy(StrategyBase):
-    """Mixin that all others of the strategy derive from: what ``setup_environment`` and ``setup`` make, and where to find it.
+    """Mixin that all others of the strategy derive from: what ``setup_environment`` and ``setup`` make, and where to find it; collectives
+    over the world, in which the ranks of one replica hold equal values.
 
     Attributes:
         gradient_norm: Of the last step that was clipped by it.
@@ -61,6 +68,12 @@ class RunningStrategy(StrategyBase):
     _run: Run | None = None
     _parallel: ParallelModel | None = None
     _engine: Engine | None = None
+    _running_step: str | None = None
+
+    def refusal(self, message: str) -> Exception:
+        """Lightning's exception for a wrong configuration."""
+        error: Exception = self._names.MisconfigurationException(message)
+        return error
 
     @property
     def run(self) -> Run:
@@ -84,3 +97,97 @@ class RunningStrategy(StrategyBase):
         """What runs the batches, after ``setup``."""
         assert self._engine is not None
         return self._engine
+
+    # ---- what Lightning asks of all ranks: reductions, agreement, broadcasts -----------------------------------------------
+
+    @contextlib.contextmanager
+    def one_step(self, hook: str, context: Callable[[], Context]) -> Iterator[None]:
+        """Around one call of the user's ``hook``, inside ``context()``: under a pipeline it may not ask for collectives, since it runs
+        to its end on the last stage only and the other ranks would never come."""
+        self._running_step = hook if self.layout.pipeline_parallel_size > 1 else None
+        try:
+            with context():
+                yield
+        finally:
+            self._running_step = None
+
+    def _alone(self, name: str) -> bool:
+        """Whether the others will not come to a collective, because this rank handles an exception that they do not have.
+
+        Raises:
+            MisconfigurationException: The user's step asks for the collective under a pipeline.
+        """
+        if self._running_step is not None:
+            raise self.refusal(
+                f"{name} in {self._running_step}: with pipeline_parallel_size={self.layout.pipeline_parallel_size} a step runs to its "
+                "end on the last stage only, and waits for ranks that do not come. Log what is to be reduced with "
+                "self.log(..., sync_dist=True), or communicate in a hook that all ranks enter with what the step returned, such as "
+                "on_train_batch_end, on_validation_batch_end or on_validation_epoch_end"
+            )
+        return self._run is not None and self._run.interruption.is_of_this_rank_alone()
+
+    def waiting_in(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what waits for other ranks outside the steps: a lost one gives an error that names ``what`` and what each rank did.
+
+        Raises:
+            PeerError: Inside, instead of an error of torch's communication.
+        """
+        return contextlib.nullcontext() if self._run is None else self._run.watchdog.during(what)
+
+    def reduce(self, tensor: _T, group: dist.ProcessGroup | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> _T:
+        """Reduce over the replicas. Ranks of one replica hold equal values, so that the world's mean is the replicas' mean; a sum
+        counts every replica once."""
+        if not isinstance(tensor, Tensor) or self._alone("reduce"):
+            return tensor
+        with self.waiting_in("reduction of a value"):
+            result = self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
+        is_sum = reduce_op is dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
+        copies = self.layout.model_parallel_size
+        if group is None and is_sum and copies > 1:
+            result = torch.div(result, copies, rounding_mode=None if result.is_floating_point() else "floor")
+        return result
+
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the replicas, or over ``group``; ranks of one replica hold equal values, which are not repeated.
+
+        Args:
+            tensor: Of the same shape on all ranks.
+            group: Another process group than the world's.
+            sync_grads: Whether gradients flow back.
+
+        Returns:
+            The values, stacked along a new first dimension of the size of the group; ``tensor`` itself in a world of one.
+        """
+        if not dist.is_initialized() or self._alone("all_gather"):
+            return tensor
+        if group in (None, dist.group.WORLD):
+            replicas = self.mesh.group("replicas")
+            if replicas.size == 1:
+                return tensor.unsqueeze(0)
+            group = replicas.handle
+        with self.waiting_in("all_gather"):
+            gathered: Tensor = super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        return gathered
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over the whole world."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        if dist.is_initialized() and not self._alone("reduce_boolean_decision"):
+            with self.waiting_in("agreement"):
+                dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the world."""
+        if dist.is_initialized() and not self._alone("barrier"):
+            with self.waiting_in(f"barrier {name!r}" if name else "barrier"):
+                dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        """Send an object from rank ``src`` to the world."""
+        if not dist.is_initialized() or self._alone("broadcast"):
+            return obj
+        box = [obj]
+        with self.waiting_in(f"broadcast from rank {src}"):
+            dist.broadcast_object_list(box, src)
+        return box[0]

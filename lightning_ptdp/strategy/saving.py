@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.checkpoint import (
@@ -34,7 +34,7 @@ from lightning_ptdp.checkpoint.latest import latest_leaves
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.signals import StoppedNow, breakable
-from lightning_ptdp.strategy.model_space import MASTER, MODEL, ModelSpace, checked_tensor
+from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike, checked_tensor
 
 __all__ = ["ModelSpaceSaving"]
 
@@ -55,11 +55,11 @@ class ModelSpaceSaving(ModelSpace):
     _is_training: bool = False  # else nobody would wait for a save in the background
     ranks_failed = False
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> Checkpoint:
         """This rank's part of the model, for the hooks of ``on_save_checkpoint``; the rest is on the other ranks."""
         return self.lightning_module.state_dict()
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> Checkpoint:
         """Hyperparameters of the groups with the names of all ranks' parameters; the tensors are saved as shards."""
         if self._parallel is None:
             return super().optimizer_state(optimizer)
@@ -72,7 +72,7 @@ class ModelSpaceSaving(ModelSpace):
             history = {"history": optimizer_history(inner)} if keeps_history(inner) else {}
             return {"groups": merge_groups(gather(groups)), **history}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: object = None) -> None:
         """Write a checkpoint folder; entered by all ranks. After an exception there is a warning instead where that cannot be.
 
         Raises:
@@ -98,7 +98,7 @@ class ModelSpaceSaving(ModelSpace):
             return "the ranks ended with an exception, and what they had trained is not in this process"
         return ""
 
-    def _save(self, checkpoint: dict[str, Any], filepath: Any, doing: str) -> None:
+    def _save(self, checkpoint: Checkpoint, filepath: PathLike, doing: str) -> None:
         state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         with same_outcome(doing):
             model, unchanged = self._weights_to_save(checkpoint.get("state_dict", {}))
@@ -130,7 +130,7 @@ class ModelSpaceSaving(ModelSpace):
             save_checkpoint(path, tensors=tensors, state=state, metadata=metadata, keeper=self._keeper)
             done()
 
-    def _weights_to_save(self, state: Mapping[str, Any]) -> tuple[dict[str, tuple[Tensor, Placed]], set[str]]:
+    def _weights_to_save(self, state: Mapping[str, object]) -> tuple[dict[str, tuple[Tensor, Placed]], set[str]]:
         """The model under its global names, as the hooks of ``on_save_checkpoint`` left it, and the names of what they did not change.
 
         Raises:
@@ -167,7 +167,7 @@ class ModelSpaceSaving(ModelSpace):
             self._run.watchdog.annotate(exception)
         told_to_end = isinstance(exception, (KeyboardInterrupt, SystemExit)) and not isinstance(exception, StoppedNow)
         if told_to_end and self._run is not None:
-            self._run.interruption.meet()
+            self._run.interruption.is_of_this_rank_alone()  # at the end of the run that is known
         saver, self._saver, self._is_training = self._saver, None, False
         if saver is None:
             return
@@ -183,7 +183,7 @@ class ModelSpaceSaving(ModelSpace):
         finally:
             saver.give_up()
 
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def remove_checkpoint(self, filepath: PathLike) -> None:
         """Remove a checkpoint that is no longer among the best, but not before the one that is being written is complete; a ``latest``
         that pointed to it moves to the newest that is left."""
         if self._saver is not None:
@@ -191,7 +191,7 @@ class ModelSpaceSaving(ModelSpace):
         else:
             self._remove_now(filepath)
 
-    def _remove_now(self, filepath: Any) -> None:
+    def _remove_now(self, filepath: PathLike) -> None:
         path = Path(os.path.abspath(local_path(filepath)))
         if not path.is_dir():
             super().remove_checkpoint(filepath)
@@ -200,14 +200,14 @@ class ModelSpaceSaving(ModelSpace):
             files.discard(path)
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, str]:
     """Name -> what became of the entry; some are made anew for every ``state_dict``, and are the same if their values are."""
     changes = {name: "removed" for name in before if name not in after}
     changes |= {name: "added" for name in after if name not in before}
     return changes | {name: "replaced" for name in before if name in after and not _same(before[name], after[name])}
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
     layouts = [(value.data_ptr(), value.dtype, value.shape, value.stride()) for value in (one, other)]

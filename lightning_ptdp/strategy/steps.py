@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_ptdp._lightning import Precision, fits
+from lightning_ptdp.engine.evaluations import Closure
+from lightning_ptdp.nested import Nested
 from lightning_ptdp.pipeline.progress import Observers
-from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.precision import loss_scale
+from lightning_ptdp.strategy.run import RunningStrategy
+from lightning_ptdp.surroundings import Context
 
 __all__ = ["ScheduledSteps"]
 
 
-class ScheduledSteps(WorldCollectives):
+class ScheduledSteps(RunningStrategy):
     """Mixin of the strategy: training and evaluation steps, gradients and their norm."""
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """Forward, and under a schedule backward too, of one batch."""
         self._heed_signals("step", dist.group.WORLD if self.layout.world_size > 1 else None)
         with self._during("step"):
@@ -39,7 +42,7 @@ class ScheduledSteps(WorldCollectives):
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         return first and not names.is_overridden("optimizer_zero_grad", self.lightning_module)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer, *args: object, **kwargs: object) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
         plugin, module = self.precision_plugin, self.lightning_module
         if self.config.runs_backward:
@@ -55,48 +58,45 @@ class ScheduledSteps(WorldCollectives):
             self.engine.check_gradients(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
         return output
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Closure, *args: object, **kwargs: object) -> object:
         """Step."""
         # A sharded optimizer gathers the parameters behind its step.
         with self._during("optimizer step"):
-            output = super().optimizer_step(optimizer, self.engine.evaluations(optimizer, closure), model, **kwargs)
+            output = super().optimizer_step(optimizer, self.engine.evaluations(optimizer, closure), *args, **kwargs)
             self.engine.gradients.used()
         return output
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Context:
         """While accumulating: keep gradients local."""
-        with self.engine.gradients.accumulating():
-            yield
+        return self.engine.gradients.accumulating()
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """The user's ``validation_step`` on every stage."""
         return self._evaluate("validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values()))
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """The user's ``test_step`` on every stage."""
         return self._evaluate("test_step", self.precision_plugin.test_step_context, (*args, *kwargs.values()))
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """The user's ``predict_step`` on every stage; every rank of a replica returns the whole prediction."""
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
 
-    def _evaluate(self, hook: str, context: Any, args: tuple[Any, ...]) -> Any:
+    def _evaluate(self, hook: str, context: Callable[[], Context], args: Sequence[Nested]) -> Nested:
         # Replicas may have different numbers of batches: only the ranks of one agree. The others of a fit would wait for them.
-        fits = self.lightning_module.trainer.state.fn == self._names.TrainerFn.FITTING
-        interrupts = self.layout.num_replicas == 1 or not fits
+        interrupts = self.layout.num_replicas == 1 or not fits(self.lightning_module.trainer)
         self._heed_signals(hook, self.mesh.group("model").handle, interrupts=interrupts)
         with self._during(hook):
             return self.engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
 
-    def _heed_signals(self, what: str, group: Any, *, interrupts: bool = True) -> None:
+    def _heed_signals(self, what: str, group: dist.ProcessGroup | None, *, interrupts: bool = True) -> None:
         """End here if a rank of ``group`` was told to."""
         with self._during(what):
             ends = self.run.stop_request.heed(group, self.root_device, interrupts=interrupts)
         if ends:
             raise KeyboardInterrupt  # out here: nothing has failed, and all ranks can still save
 
-    def _during(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def _during(self, what: str) -> Context:
         """Says what this rank is busy with to the ranks that wait for it."""
         return self.run.watchdog.during(f"{what} {self.lightning_module.trainer.global_step}")
 
@@ -106,12 +106,12 @@ class ScheduledSteps(WorldCollectives):
         return self._engine.observers if self._engine is not None else None
 
     @property
-    def precision_plugin(self) -> Any:
+    def precision_plugin(self) -> Precision:
         """Lightning's plugin, with clipping by the norm over all ranks."""
         return super().precision_plugin
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
+    def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
             plugin.clip_grad_by_norm = partial(self._clip_by_norm, plugin)
         self._precision_plugin = plugin
@@ -121,7 +121,7 @@ class ScheduledSteps(WorldCollectives):
         with self._during("gradient norm of step"):
             return self.engine.gradients.norm()
 
-    def _clip_by_norm(self, plugin: Any, optimizer: Any, clip_val: float) -> None:
+    def _clip_by_norm(self, plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
         with self._during("gradient norm of step"):
             self.gradient_norm = self.engine.gradients.norm(optimizer)
         parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]

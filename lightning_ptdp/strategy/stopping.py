@@ -12,13 +12,12 @@ import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp._lightning import announce_sigterm, register_signal_handlers, replace_signal_handlers
-from lightning_ptdp.signals import SignalNotes, StoppedNow, in_main_thread
+from lightning_ptdp._lightning import Launcher, Trainer, announce_sigterm, register_signal_handlers, replace_signal_handlers
+from lightning_ptdp.signals import SignalNotes, StoppedNow, handled, in_main_thread
 
 __all__ = ["INTERRUPTED", "StopRequest", "ending_children_on_sigterm", "handing_on_ctrl_c", "not_handing_on"]
 
@@ -41,13 +40,13 @@ class StopRequest:
         received: Whether this rank got SIGTERM.
     """
 
-    def __init__(self, trainer: Any, *, alone: bool) -> None:
+    def __init__(self, trainer: Trainer, *, alone: bool) -> None:
         self._trainer = trainer
         self.received = False
         self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
         replace_signal_handlers(trainer, sigterm=None if alone else self._note, register=self._register)
 
-    def heed(self, group: Any, device: torch.device, *, interrupts: bool = True) -> bool:
+    def heed(self, group: dist.ProcessGroup | None, device: torch.device, *, interrupts: bool = True) -> bool:
         """If any rank of ``group`` got SIGTERM, have Lightning's loop end on all of them after the batch; whether one got Ctrl-C, so that
         all of them are to end here. Collective, one number.
 
@@ -82,15 +81,11 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def ending_children_on_sigterm(launcher: Any) -> Iterator[None]:
+def ending_children_on_sigterm(launcher: Launcher) -> Iterator[None]:
     """Until Lightning has its own handler: SIGTERM kills the processes that ``launcher`` has started, then this one.
 
     By itself it would end this process alone, and the others would look for the store of this one until their time limit.
     """
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_DFL or not in_main_thread():
-        yield  # the user has made provision, or Python allows none
-        return
 
     def end(signum: int, _frame: FrameType | None) -> None:
         if signal.getsignal(signal.SIGTERM) is end:  # else Lightning's handler has called it too
@@ -98,15 +93,13 @@ def ending_children_on_sigterm(launcher: Any) -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 
-    signal.signal(signal.SIGTERM, end)
-    try:
+    provided = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # by the user
+    with contextlib.nullcontext() if provided else handled(signal.SIGTERM, end):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
-def handing_on_ctrl_c(launcher: Any) -> Iterator[None]:
+def handing_on_ctrl_c(launcher: Launcher) -> Iterator[None]:
     """While all ranks are processes that ``launcher`` started: Ctrl-C to this one asks them to end, as SIGTERM does, and the second kills
     them. That they have ended by it, or by a Ctrl-C of their own, is raised here.
 
@@ -138,7 +131,7 @@ def not_handing_on() -> None:
 
 
 class _HandsOn:
-    def __init__(self, launcher: Any, notes: SignalNotes) -> None:
+    def __init__(self, launcher: Launcher, notes: SignalNotes) -> None:
         self._launcher, self._notes, self._owner = launcher, notes, os.getpid()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:

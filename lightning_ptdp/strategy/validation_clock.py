@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
-from lightning_ptdp._lightning import last_validation, set_last_validation, validation_interval
+from lightning_ptdp._lightning import Trainer, set_last_validation, validation_times
 
 __all__ = ["ValidationClock"]
 
@@ -18,7 +17,7 @@ __all__ = ["ValidationClock"]
 class ValidationClock:
     """Decides before a batch whether there is a validation behind it, and shows Lightning a time that leaves it no choice."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._since = trainer, -math.inf
 
     def agree(self, all_say: Callable[[bool], bool]) -> None:
@@ -27,10 +26,10 @@ class ValidationClock:
         Args:
             all_say: Collective; whether it is true on all of them.
         """
-        seconds = validation_interval(self._trainer)
+        seconds, last = validation_times(self._trainer)
         if seconds is None:
             return
-        if math.isfinite(last := last_validation(self._trainer)):
+        if math.isfinite(last):
             self._since = last  # Lightning's: the fit has begun, or a validation has ended
         due = all_say(time.monotonic() - self._since >= seconds)
         set_last_validation(self._trainer, -math.inf if due else math.inf)

@@ -7,18 +7,17 @@ import os
 import subprocess
 import uuid
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_ptdp._lightning import Launcher
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.strategy.collectives import WorldCollectives
 from lightning_ptdp.strategy.crowd import Crowd
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.joining import join
-from lightning_ptdp.strategy.run import Run
+from lightning_ptdp.strategy.run import Run, RunningStrategy
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.world.layout import ParallelLayout
@@ -28,10 +27,10 @@ from lightning_ptdp.world.mesh import ProcessMesh
 __all__ = ["World"]
 
 
-class World(WorldCollectives):
+class World(RunningStrategy):
     """Mixin of the strategy: ranks, sizes, process groups."""
 
-    _launcher: Any
+    _launcher: Launcher
     _parent: int
     _interfaces: list[str]
 
@@ -142,7 +141,7 @@ class World(WorldCollectives):
             self._names.reset_seed()
             return self.config.seed if self.config.seed is not None else torch.initial_seed()
 
-    def _join(self, layout: ParallelLayout) -> tuple[ProcessMesh, Any]:
+    def _join(self, layout: ParallelLayout) -> tuple[ProcessMesh, dist.Store | None]:
         backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
         environment, limit = self.cluster_environment, self.config.timeout
         assert environment is not None

@@ -14,6 +14,9 @@ from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 
+SUM = {"reduce_fx": "sum"}
+DTYPES = (torch.int64, torch.int16, torch.bfloat16, torch.float64, torch.bool)
+
 
 def no_metrics(_: Any) -> str:
     raise AssertionError("no metric was logged")
@@ -21,8 +24,8 @@ def no_metrics(_: Any) -> str:
 
 def test_values_are_averaged_by_weight_or_as_reduce_fx_says() -> None:
     recorded = [
-        [("loss", torch.tensor(1.0), {}), ("count", 2, {"reduce_fx": "sum"}), ("worst", 3.0, {"reduce_fx": "max"})],
-        [("loss", torch.tensor(4.0), {}), ("count", 5, {"reduce_fx": "sum"}), ("worst", 1.0, {"reduce_fx": max})],
+        [LogCall("loss", torch.tensor(1.0), {}), LogCall("count", 2, SUM), LogCall("worst", 3.0, {"reduce_fx": "max"})],
+        [LogCall("loss", torch.tensor(4.0), {}), LogCall("count", 5, SUM), LogCall("worst", 1.0, {"reduce_fx": max})],
     ]
     calls = average_calls(recorded, (2.0, 1.0), metric_path=no_metrics)
     assert [(call.name, call.value) for call in calls] == [("loss", 2.0), ("count", 7.0), ("worst", 3.0)]
@@ -30,12 +33,12 @@ def test_values_are_averaged_by_weight_or_as_reduce_fx_says() -> None:
 
 def test_other_reductions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"self.log\('a', reduce_fx=median\).*torchmetrics.Metric"):
-        average_calls([[("a", 1.0, {"reduce_fx": torch.median})]], (1.0,), metric_path=no_metrics)
+        average_calls([[LogCall("a", 1.0, {"reduce_fx": torch.median})]], (1.0,), metric_path=no_metrics)
 
 
 def test_different_names_in_different_microbatches_are_refused() -> None:
     with pytest.raises(ValueError, match="different names"):
-        average_calls([[("a", 1.0, {})], [("b", 1.0, {})]], (1.0, 1.0), metric_path=no_metrics)
+        average_calls([[LogCall("a", 1.0, {})], [LogCall("b", 1.0, {})]], (1.0, 1.0), metric_path=no_metrics)
 
 
 def _share(rank: int) -> list[tuple[Any, ...]]:
@@ -45,11 +48,13 @@ def _share(rank: int) -> list[tuple[Any, ...]]:
         StepReport(1.0, 2.0, False, [LogCall("a", 3.0, {"prog_bar": True})]),
         StepReport(1.5, 2.0, False, [LogCall("a", 4.0, {"prog_bar": True})]),  # only values change
         StepReport(2.0, 8.0, True, [LogCall(f"n{i}", float(i), {}) for i in range(100)]),  # more than fit
-        StepReport(0.0, 0.0, False, [], {"prediction": torch.arange(3)}),
+        StepReport(
+            0.0, 0.0, False, [], {"prediction": [torch.arange(3).to(dtype) for dtype in DTYPES] + [torch.ones(()), torch.ones(0)]}
+        ),
     ]
     for report in reports:
         shared = share_report(report if rank == 2 else None, group=group, source=2, memory=memory, device=torch.device("cpu"))
-        extras = None if shared.extras is None else shared.extras["prediction"].tolist()
+        extras = None if shared.extras is None else [(t.tolist(), t.dtype) for t in shared.extras["prediction"]]
         seen.append((shared.loss, shared.weight, shared.counted, shared.calls, extras))
     return seen
 
@@ -59,7 +64,8 @@ def test_every_stage_gets_the_same_report(pool: Pool) -> None:
     assert first == second == last
     assert last[1][3] == [LogCall("a", 4.0, {"prog_bar": True})]
     assert [call.value for call in last[2][3]] == [float(i) for i in range(100)]
-    assert last[3][4] == [0, 1, 2]
+    numbers = [([0, 1, 2], dtype) for dtype in DTYPES[:-1]] + [([False, True, True], torch.bool)]
+    assert last[3][4] == [*numbers, (1.0, torch.float32), ([], torch.float32)]
 
 
 @pytest.mark.parametrize("value", [None, "foo", {"a": 1}, [1, 2], torch.ones(2), torch.ones(0)])

@@ -19,7 +19,7 @@ from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder, recipe_names
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.strategy.checks import check_loader, check_model, check_sequence_length
+from lightning_ptdp.strategy.checks import check_data, check_model
 from tests.recipes.published import PUBLISHED
 
 RECIPES = recipe_names()
@@ -105,8 +105,7 @@ def test_data_and_batches_fit(name: str) -> None:
     assert data["sequence_length"] == sizes["sequence_length"]
     assert data["num_microbatches"] == strategy.config.num_microbatches
     datamodule, layout = built(values["data"]), strategy.config.layout(devices_of(name))
-    check_loader(datamodule, strategy.config, layout)
-    check_sequence_length(datamodule, strategy.config)
+    check_data(datamodule, strategy.config, layout)
     optimizer = values["model"]["init_args"]["optimizer"]
     assert (
         0

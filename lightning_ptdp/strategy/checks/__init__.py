@@ -1,6 +1,6 @@
 """What can be known to be wrong before a process is started: a sentence that names the field, the value and what would work."""
 
-from lightning_ptdp.strategy.checks.data import check_loader, check_sequence_length
+from lightning_ptdp.strategy.checks.data import check_data
 from lightning_ptdp.strategy.checks.model import CUT_MARK, check_model, on_meta, plan_of, warn_of_batch_norm
 from lightning_ptdp.strategy.checks.saved import check_hyperparameters, check_optimizer_state
 from lightning_ptdp.strategy.checks.trainer import check_trainer
@@ -8,10 +8,9 @@ from lightning_ptdp.strategy.checks.trainer import check_trainer
 __all__ = [
     "CUT_MARK",
     "check_hyperparameters",
-    "check_loader",
+    "check_data",
     "check_model",
     "check_optimizer_state",
-    "check_sequence_length",
     "check_trainer",
     "on_meta",
     "plan_of",

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import check_sequence
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["check_loader", "check_sequence_length"]
+__all__ = ["check_data"]
 
 
-def check_loader(loader: Any, config: PTDPConfig, layout: ParallelLayout) -> None:
+def check_data(data: object, config: PTDPConfig, layout: ParallelLayout) -> None:
     """Compare the sizes of a loader's batches (or a data module's, whose ``batch_plans`` may follow from the number of replicas) with the
-    microbatches and the schedule.
+    microbatches and the schedule, and its ``sequence_length``, if it tells one, with what sequence and context parallelism split.
 
     Raises:
         ValueError: A replica's batch is smaller than ``num_microbatches`` or ``micro_batch_size``, or the schedule does not take as many
-            microbatches as there would be.
+            microbatches as there would be; or the length does not divide.
     """
-    if hasattr(loader, "batch_plans"):
-        plans = loader.batch_plans(num_replicas=layout.num_replicas)
-        sizes = [plan.replica_batch for plan in plans]
+    if hasattr(data, "batch_plans"):
+        sizes = [plan.replica_batch for plan in data.batch_plans(num_replicas=layout.num_replicas)]
     else:
-        sizes = [getattr(loader, "batch_size", None)]
+        sizes = [getattr(data, "batch_size", None)]
     for size in sizes:
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
             _check_batch(size, config)
+    length = getattr(data, "sequence_length", None)
+    if isinstance(length, int):
+        _check_length(length, config)
 
 
 def _check_batch(size: int, config: PTDPConfig) -> None:
@@ -46,16 +46,10 @@ def _check_batch(size: int, config: PTDPConfig) -> None:
             ) from None
 
 
-def check_sequence_length(data: Any, config: PTDPConfig) -> None:
-    """Compare the data's ``sequence_length``, if it tells one, with what sequence and context parallelism split.
-
-    Raises:
-        ValueError: It does not divide.
-    """
-    length, size = getattr(data, "sequence_length", None), config.tensor_parallel_size
-    if isinstance(length, int):
-        check_sequence(length, config.context_parallel_size, sequence_parallel_size=size if config.sequence_parallel else 1)
-    if config.sequence_parallel and isinstance(length, int) and length % size:
+def _check_length(length: int, config: PTDPConfig) -> None:
+    size = config.tensor_parallel_size if config.sequence_parallel else 1
+    check_sequence(length, config.context_parallel_size, sequence_parallel_size=size)
+    if length % size:
         nearest = sorted({length // size * size, -(-length // size) * size} - {0})
         raise ValueError(
             f"sequence_length={length} is not divisible by tensor_parallel_size={size}, over which sequence_parallel=True splits it; "

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_ptdp._lightning import NAMESPACES
+from lightning_ptdp._lightning import NAMESPACES, LightningModule
 from lightning_ptdp._torch import forward_hooks
 from lightning_ptdp._transformers import is_capture
 from lightning_ptdp.config import PTDPConfig
@@ -32,7 +32,7 @@ CUT_MARK = "_ptdp_layout"
 _LIGHTNING = tuple(name.partition(".")[0] for name in NAMESPACES)
 
 
-def plan_of(module: Any, config: PTDPConfig) -> ParallelPlan:
+def plan_of(module: LightningModule, config: PTDPConfig) -> ParallelPlan:
     """The plan: the strategy's own, else the module's ``configure_parallel()``, else that of a known model inside, else an empty one.
 
     Raises:
@@ -56,7 +56,7 @@ def plan_of(module: Any, config: PTDPConfig) -> ParallelPlan:
 
 
 def check_model(
-    module: Any, config: PTDPConfig, layout: ParallelLayout, *, convert: Callable[[nn.Module], nn.Module] | None = None
+    module: nn.Module, config: PTDPConfig, layout: ParallelLayout, *, convert: Callable[[nn.Module], nn.Module] | None = None
 ) -> None:
     """Check the sizes of the model against the layout, on a copy where ``configure_model`` builds it or ``convert`` changes it.
 
@@ -154,7 +154,7 @@ def _check_late(model: nn.Module, *, built: Collection[str]) -> None:
                 raise ValueError(why_without_values(name, module))
 
 
-def _check_compiled(model: Any) -> None:
+def _check_compiled(model: nn.Module) -> None:
     for name, _ in model.named_modules():
         if name.rpartition(".")[2] == "_orig_mod":
             raise ValueError(
@@ -184,7 +184,7 @@ def _check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             )
 
 
-def _whole_model(module: Any, config: PTDPConfig) -> nn.Module:
+def _whole_model(module: nn.Module, config: PTDPConfig) -> nn.Module:
     """The uncut module; if ``configure_model`` builds any of it, a copy built without allocating anything where that is possible."""
     written_by = getattr(module, "configure_model", _whole_model).__module__
     if written_by.partition(".")[0] in _LIGHTNING or not isinstance(module, nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ _SIDE = 4
 _MEND = "Use an optimizer whose states are like its parameters (AdamW, SGD, RMSprop, ...), or Trainer(enable_checkpointing=False)"
 
 
-def check_hyperparameters(owner: Any) -> None:
+def check_hyperparameters(owner: object) -> None:
     """Check what a module or data module has saved with ``save_hyperparameters``.
 
     Raises:

@@ -6,81 +6,60 @@ Each check looks at one thing; add another to ``_CHECKS``.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from typing import Any
 
-from lightning_ptdp._lightning import LightningNames, is_compiled, layer_sync
+from lightning_ptdp._lightning import Trainer, fits, is_compiled, layer_sync
 from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
 from lightning_ptdp.strategy.checks.saved import check_extra_state, check_hyperparameters
-from lightning_ptdp.world.layout import ParallelLayout, nearest_divisors
+from lightning_ptdp.strategy.run import RunningStrategy
+from lightning_ptdp.world.layout import nearest_divisors
 
 __all__ = ["check_trainer"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is about to run."""
-
-    module: Any
-    trainer: Any
-    config: PTDPConfig
-    layout: ParallelLayout
-    names: LightningNames
-
-    @property
-    def fits(self) -> bool:
-        """Whether it trains."""
-        fits: bool = self.trainer.state.fn == self.names.TrainerFn.FITTING
-        return fits
-
-    def refuse(self, message: str) -> Exception:
-        """Lightning's exception for a wrong configuration."""
-        error: Exception = self.names.MisconfigurationException(message)
-        return error
-
-
-def check_trainer(module: Any, trainer: Any, config: PTDPConfig, layout: ParallelLayout, names: LightningNames) -> None:
+def check_trainer(strategy: RunningStrategy, trainer: Trainer) -> None:
     """Refuse what the schedule cannot honour.
 
     Raises:
         MisconfigurationException: Names what is asked for, why it cannot be, and what would work.
     """
-    asked = Asked(module=module, trainer=trainer, config=config, layout=layout, names=names)
     for check in _CHECKS:
-        check(asked)
+        check(strategy, trainer)
 
 
-def _check_manual_optimization(asked: Asked) -> None:
-    if asked.module.automatic_optimization or not asked.fits:
+def _check_manual_optimization(strategy: RunningStrategy, trainer: Trainer) -> None:
+    if strategy.lightning_module.automatic_optimization or not fits(trainer):
         return
-    if asked.layout.world_size > 1:
-        raise asked.refuse(
-            "automatic_optimization=False (manual optimization) cannot run under the ptdp strategy with several processes: the "
-            "schedule, not training_step, decides when backward runs. Use automatic optimization, or train in one process (validate, test "
-            "and predict run in any layout)"
+    config, why = strategy.config, ""
+    if strategy.layout.world_size > 1:
+        why = (
+            " cannot run under the ptdp strategy with several processes: the schedule, not training_step, decides when backward runs. Use "
+            "automatic optimization, or train in one process (validate, test and predict run in any layout)"
         )
-    if asked.config.runs_backward:
-        raise asked.refuse(
-            f"automatic_optimization=False (manual optimization) cannot run with {_microbatches(asked.config)}: training_step would run, "
-            "and step its optimizers, once a microbatch. Use automatic optimization, or leave the option out"
+    elif config.runs_backward:
+        why = (
+            f" cannot run with {_microbatches(config)}: training_step would run, and step its optimizers, once a microbatch. Use automatic "
+            "optimization, or leave the option out"
         )
-    if asked.config.check_finite is not None:
-        raise asked.refuse(
-            f"automatic_optimization=False (manual optimization) with check_finite={asked.config.check_finite!r}, which looks at the one "
-            "backward of a batch: look at the loss in training_step, and leave check_finite out"
+    elif config.check_finite is not None:
+        why = (
+            f" with check_finite={config.check_finite!r}, which looks at the one backward of a batch: look at the loss in training_step, "
+            "and leave check_finite out"
         )
-    if asked.config.master_weights and _is_half(asked):
-        raise asked.refuse(
-            "automatic_optimization=False (manual optimization) with parameters in half precision and master_weights=True: "
-            "toggle_optimizer and zero_grad would see the float32 copies, not the parameters. Use master_weights=False, or "
-            "precision='bf16-mixed'"
+    elif config.master_weights and _is_half(strategy, trainer):
+        why = (
+            " with parameters in half precision and master_weights=True: toggle_optimizer and zero_grad would see the float32 copies, not "
+            "the parameters. Use master_weights=False, or precision='bf16-mixed'"
         )
+    if why:
+        raise strategy.refusal(f"automatic_optimization=False (manual optimization){why}")
 
 
-def _is_half(asked: Asked) -> bool:
-    return str(asked.trainer.precision) in ("bf16-true", "16-true") or any(p.dtype in HALF for p in asked.module.parameters())
+def _is_half(strategy: RunningStrategy, trainer: Trainer) -> bool:
+    return str(trainer.precision) in ("bf16-true", "16-true") or any(
+        p.dtype in HALF for p in strategy.lightning_module.parameters()
+    )
 
 
 def _microbatches(config: PTDPConfig) -> str:
@@ -90,149 +69,149 @@ def _microbatches(config: PTDPConfig) -> str:
     return f"schedule={config.schedule!r}, which has several microbatches"
 
 
-def _check_backward(asked: Asked) -> None:
-    if asked.fits and asked.config.runs_backward and asked.names.is_overridden("backward", asked.module):
-        raise asked.refuse(
+def _check_backward(strategy: RunningStrategy, trainer: Trainer) -> None:
+    if fits(trainer) and strategy.config.runs_backward and strategy._names.is_overridden("backward", strategy.lightning_module):
+        raise strategy.refusal(
             "LightningModule.backward is overridden, but the schedule runs the backward where there are pipeline stages, microbatches or "
             "context parallelism. Use torch.autograd hooks or on_after_backward instead, or num_microbatches=1 without a pipeline and "
             "context parallelism"
         )
 
 
-def _check_iterators(asked: Asked) -> None:
-    hooks = ["training_step"] if asked.fits and asked.config.runs_backward else []
-    if asked.config.cuts_forward:
+def _check_iterators(strategy: RunningStrategy, trainer: Trainer) -> None:
+    hooks = ["training_step"] if fits(trainer) and strategy.config.runs_backward else []
+    if strategy.config.cuts_forward:
         hooks += ["validation_step", "test_step", "predict_step"]
     for hook in hooks:
-        step = getattr(asked.module, hook)
+        step = getattr(strategy.lightning_module, hook)
         # None switches a step off.
         if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
-            raise asked.refuse(
+            raise strategy.refusal(
                 f"{hook}(dataloader_iter) takes its batches itself, but the schedule cuts them into microbatches or along time. Take "
                 "(batch, batch_idx), or use num_microbatches=1 without a pipeline and context parallelism"
             )
 
 
-def _check_compiled(asked: Asked) -> None:
-    if is_compiled(asked.module) and asked.layout.model_parallel_size > 1:
-        raise asked.refuse(
+def _check_compiled(strategy: RunningStrategy, trainer: Trainer) -> None:
+    if is_compiled(strategy.lightning_module) and strategy.layout.model_parallel_size > 1:
+        raise strategy.refusal(
             "the Trainer was given torch.compile(module), which compiles its steps as a whole, but tensor, pipeline and context "
             "parallelism cut them and communicate inside. Compile each block in place instead (for block in blocks: block.compile())"
         )
 
 
-def _check_callbacks(asked: Asked) -> None:
-    _check_pruning(asked)
-    _check_finetuning(asked)
-    if asked.layout.model_parallel_size == 1:
+def _check_callbacks(strategy: RunningStrategy, trainer: Trainer) -> None:
+    _check_pruning(strategy, trainer)
+    _check_finetuning(strategy, trainer)
+    if strategy.layout.model_parallel_size == 1:
         return
-    whole = (*asked.names.WeightAveragingCallbacks, *asked.names.TunerCallbacks)
-    for callback in asked.trainer.callbacks:
+    whole = (*strategy._names.WeightAveragingCallbacks, *strategy._names.TunerCallbacks)
+    for callback in trainer.callbacks:
         if isinstance(callback, whole):
-            raise asked.refuse(
+            raise strategy.refusal(
                 f"the callback {type(callback).__name__} copies or re-runs the whole model, which no rank holds under tensor or "
                 "pipeline parallelism. Use it with tensor_parallel_size=1 and pipeline_parallel_size=1"
             )
 
 
-def _check_pruning(asked: Asked) -> None:
-    name = _name_of(asked, asked.names.ModelPruning)
+def _check_pruning(strategy: RunningStrategy, trainer: Trainer) -> None:
+    name = _name_of(trainer, strategy._names.ModelPruning)
     if name is None:
         return
-    if asked.layout.model_parallel_size > 1:
-        raise asked.refuse(
+    if strategy.layout.model_parallel_size > 1:
+        raise strategy.refusal(
             f"the callback {name} compares weights of the whole model, of which a rank would see and prune its own part only. Use it with "
             "tensor_parallel_size=1 and pipeline_parallel_size=1, or prune before fit"
         )
-    if _steps_on_copies(asked):
-        raise asked.refuse(
+    if _steps_on_copies(strategy, trainer):
+        raise strategy.refusal(
             f"the callback {name} puts new values into parameters, but the optimizer steps on shards (shard_optimizer=True) or float32 "
             "copies of them. Use shard_optimizer=False and precision='32-true' or 'bf16-mixed', or prune before fit"
         )
 
 
-def _check_finetuning(asked: Asked) -> None:
-    name = _name_of(asked, asked.names.BaseFinetuning)
-    if name is None or not asked.fits:
+def _check_finetuning(strategy: RunningStrategy, trainer: Trainer) -> None:
+    name = _name_of(trainer, strategy._names.BaseFinetuning)
+    if name is None or not fits(trainer):
         return
-    if asked.layout.pipeline_parallel_size > 1:
-        raise asked.refuse(
+    if strategy.layout.pipeline_parallel_size > 1:
+        raise strategy.refusal(
             f"the callback {name} gives the optimizer a group of parameters when it unfreezes them, which only some pipeline stages hold. "
             "Use it with pipeline_parallel_size=1, or give the optimizer all parameters and set their requires_grad yourself"
         )
-    if _steps_on_copies(asked):
-        raise asked.refuse(
+    if _steps_on_copies(strategy, trainer):
+        raise strategy.refusal(
             f"the callback {name} lets parameters be trained that the optimizer has no shards (shard_optimizer=True) or float32 copies of. "
             "Use shard_optimizer=False, and precision='32-true', 'bf16-mixed', or master_weights=False"
         )
 
 
-def _name_of(asked: Asked, kind: type) -> str | None:
+def _name_of(trainer: Trainer, kind: type) -> str | None:
     """The class of the Trainer's callback of that kind, if it has one."""
-    return next((type(callback).__name__ for callback in asked.trainer.callbacks if isinstance(callback, kind)), None)
+    return next((type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kind)), None)
 
 
-def _steps_on_copies(asked: Asked) -> bool:
-    shards = asked.config.shard_optimizer and asked.layout.size("replica_sum") > 1
-    return shards or (asked.config.master_weights and _is_half(asked))
+def _steps_on_copies(strategy: RunningStrategy, trainer: Trainer) -> bool:
+    shards = strategy.config.shard_optimizer and strategy.layout.size("replica_sum") > 1
+    return shards or (strategy.config.master_weights and _is_half(strategy, trainer))
 
 
-def _check_batch_norm(asked: Asked) -> None:
-    sync = layer_sync(asked.trainer.strategy)
-    if sync is None or not asked.fits or asked.layout.size("replica_sum") == 1:
+def _check_batch_norm(strategy: RunningStrategy, trainer: Trainer) -> None:
+    sync = layer_sync(strategy)
+    if sync is None or not fits(trainer) or strategy.layout.size("replica_sum") == 1:
         return
-    if type(sync) is not asked.names.TorchSyncBatchNorm:
-        raise asked.refuse(
+    if type(sync) is not strategy._names.TorchSyncBatchNorm:
+        raise strategy.refusal(
             f"plugins=[{type(sync).__name__}()] synchronizes layers over all processes, but only replicas hold the same ones here. Use "
             "Trainer(sync_batchnorm=True)"
         )
-    if asked.trainer.strategy.root_device.type == "cpu":
-        raise asked.refuse(
+    if strategy.root_device.type == "cpu":
+        raise strategy.refusal(
             "sync_batchnorm=True on the CPU: torch.nn.SyncBatchNorm takes tensors of an accelerator only. Leave it out (each replica then "
             "has statistics of its own), or use a normalization that does not look at the batch"
         )
 
 
-def _check_checkpoint_plugin(asked: Asked) -> None:
-    plugin = asked.trainer.strategy.checkpoint_io
-    if not asked.fits or type(plugin) is asked.names.TorchCheckpointIO:
+def _check_checkpoint_plugin(strategy: RunningStrategy, trainer: Trainer) -> None:
+    plugin = strategy.checkpoint_io
+    if not fits(trainer) or type(plugin) is strategy._names.TorchCheckpointIO:
         return
     instead = (
         "PTDPStrategy(async_save=True)"
-        if isinstance(plugin, asked.names.AsyncCheckpointIO)
+        if isinstance(plugin, strategy._names.AsyncCheckpointIO)
         else "on_save_checkpoint for what it adds"
     )
-    raise asked.refuse(
+    raise strategy.refusal(
         f"plugins=[{type(plugin).__name__}()] writes one file, but checkpoints are folders here, into which every rank writes its part by "
         f"torch's Distributed Checkpoint. Leave it out, and use {instead}"
     )
 
 
-def _check_saved(asked: Asked) -> None:
-    savers = asked.trainer.checkpoint_callbacks if asked.fits else []
+def _check_saved(strategy: RunningStrategy, trainer: Trainer) -> None:
+    savers = trainer.checkpoint_callbacks if fits(trainer) else []
     try:
         for saver in savers:
-            local_path(getattr(saver, "dirpath", None) or asked.trainer.default_root_dir)
-        for owner in (asked.module, asked.trainer.datamodule) if savers else ():
+            local_path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
+        for owner in (strategy.lightning_module, trainer.datamodule) if savers else ():
             check_hyperparameters(owner)
         if savers:
-            check_extra_state(asked.module)
+            check_extra_state(strategy.lightning_module)
     except ValueError as error:
-        raise asked.refuse(str(error)) from None
+        raise strategy.refusal(str(error)) from None
 
 
-def _check_replicas(asked: Asked) -> None:
-    nodes, replicas = asked.config.data_parallel_replicas, asked.layout.num_replicas
+def _check_replicas(strategy: RunningStrategy, trainer: Trainer) -> None:
+    nodes, replicas = strategy.config.data_parallel_replicas, strategy.layout.num_replicas
     if replicas % nodes:
-        raise asked.refuse(
+        raise strategy.refusal(
             f"data_parallel_replicas={nodes} does not divide the data_parallel_size of {replicas}: every node must hold as many replicas; "
             f"use one of {nearest_divisors(replicas, nodes)}"
         )
 
 
-def _check_precision(asked: Asked) -> None:
-    if str(asked.trainer.precision) == "16-true" and not asked.config.master_weights:
-        raise asked.refuse(
+def _check_precision(strategy: RunningStrategy, trainer: Trainer) -> None:
+    if str(trainer.precision) == "16-true" and not strategy.config.master_weights:
+        raise strategy.refusal(
             "precision='16-true' with master_weights=False: updates of float16 parameters are mostly rounded away, and their loss scale "
             "cannot be divided out in float16; use master_weights=True, precision='16-mixed' or precision='bf16-true'"
         )
