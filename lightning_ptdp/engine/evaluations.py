@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -58,12 +59,10 @@ def counted_evaluations(
         group: The replicas.
         again: Is called before every evaluation but the first of a step.
     """
-    evaluations = 0
+    evaluations = itertools.count()
 
     def evaluate() -> Tensor | None:
-        nonlocal evaluations
-        evaluations += 1
-        if evaluations > 1:
+        if next(evaluations):
             again()
         loss = closure()
         if loss is None:

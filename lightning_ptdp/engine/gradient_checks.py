@@ -94,9 +94,7 @@ class GradientChecks(StepObserver):
             raise NonFiniteError(message)
         if self._mesh.rank == 0:
             warnings.warn(f"a step was skipped: {message}", stacklevel=2)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        optimizer.zero_grad()
 
     def _explain(self, losses: Sequence[Tensor]) -> str:
         """The first of everything that is not finite; collective over the world."""
