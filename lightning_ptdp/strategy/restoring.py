@@ -114,9 +114,7 @@ class ModelSpaceRestoring(ModelSpace):
                 if any(gather(not stored or state.touched)):
                     self._load_whole(state, strict=strict)
                 else:
-                    tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
-                    load_tensors(state.path, tensors, strict=strict, prefix=MODEL if strict else None)
-                    self._set_extra_states({name.removeprefix(MODEL): tensor for name, (tensor, _) in tensors.items()})
+                    self._fill(state.path, strict=strict)
         self._parameters_set()
 
     def _set_extra_states(self, loaded: Mapping[str, Tensor]) -> None:
@@ -169,15 +167,19 @@ class ModelSpaceRestoring(ModelSpace):
         Raises:
             CheckpointError: On all ranks: it is damaged or does not fit; names and shapes are told.
         """
-        tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
-        found = {MODEL + ours: MODEL + theirs for ours, theirs in (rename or {}).items()}
         path = self.broadcast(local_path(path))
         with self.waiting_in(f"loading weights from {path}"):
-            only = MODEL if strict and not rename else None
-            missing = load_tensors(
-                path, tensors, strict=strict, prefix=only, rename=found, open_stored=self._opener(path, rename)
-            )
+            missing = self._fill(path, strict=strict, rename=rename)
         self._parameters_set()
+        return missing
+
+    def _fill(self, path: PathLike, *, strict: bool, rename: Mapping[str, str] | None = None) -> list[str]:
+        """``load_weights``, without a word to the optimizer."""
+        tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
+        found = {MODEL + ours: MODEL + theirs for ours, theirs in (rename or {}).items()}
+        only = MODEL if strict and not rename else None
+        missing = load_tensors(path, tensors, strict=strict, prefix=only, rename=found, open_stored=self._opener(path, rename))
+        self._set_extra_states({name.removeprefix(MODEL): tensor for name, (tensor, _) in tensors.items() if name not in missing})
         return [name.removeprefix(MODEL) for name in missing]
 
     def _opener(self, path: PathLike, rename: Mapping[str, str] | None) -> Callable[..., Stored]:

@@ -12,7 +12,9 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Timer
 from torch import nn
 
+from lightning_ptdp.callbacks import InitFrom
 from tests.conformance.toys import (
+    PLACES,
     LitBackbone,
     LitNet,
     Losses,
@@ -145,21 +147,30 @@ class LitCounting(LitNet):
         self.net[2] = Counting(16, 16)
 
 
-def count(rank: int, place: Place, folder: str, path: str) -> Any:
+def count(rank: int, place: Place, folder: str, path: str, first: bool = False) -> Any:
+    """Counts after one epoch, and after what follows it: two more, or with ``first`` one that begins with the weights."""
     file = Path(path, folder, "counted.ckpt")
     L.seed_everything(1, verbose=False)
     counts = []
-    for epochs, resume in ((1, None), (3, file)):
-        trainer, module = make_trainer(place, max_epochs=epochs), LitCounting()
+    for epochs, resume in ((1, None), (1, None) if first else (3, file)):
+        callbacks = [InitFrom(file)] if first and counts else []
+        trainer, module = make_trainer(place, max_epochs=epochs, callbacks=callbacks), LitCounting()
         trainer.fit(module, loader(), ckpt_path=resume)
         trainer.save_checkpoint(file)
-        counts += [part.count for part in module.modules() if isinstance(part, Counting)]
+        counts += [part.count for part in module.modules() if isinstance(part, Counting)] or [0]
     return counts
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
 def test_extra_state_goes_on(name: str, pool: Pool, tmp_path: Path) -> None:
-    counted = [found for found, _ in both(pool, count, name, str(tmp_path)) if found]  # a stage counts its microbatches
+    counted = [found for found, _ in both(pool, count, name, str(tmp_path)) if any(found)]  # a stage counts its microbatches
     assert counted
     for before, after in counted:
         assert after == 3 * before > 0
+
+
+@pytest.mark.parametrize("name", ["one", "p2"])
+def test_training_begins_with_the_extra_state_of_weights(name: str, pool: Pool, tmp_path: Path) -> None:
+    place, _ = PLACES[name]
+    for before, after in pool.run(count, world_size=place.world_size, args=(place, "ours", str(tmp_path), True)):
+        assert after == 2 * before
