@@ -18,7 +18,7 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["merge_reports", "whole_outputs"]
 
 
-def merge_reports(report: StepReport, *, weight: float, group: Group, device: torch.device) -> None:
+def merge_reports(report: StepReport, *, weight: float, group: Group, device: torch.device) -> list[float]:
     """Make the loss and the logged values of this rank's slice those of the whole sequence, in place; collective.
 
     Args:
@@ -26,6 +26,9 @@ def merge_reports(report: StepReport, *, weight: float, group: Group, device: to
         weight: This rank's share in its logged values: its tokens, or what stands for them.
         group: The context group.
         device: Where collectives take their tensors.
+
+    Returns:
+        The ranks' weights.
 
     Raises:
         ContextParallelError: The ranks logged different names.
@@ -39,14 +42,13 @@ def merge_reports(report: StepReport, *, weight: float, group: Group, device: to
         )
     if not report.counted:
         report.loss = sum(head[1] for head in heads) / group.size
-    calls = report.calls
-    if not calls:
-        return
-    table = _gather(numbers_of(calls) + [float(call.options.get("batch_size") or 0) for call in calls], group, device)
-    weights = [head[2] for head in heads]
-    report.calls = [
-        _merged(call, [row[i] for row in table], [row[len(calls) + i] for row in table], weights) for i, call in enumerate(calls)
-    ]
+    calls, weights = report.calls, [head[2] for head in heads]
+    if calls:
+        sizes = [float(call.options.get("batch_size") or 0) for call in calls]
+        columns = list(zip(*_gather(numbers_of(calls) + sizes, group, device), strict=True))
+        of_calls = zip(calls, columns[: len(calls)], columns[len(calls) :], strict=True)
+        report.calls = [_merged(call, values, sizes, weights) for call, values, sizes in of_calls]
+    return weights
 
 
 def _merged(call: LogCall, values: Sequence[float], sizes: Sequence[float], weights: Sequence[float]) -> LogCall:
@@ -63,7 +65,7 @@ def _gather(values: Sequence[float], group: Group, device: torch.device) -> list
     return rows
 
 
-def whole_outputs(outputs: Nested, *, length: int, weight: float, group: Group, device: torch.device) -> Nested:
+def whole_outputs(outputs: Nested, *, length: int, weights: Sequence[float], group: Group, device: torch.device) -> Nested:
     """A step's outputs for the whole sequence; collective.
 
     Tensors (b, s/c, ...) are put together along time. Floating-point scalars are averaged by the ranks' weights, ``num_tokens`` is
@@ -72,14 +74,13 @@ def whole_outputs(outputs: Nested, *, length: int, weight: float, group: Group, 
     Args:
         outputs: Nested mappings and sequences of this rank.
         length: s, tokens of the whole sequence.
-        weight: This rank's share in averages.
+        weights: The ranks' shares in averages.
         group: The context group.
         device: Where collectives take their tensors.
 
     Raises:
         ContextParallelError: A tensor is neither, so that nothing can be said about the whole sequence.
     """
-    weights = [row[0] for row in _gather([weight], group, device)]
 
     def scalar(tensor: Tensor, how: Callable[[Sequence[float]], float]) -> Tensor:
         return tensor.new_tensor(how([row[0] for row in _gather([float(tensor)], group, device)]))

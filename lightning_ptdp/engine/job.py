@@ -214,9 +214,9 @@ class LightningJob:
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
         report.extras = self._extras(shares)
         if self._part is not None:  # what the parts of the microbatches say together; collective over the ranks that have them
-            part, weight = self._part, sum(shares)
-            merge_reports(report, weight=weight, group=part.group, device=self.device)
-            report.extras = whole_outputs(report.extras, length=part.length, weight=weight, group=part.group, device=self.device)
+            part, group = self._part, self._part.group
+            weights = merge_reports(report, weight=sum(shares), group=group, device=self.device)
+            report.extras = whole_outputs(report.extras, length=part.length, weights=weights, group=group, device=self.device)
         if self._before is not None:
             report.changes = self._before.changes()
         return report
