@@ -31,29 +31,29 @@ def check_trainer(strategy: RunningStrategy, trainer: Trainer) -> None:
 def _check_manual_optimization(strategy: RunningStrategy, trainer: Trainer) -> None:
     if strategy.lightning_module.automatic_optimization or not fits(trainer):
         return
-    config, why = strategy.config, ""
+    config = strategy.config
     if strategy.layout.world_size > 1:
-        why = (
-            " cannot run under the ptdp strategy with several processes: the schedule, not training_step, decides when backward runs. Use "
-            "automatic optimization, or train in one process (validate, test and predict run in any layout)"
+        raise strategy.refusal(
+            "automatic_optimization=False (manual optimization) cannot run under the ptdp strategy with several processes: the "
+            "schedule, not training_step, decides when backward runs. Use automatic optimization, or train in one process (validate, test "
+            "and predict run in any layout)"
         )
-    elif config.runs_backward:
-        why = (
-            f" cannot run with {_microbatches(config)}: training_step would run, and step its optimizers, once a microbatch. Use automatic "
-            "optimization, or leave the option out"
+    if config.runs_backward:
+        raise strategy.refusal(
+            f"automatic_optimization=False (manual optimization) cannot run with {_microbatches(config)}: training_step would run, "
+            "and step its optimizers, once a microbatch. Use automatic optimization, or leave the option out"
         )
-    elif config.check_finite is not None:
-        why = (
-            f" with check_finite={config.check_finite!r}, which looks at the one backward of a batch: look at the loss in training_step, "
-            "and leave check_finite out"
+    if config.check_finite is not None:
+        raise strategy.refusal(
+            f"automatic_optimization=False (manual optimization) with check_finite={config.check_finite!r}, which looks at the one "
+            "backward of a batch: look at the loss in training_step, and leave check_finite out"
         )
-    elif config.master_weights and _is_half(strategy, trainer):
-        why = (
-            " with parameters in half precision and master_weights=True: toggle_optimizer and zero_grad would see the float32 copies, not "
-            "the parameters. Use master_weights=False, or precision='bf16-mixed'"
+    if config.master_weights and _is_half(strategy, trainer):
+        raise strategy.refusal(
+            "automatic_optimization=False (manual optimization) with parameters in half precision and master_weights=True: "
+            "toggle_optimizer and zero_grad would see the float32 copies, not the parameters. Use master_weights=False, or "
+            "precision='bf16-mixed'"
         )
-    if why:
-        raise strategy.refusal(f"automatic_optimization=False (manual optimization){why}")
 
 
 def _is_half(strategy: RunningStrategy, trainer: Trainer) -> bool:
