@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
 from lightning_ptdp.callbacks.timeline import has_pipeline
+from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
 from lightning_ptdp.planner import known_peak_flops
 from lightning_ptdp.schedule.spans import Timeline
@@ -68,7 +68,7 @@ class StepTimes(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was found."""
-        peaks = _gather(_peak_memory(trainer.strategy.root_device))
+        peaks = gather(_peak_memory(trainer.strategy.root_device))
         if trainer.is_global_zero:
             self._result(trainer, pl_module, peaks).write(self._file)
 
@@ -104,11 +104,3 @@ def _peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def _gather(mine: int) -> list[int]:
-    if not dist.is_initialized():
-        return [mine]
-    gathered = [0] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered

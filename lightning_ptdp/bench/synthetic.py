@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -13,6 +12,7 @@ from lightning_ptdp.batch_size import BatchPlan, RampUp
 from lightning_ptdp.data import BertDataModule, StreamDataModule
 from lightning_ptdp.data.masking import number_to_predict
 from lightning_ptdp.data.stream import IGNORE_INDEX
+from lightning_ptdp.data.stream_datamodule import replica_of
 
 __all__ = ["SyntheticData"]
 
@@ -42,19 +42,14 @@ class SyntheticData(LightningDataModule):
     @property
     def step_sizes(self) -> RampUp:
         """Samples of every step, of all replicas."""
-        (plan,) = self.batch_plans(num_replicas=self._replica()[0])
+        (plan,) = self.batch_plans(num_replicas=replica_of(self.trainer)[0])
         return RampUp(start=plan.global_batch, stop=plan.global_batch, increment=1, samples=1)
 
     def train_dataloader(self) -> _Again:
         """The same batch for as long as it is wanted; the ranks of a replica have the same."""
-        num_replicas, replica = self._replica()
+        num_replicas, replica = replica_of(self.trainer)
         (plan,) = self.batch_plans(num_replicas=num_replicas)
         return _Again(self._batch(plan.replica_batch, torch.Generator().manual_seed(replica)))
-
-    def _replica(self) -> tuple[int, int]:
-        strategy = self.trainer.strategy if self.trainer is not None else None
-        kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        return int(kwargs["num_replicas"]), int(kwargs["rank"])
 
     def _batch(self, size: int, generator: torch.Generator) -> Batch:
         s = self.sequence_length
@@ -87,6 +82,6 @@ class _Again:
     def __len__(self) -> int:
         return _STEPS
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         while True:
             yield self._batch

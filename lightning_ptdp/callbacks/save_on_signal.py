@@ -39,9 +39,6 @@ class SaveOnSignal(pl.Callback):
 
     def __init__(self, name: str = "on_signal.ckpt") -> None:
         self._name = name
-        self._begin_empty()
-
-    def _begin_empty(self) -> None:
         self._notes = SignalNotes()
         self._before: dict[int, Any] = {}
         self._group: Any = None
@@ -89,13 +86,9 @@ class SaveOnSignal(pl.Callback):
         """Likewise."""
         self._close()
 
-    def __getstate__(self) -> dict[str, str]:
+    def __reduce__(self) -> tuple[type[SaveOnSignal], tuple[str]]:
         """Without handlers and groups, which cannot be copied."""
-        return {"_name": self._name}
-
-    def __setstate__(self, state: dict[str, str]) -> None:
-        self.__dict__.update(state)
-        self._begin_empty()
+        return type(self), (self._name,)
 
     def _agreed(self) -> torch.Tensor | None:
         pending, self._pending = self._pending, None

@@ -35,7 +35,7 @@ class Throughput(Callback):
         check_arguments(Throughput.__init__, locals())
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"peak_tflops={peak_tflops} must be more than 0, or None")
-        self._peak_tflops = peak_tflops
+        self._peak_flops = None if peak_tflops is None else peak_tflops * 1e12
         # Seconds, samples, tokens and operations of a step.
         self._steps: deque[tuple[float, int, int, float]] = deque(maxlen=window)
         self._last: float | None = None
@@ -75,15 +75,10 @@ class Throughput(Callback):
             self.log("tokens_per_s", tokens / seconds, prog_bar=True, batch_size=1)
         if flops:
             self.log("model_tflops_per_s", flops / seconds / 1e12, batch_size=1)
-            peak = self._peak_flops(trainer)
+            device = device_name(trainer.strategy.root_device)
+            peak = self._peak_flops or known_peak_flops(device, str(trainer.precision))
             if peak is not None:
                 self.log("mfu", flops / seconds / peak / trainer.world_size, prog_bar=True, batch_size=1)
-
-    def _peak_flops(self, trainer: Trainer) -> float | None:
-        """Operations a second of which one device is capable."""
-        if self._peak_tflops is not None:
-            return self._peak_tflops * 1e12
-        return known_peak_flops(device_name(trainer.strategy.root_device), str(trainer.precision))
 
 
 def device_name(device: torch.device) -> str:

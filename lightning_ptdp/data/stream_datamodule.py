@@ -15,7 +15,7 @@ from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.option_types import Count, Size, check_arguments
 
-__all__ = ["StreamDataModule"]
+__all__ = ["StreamDataModule", "replica_of"]
 
 Loader = TypeVar("Loader")
 
@@ -66,12 +66,12 @@ class StreamDataModule(LightningDataModule):
     @property
     def batch_size(self) -> int:
         """Samples in a batch of one replica, after the ramp-up."""
-        return self.batch_options.plan(self._replica()[0]).replica_batch
+        return self.batch_options.plan(replica_of(self.trainer)[0]).replica_batch
 
     @property
     def step_sizes(self) -> RampUp:
         """The samples of every step, of all replicas."""
-        return self.batch_options.ramp(self._replica()[0])
+        return self.batch_options.ramp(replica_of(self.trainer)[0])
 
     def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
         """The sizes of all steps that there will be on ``num_replicas`` replicas: one plan, or those of the ramp-up in their order.
@@ -115,7 +115,7 @@ class StreamDataModule(LightningDataModule):
     def val_dataloader(self) -> EvaluationLoader:
         """Every validation sample once, over all replicas."""
         stream = self._stream("validation", max_samples=self.validation_samples)
-        micro_batch_size = self.batch_options.plan(self._replica()[0]).micro_batch_size
+        micro_batch_size = self.batch_options.plan(replica_of(self.trainer)[0]).micro_batch_size
         return self._loader(EvaluationLoader, stream, micro_batch_size=micro_batch_size)
 
     def test_dataloader(self) -> EvaluationLoader:
@@ -151,7 +151,7 @@ class StreamDataModule(LightningDataModule):
         return self._loader(TokenLoader, stream, ramp_up=self.step_sizes, seed=self.seed, in_flight=self._in_flight)
 
     def _loader(self, made: Callable[..., Loader], stream: SampleStream, **options: object) -> Loader:
-        num_replicas, replica_rank = self._replica()
+        num_replicas, replica_rank = replica_of(self.trainer)
         return made(
             stream,
             batch_size=self.batch_size,
@@ -174,15 +174,16 @@ class StreamDataModule(LightningDataModule):
         # An epoch has fewer steps than the one before it; Lightning asks for their number, and when to validate, with the loader.
         self.trainer.reload_dataloaders_every_n_epochs = 1
 
-    def _replica(self) -> tuple[int, int]:
-        """(number of replicas, this replica) as the strategy has them: peers inside a replica are one reader."""
-        strategy = self.trainer.strategy if self.trainer is not None else None
-        kwargs = getattr(strategy, "distributed_sampler_kwargs", None)
-        return (1, 0) if kwargs is None else (int(kwargs["num_replicas"]), int(kwargs["rank"]))
-
     def _in_flight(self) -> int:
         """Batches that were handed out and not trained on: one, where an exception in a step makes a checkpoint."""
         if self.trainer is None:
             return 0
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.ready - progress.processed)
+
+
+def replica_of(trainer: Trainer | None) -> tuple[int, int]:
+    """(number of replicas, this replica) as the strategy has them: peers inside a replica are one reader."""
+    strategy = trainer.strategy if trainer is not None else None
+    kwargs = getattr(strategy, "distributed_sampler_kwargs", None)
+    return (1, 0) if kwargs is None else (int(kwargs["num_replicas"]), int(kwargs["rank"]))
