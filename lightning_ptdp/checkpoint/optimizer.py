@@ -177,7 +177,8 @@ def load_optimizer(
         states = _empty_states(read_metadata(path), optimizer, named, shardings, index)
     load_tensors(path, {name: (value, place) for name, (_, _, value, place) in states.items()}, prefix=_prefix(index))
     optimizer.state.clear()
-    for parameter, key, value, _ in states.values():
+    places = {parameter: place for place, parameter in enumerate(named)}  # an optimizer keeps its states in this order
+    for parameter, key, value, _ in sorted(states.values(), key=lambda state: places[state[0]]):
         optimizer.state[parameter][key.removesuffix(_NUMBER)] = value.item() if key.endswith(_NUMBER) else value
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         _restore_group(group, saved)
