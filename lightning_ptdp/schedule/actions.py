@@ -3,7 +3,7 @@
 A schedule is one list of actions a rank. The generator writes it, the verifier proves it, the simulator times it, the runtime
 executes it, and nothing else knows the order. Actions print and parse as ``F3.1`` (kind, stage, microbatch)::
 
-    rank 0  F0.0 RB0.0 SF0.0 F0.1 RB0.1 SF0.1 B0.0 B0.1 R0
+    rank 0  F0.0 SF0.0 RB0.0 F0.1 SF0.1 RB0.1 B0.0 B0.1 R0
     rank 1  RF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 B1.1 SB1.1 R1
 """
 

@@ -23,9 +23,12 @@ def lower(order: Schedule) -> Schedule:
     - a receive is posted one computation ahead of the one that needs it, so that the message travels during that computation;
       or as soon as its rank has done what it does on paper until the message is sent, if that is earlier. So what happens on
       paper can happen where a send blocks its rank until the receive is posted, too: each receive is posted before its send;
+    - it is not posted before its rank has done what it does on paper until the message before it on the channel is sent: that one has
+      arrived by then. So what happens on paper can happen where a receive blocks its rank until the one before it on its channel has
+      arrived, as on a GPU whose streams share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``);
     - the receives of a channel are posted in the order of its sends, those of gradients not before the stage's own forward (the
       gradient has the shape of its result);
-    - a send follows its computation, after the receives that are posted there: posting does not wait, a send may;
+    - a send follows its computation, after the receives of messages that are sent at the same time: posting does not wait, a send may;
     - ``REDUCE`` follows the last backward (or weight gradient) of its stage, after the send that a neighbour waits for.
 
     A rank has few receives open at a time: those of the next computations, and of what arrives early. Stages that are
@@ -52,8 +55,8 @@ def compute_order(schedule: Schedule) -> Schedule:
 
 
 _Receive = tuple[int, int, int]
-"""A message to a rank: the slot of its receive (i is before the rank's i-th computation), when the message is sent in the run on paper, and
-the place of the computation that needs it. Plain tuples: there are as many as messages."""
+"""A message to a rank: the slot of its receive (2i is behind the rank's first i computations, 2i + 1 behind what they send, too), when the
+message is sent in the run on paper, and the place of the computation that needs it. Plain tuples: there are as many as messages."""
 
 
 def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> list[_Receive]:
@@ -73,10 +76,12 @@ def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> 
         sender, forward, queue = step
         microbatch = action.microbatch or 0
         sent = ended[sender + microbatch]
-        # On paper, the rank has ended done_by[sent] computations by then, and receives come before what it sends itself.
-        latest = min(max(index - 1, 0), done_by[sent])
-        queue.append((sent, latest, 0 if action.kind is _F else done_by[ended[forward + microbatch]], index))
-    placed = [receive for receives in messages.values() for receive in _in_order_of_sends(receives)]
+        # On paper, the rank has ended done_by[sent] computations by then, and receives come before what is sent at the same time.
+        done = done_by[sent]
+        behind_send = done and ends[done - 1] < sent
+        latest = min(2 * max(index - 1, 0) + 1, 2 * done + behind_send)
+        queue.append((sent, latest, 0 if action.kind is _F else 2 * done_by[ended[forward + microbatch]] + 1, index))
+    placed = [receive for receives in messages.values() for receive in _in_order_of_sends(receives, done_by)]
     placed.sort(key=itemgetter(0, 1))
     return placed
 
@@ -89,14 +94,16 @@ def _done_by(ends: list[int]) -> list[int]:
     return [*done, len(ends)]
 
 
-def _in_order_of_sends(receives: list[tuple[int, int, int, int]]) -> list[_Receive]:
-    """The receives of one channel, each as (sent, latest slot, earliest slot, place), none in a later slot than one that is sent later."""
+def _in_order_of_sends(receives: list[tuple[int, int, int, int]], done_by: list[int]) -> list[_Receive]:
+    """The receives of one channel, each as (sent, latest slot, earliest slot, place): none in a later slot than one that is sent later,
+    and none before the rank has done what it does on paper until the one before it is sent."""
     if not receives:
         return []
     receives.sort()
     sent, latest, earliest, places = zip(*receives, strict=True)
     first = list(accumulate(reversed(latest), min))[::-1]
-    return list(zip(map(max, first, accumulate(earliest, max)), sent, places, strict=True))
+    alone = [0, *(2 * done_by[time] + 1 for time in sent[:-1])]
+    return list(zip(map(max, first, accumulate(earliest, max), alone), sent, places, strict=True))
 
 
 def _crosses(order: Schedule, source: int, target: int) -> bool:
@@ -112,7 +119,7 @@ def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Acti
         for stage in order.stages_of(rank)
         if _crosses(order, stage, stage + message.step)
     }
-    last_gradient = {action.stage: index for index, action in enumerate(computations) if action.kind is not _F}
+    last_gradient = {action.stage: index for index, action in enumerate(computations, start=1) if action.kind is not _F}
     program: list[Action] = []
     waiting = deque(receives)
 
@@ -121,14 +128,14 @@ def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Acti
             needed = computations[waiting.popleft()[2]]
             program.append(Action(MESSAGES[needed.kind].receive, needed.stage, needed.microbatch))
 
-    post(0)
-    for index, action in enumerate(computations):
+    post(1)
+    for index, action in enumerate(computations, start=1):
         program.append(action)
-        if waiting and waiting[0][0] <= index + 1:
-            post(index + 1)
+        post(2 * index)
         send = sends.get((action.kind, action.stage))
         if send is not None:
             program.append(Action(send, action.stage, action.microbatch))
+        post(2 * index + 1)
         if last_gradient.get(action.stage) == index:
             program.append(Action(ActionKind.REDUCE, action.stage))
     return tuple(program)

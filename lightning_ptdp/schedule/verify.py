@@ -31,11 +31,13 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
     - is matched: on every channel the receives are posted in the order in which the messages are sent;
     - cannot deadlock, even where a send blocks its rank until the receive is posted at the other end (rendezvous). The
       runtime posts sends and receives without blocking, which only removes waiting: whatever order of events is possible
-      under rendezvous is possible there, so this one check covers both.
+      under rendezvous is possible there, so this one check covers both;
+    - cannot deadlock where all streams of a rank share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``): a message there holds up
+      everything behind it until the one before it on its channel has arrived. Several queues only remove waiting.
 
-    What is not promised: that several channels of a rank may share one serial queue, such as one NCCL communicator. There a
-    receive that is posted early holds up the sends behind it, and 1F1B and interleaved schedules hang. Give every channel
-    (source, destination, direction) its own queue.
+    What is not promised: that several channels of a rank may share one communicator of NCCL, which runs in order of issue. There a
+    receive that is posted early holds up the sends behind it until its message comes, and 1F1B and interleaved schedules hang. Give every
+    channel (source, destination, direction) its own.
 
     Args:
         schedule: The schedule.
@@ -51,7 +53,8 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
     proof = _check_each_rank(schedule)
     _check_complete(schedule, proof, training)
     _check_channels(schedule, proof)
-    _check_free_of_deadlock(schedule, proof)
+    _check_free_of_deadlock(schedule, proof, proof.needs, "sends wait for their receive")
+    _check_free_of_deadlock(schedule, proof, _needs_on_one_queue(proof), "all streams share a hardware queue")
     return tuple(peak_in_flight(program) for program in schedule.programs)
 
 
@@ -200,8 +203,25 @@ def _check_channels(schedule: Schedule, proof: _Proof) -> None:
         )
 
 
-def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
-    """Run all ranks under rendezvous sends; the order in which ranks advance does not matter, as no action disables another."""
+def _needs_on_one_queue(proof: _Proof) -> list[list[int]]:
+    """What each action waits for elsewhere where a message starts when the one before it on its channel has started at both ends."""
+    m = proof.of.num_microbatches
+    sends = {rule.message: rule.number for rule in proof.rules.values() if rule.queue is not None and rule.there is not None}
+    before: dict[int, int] = {}
+    for messages in proof.sent.values():
+        earlier = sent_earlier = _ALWAYS
+        for message in messages:
+            sent = sends[message - message % m] + message % m
+            before[message], before[sent] = sent_earlier, earlier
+            earlier, sent_earlier = message, sent
+    return [
+        [before.get(number, need) for number, need in zip(numbers, needs, strict=True)]
+        for numbers, needs in zip(proof.numbers, proof.needs, strict=True)
+    ]
+
+
+def _check_free_of_deadlock(schedule: Schedule, proof: _Proof, needed: list[list[int]], where: str) -> None:
+    """Run all ranks; the order in which they advance does not matter, as no action disables another."""
     done = bytearray(len(proof.happened))
     done[_ALWAYS] = 1
     reached = [0] * len(proof.numbers)
@@ -209,7 +229,7 @@ def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
     ready = list(range(len(proof.numbers)))
     while ready:
         rank = ready.pop()
-        program, needs = proof.numbers[rank], proof.needs[rank]
+        program, needs = proof.numbers[rank], needed[rank]
         position = reached[rank]
         while position < len(program):
             if not done[needs[position]]:
@@ -224,4 +244,4 @@ def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
     stuck = {rank: position for rank, position in enumerate(reached) if position < len(proof.numbers[rank])}
     if stuck:
         what = ", ".join(f"rank {rank} at {schedule.programs[rank][position]}" for rank, position in stuck.items())
-        raise schedule_error(schedule, stuck, f"deadlock where sends wait for their receive: {what}")
+        raise schedule_error(schedule, stuck, f"deadlock where {where}: {what}")

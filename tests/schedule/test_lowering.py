@@ -51,13 +51,22 @@ def test_any_order_that_can_run_is_lowered_without_deadlock(order: Schedule) -> 
             if action.kind in COMPUTE:
                 done.append(action)
             elif action.kind in RECEIVES:
-                needed_at = computations.index(Action(RECEIVES[action.kind], action.stage, action.microbatch))
-                if action.kind is ActionKind.RECEIVE_FORWARD:
-                    assert len(done) <= max(needed_at - 1, 0)
-                else:
-                    # Its shape is that of the forward's result; so is that of a gradient sent before, which may hold this one up.
-                    assert len(done) <= needed_at
+                assert len(done) <= computations.index(Action(RECEIVES[action.kind], action.stage, action.microbatch))
+                if action.kind is ActionKind.RECEIVE_BACKWARD:
+                    # Its shape is that of the forward's result.
                     assert Action(ActionKind.FORWARD, action.stage, action.microbatch) in done
+
+
+def test_hidden_states_are_asked_for_a_computation_ahead() -> None:
+    for name, v in (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)):
+        for program in build(name, 4, v, 16).programs:
+            computations = [action for action in program if action.kind in COMPUTE]
+            done = 0
+            for action in program:
+                done += action.kind in COMPUTE
+                if action.kind is ActionKind.RECEIVE_FORWARD:
+                    needed_at = computations.index(Action(ActionKind.FORWARD, action.stage, action.microbatch))
+                    assert done <= max(needed_at - 1, 0), (name, str(action))
 
 
 @pytest.mark.parametrize(
@@ -66,14 +75,14 @@ def test_any_order_that_can_run_is_lowered_without_deadlock(order: Schedule) -> 
         # Neither rank may send before both have posted: the gradient of microbatch 0 and the hidden state of 1 cross.
         (
             "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1",
-            "F0.0 RB0.0 SF0.0 F0.1 RB0.1 SF0.1 B0.0 B0.1 R0\nRF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 B1.1 SB1.1 R1",
+            "F0.0 SF0.0 RB0.0 F0.1 SF0.1 RB0.1 B0.0 B0.1 R0\nRF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 B1.1 SB1.1 R1",
         ),
         # Sent in the order 0, 1, needed in the order 1, 0: the receive of 0 is posted first all the same.
         ("F0.0 F0.1 B0.0 B0.1\nF1.1 B1.1 F1.0 B1.0", None),
         # Split: the reduction after the last weight gradient, wherever the last backward is.
         (
             "F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0",
-            "F0.0 RB0.0 SF0.0 B0.0 W0.0 R0\nRF1.0 F1.0 B1.0 SB1.0 W1.0 R1",
+            "F0.0 SF0.0 RB0.0 B0.0 W0.0 R0\nRF1.0 F1.0 B1.0 SB1.0 W1.0 R1",
         ),
         # Long ahead: rank 1 computes 0 and 1 only after its own long way, but rank 0 is not held up.
         ("F0.0 F0.1 F0.2 B0.0 B0.1 B0.2\nF1.2 F1.1 F1.0 B1.2 B1.1 B1.0", None),

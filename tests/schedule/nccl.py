@@ -1,0 +1,182 @@
+"""What the hosts of a pipeline give to NCCL: the operations of a lowered program, as the runtime and its transport issue them.
+
+Written again here, from the rules alone and without torch, so that the runtime's own calls can be compared with it
+(test_nccl_order.py) and all sizes can be run on paper (test_nccl.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from lightning_ptdp.schedule import Action, ActionKind, Channel, Schedule
+from tests.schedule.streams import Operation
+
+K = ActionKind
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """Attributes:
+    first_step: A header goes ahead of the first hidden state of each boundary, and the host reads it.
+    connected: Communicators were used before; otherwise their first use holds both hosts.
+    one_communicator: A pair of ranks has one communicator for all directions.
+    tensor: Ranks that compute every stage together: a collective in each forward and backward.
+    replicas: Ranks that reduce a stage's gradients together.
+    """
+
+    first_step: bool = False
+    connected: bool = True
+    one_communicator: bool = False
+    tensor: int = 1
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A receive that was asked for; ``boundary`` is known by a header, None: gradients need none."""
+
+    what: str
+    channel: Channel
+    boundary: int | None
+
+
+@dataclass(kw_only=True)
+class Host:
+    """One rank, giving its operations."""
+
+    schedule: Schedule
+    rank: int
+    habits: Habits
+    side: int = 0
+    replica: int = 0
+    operations: list[Operation] = field(default_factory=list)
+    latest: int = -1
+    """The last operation of the compute stream: whatever is given to another stream waits for it."""
+    counts: Counter[Hashable] = field(default_factory=Counter)
+    used: set[Hashable] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
+    announced: set[int] = field(default_factory=set)
+    posted: dict[str, int] = field(default_factory=dict)
+    headers: dict[str, int] = field(default_factory=dict)
+    queues: dict[Channel, deque[Receipt]] = field(default_factory=dict)
+    sent: list[int] = field(default_factory=list)
+
+    def run(self) -> list[Operation]:
+        """All operations of a step."""
+        for action in self.schedule.programs[self.rank]:
+            match action.kind:
+                case K.FORWARD | K.BACKWARD:
+                    self.compute(str(action), self.takes(action), meets="tensor")
+                case K.WEIGHT:
+                    self.compute(str(action), ())
+                case K.SEND_FORWARD:
+                    self.send_forward(action)
+                case K.SEND_BACKWARD:
+                    self.sent.append(self.message(f"B{action.stage - 1}.{action.microbatch}", self.schedule.channel(action)))
+                case K.RECEIVE_FORWARD:
+                    self.receive_forward(action)
+                case K.RECEIVE_BACKWARD:
+                    self.post(Receipt(f"B{action.stage}.{action.microbatch}", self.schedule.channel(action), None))
+                case K.REDUCE:
+                    self.collective(str(action), "data", self.habits.replicas)
+        self.give("end", COMPUTE, self.sent, holds=True)
+        return self.operations
+
+    def give(
+        self,
+        name: str,
+        stream: Hashable,
+        waits: Iterable[int] = (),
+        meets: Hashable = None,
+        parts: int = 1,
+        holds: bool = False,
+    ) -> int:
+        waits = tuple(place for place in waits if place >= 0)
+        self.operations.append(Operation(name=name, stream=stream, waits=waits, meets=meets, parts=parts, holds=holds))
+        if stream == COMPUTE:
+            self.latest = len(self.operations) - 1
+        return len(self.operations) - 1
+
+    def compute(self, name: str, waits: Iterable[int], *, meets: str = "") -> None:
+        self.give(name, COMPUTE, waits)
+        if meets and self.habits.tensor > 1:
+            done = self.collective(name, "tensor", self.habits.tensor)
+            self.give(name, COMPUTE, (done,))
+
+    def collective(self, name: str, group: str, size: int) -> int:
+        place = self.replica if group == "tensor" else self.side
+        communicator = (group, self.rank, place)
+        self.counts[communicator] += 1
+        return self.give(f"{group} {name}", group, (self.latest,), (communicator, self.counts[communicator]), size)
+
+    def message(self, name: str, channel: Channel) -> int:
+        line = (channel, self.side, self.replica)
+        communicator = (frozenset(channel[:2]), self.side, self.replica) if self.habits.one_communicator else line
+        if not self.habits.connected and communicator not in self.used:
+            self.used.add(communicator)
+            self.give(f"connect {name}", communicator, meets=("connect", communicator), parts=2, holds=True)
+        self.counts[line] += 1
+        return self.give(name, communicator, (self.latest,), (line, self.counts[line]), 2)
+
+    def takes(self, action: Action) -> tuple[int, ...]:
+        """The messages that a computation waits for."""
+        forward = action.kind is K.FORWARD
+        source = action.stage - 1 if forward else action.stage + 1
+        if source not in range(self.schedule.num_stages) or self.schedule.rank_of(source) == self.rank:
+            return ()
+        kind = K.RECEIVE_FORWARD if forward else K.RECEIVE_BACKWARD
+        what, channel = str(action), self.schedule.channel(Action(kind, action.stage, action.microbatch))
+        while what not in self.posted:
+            queue = self.queues[channel]
+            self.learn(queue.popleft())
+            while queue and self.post(queue[0]):
+                queue.popleft()
+        return (self.posted.pop(what),)
+
+    def send_forward(self, action: Action) -> None:
+        channel, stage = self.schedule.channel(action), action.stage + 1
+        what = f"F{stage}.{action.microbatch}"
+        if self.habits.first_step and stage not in self.announced:
+            self.announced.add(stage)
+            self.sent += [self.message(f"{what} length", channel), self.message(f"{what} form", channel)]
+        self.sent.append(self.message(what, channel))
+
+    def receive_forward(self, action: Action) -> None:
+        channel = self.schedule.channel(action)
+        if not self.habits.first_step:
+            self.known.add(action.stage)
+        receipt, queue = (
+            Receipt(f"F{action.stage}.{action.microbatch}", channel, action.stage),
+            self.queues.setdefault(channel, deque()),
+        )
+        if queue or not self.post(receipt):
+            queue.append(receipt)
+
+    def post(self, receipt: Receipt) -> bool:
+        """Whether the tensors were asked for, and not a header."""
+        if receipt.boundary is None or receipt.boundary in self.known:
+            self.posted[receipt.what] = self.message(receipt.what, receipt.channel)
+            return True
+        self.headers[receipt.what] = self.message(f"{receipt.what} length", receipt.channel)
+        return False
+
+    def learn(self, receipt: Receipt) -> None:
+        assert receipt.boundary is not None
+        self.give("read length", COMPUTE, (self.headers[receipt.what],), holds=True)
+        form = self.message(f"{receipt.what} form", receipt.channel)
+        self.give("read form", COMPUTE, (form,), holds=True)
+        self.known.add(receipt.boundary)
+        self.post(receipt)
+
+
+def operations(schedule: Schedule, habits: Habits) -> list[list[Operation]]:
+    """Of every rank: pipeline rank by tensor rank by replica."""
+    return [
+        Host(schedule=schedule, rank=rank, habits=habits, side=side, replica=replica).run()
+        for replica in range(habits.replicas)
+        for side in range(habits.tensor)
+        for rank in range(schedule.pipeline_parallel_size)
+    ]
