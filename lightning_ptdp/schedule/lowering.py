@@ -131,11 +131,13 @@ def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Acti
     post(1)
     for index, action in enumerate(computations, start=1):
         program.append(action)
-        post(2 * index)
+        if waiting and waiting[0][0] <= 2 * index:
+            post(2 * index)
         send = sends.get((action.kind, action.stage))
         if send is not None:
             program.append(Action(send, action.stage, action.microbatch))
-        post(2 * index + 1)
+        if waiting and waiting[0][0] == 2 * index + 1:
+            post(2 * index + 1)
         if last_gradient.get(action.stage) == index:
             program.append(Action(ActionKind.REDUCE, action.stage))
     return tuple(program)

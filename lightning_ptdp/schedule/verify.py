@@ -29,11 +29,10 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
     - is ordered: a forward follows that of the previous stage, a backward its own forward and the backward of the next stage;
       a receive is posted before the action that needs it and a result is sent after it was computed;
     - is matched: on every channel the receives are posted in the order in which the messages are sent;
-    - cannot deadlock, even where a send blocks its rank until the receive is posted at the other end (rendezvous). The
-      runtime posts sends and receives without blocking, which only removes waiting: whatever order of events is possible
-      under rendezvous is possible there, so this one check covers both;
-    - cannot deadlock where all streams of a rank share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``): a message there holds up
-      everything behind it until the one before it on its channel has arrived. Several queues only remove waiting.
+    - cannot deadlock, even where a send blocks its rank until the receive is posted at the other end (rendezvous), and a receive until
+      the message before it on its channel is sent: so it is on a GPU whose streams share one hardware queue
+      (``CUDA_DEVICE_MAX_CONNECTIONS=1``), where nothing starts before what was given earlier. The runtime posts sends and receives
+      without blocking, which only removes waiting: whatever order of events is possible under these rules is possible there.
 
     What is not promised: that several channels of a rank may share one communicator of NCCL, which runs in order of issue. There a
     receive that is posted early holds up the sends behind it until its message comes, and 1F1B and interleaved schedules hang. Give every
@@ -53,8 +52,7 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
     proof = _check_each_rank(schedule)
     _check_complete(schedule, proof, training)
     _check_channels(schedule, proof)
-    _check_free_of_deadlock(schedule, proof, proof.needs, "sends wait for their receive")
-    _check_free_of_deadlock(schedule, proof, _needs_on_one_queue(proof), "all streams share a hardware queue")
+    _check_free_of_deadlock(schedule, proof)
     return tuple(peak_in_flight(program) for program in schedule.programs)
 
 
@@ -70,13 +68,16 @@ class _Rule(NamedTuple):
     here: tuple[int, ...] = ()
     """What must have happened before on this rank."""
     there: int | None = None
-    """What it waits for at the other end of the channel: a computation for the send, a send for the posted receive."""
+    """What it waits for at the other end of the channel: a computation for the send, a send for the posted receive. A receive waits for
+    the send of the message before its own."""
     reduced: int = _NEVER
     """The reduction that must not have happened before."""
     queue: list[int] | None = None
     """The messages of the channel that a send or receive uses, in order: the numbers of their receives."""
     message: int = 0
     """The receive of what it sends or receives."""
+    before: list[int] | None = None
+    """The send of the message that was received last on the channel of a receive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class _Proof:
         of: The numbers of actions.
         happened: Indexed by number: which actions the schedule has.
         sent, received: The messages of each channel in the order of their sends, and of their receives.
+        before: The send of the message that was received last on each channel.
         rules: One for each action that the placement of stages allows; any other is an error.
         numbers, needs: By rank, the number of each action, and of the one elsewhere that it waits for.
     """
@@ -95,6 +97,7 @@ class _Proof:
     happened: bytearray
     sent: dict[Channel, list[int]] = field(default_factory=dict)
     received: dict[Channel, list[int]] = field(default_factory=dict)
+    before: dict[Channel, list[int]] = field(default_factory=dict)
     rules: dict[tuple[ActionKind, int], _Rule] = field(default_factory=dict)
     numbers: list[list[int]] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
@@ -122,7 +125,8 @@ class _Proof:
             receive, there = block(message.receive, stage), block(message.send, source)
             here.append(receive)
             sent, received = self.sent.setdefault(channel, []), self.received.setdefault(channel, [])
-            self.rules[message.receive, stage] = _Rule(every, receive, queue=received, message=receive)
+            before = self.before.setdefault(channel, [_ALWAYS])
+            self.rules[message.receive, stage] = _Rule(every, receive, (), there, queue=received, message=receive, before=before)
             produced = (block(kind, source),)
             self.rules[message.send, source] = _Rule(every, there, produced, receive, queue=sent, message=receive)
         reduced = _NEVER if kind is _F else block(_R, stage)
@@ -141,11 +145,11 @@ def _check_each_rank(schedule: Schedule) -> _Proof:
             rule = rules.get((action.kind, action.stage))
             if rule is None or action.microbatch not in rule.microbatches:
                 raise schedule_error(schedule, {rank: len(numbers)}, why_illegal(schedule, action, rank))
-            _, first, before, there, reduced, queue, message = rule
+            _, first, here, there, reduced, queue, message, before = rule
             microbatch = action.microbatch or 0
             number = first + microbatch
             wrong = seen[number] or seen[reduced]
-            for needed in before:
+            for needed in here:
                 wrong |= not seen[needed + microbatch]
             if wrong:
                 raise schedule_error(schedule, {rank: len(numbers)}, _why_wrong(proof, rule, action))
@@ -153,7 +157,10 @@ def _check_each_rank(schedule: Schedule) -> _Proof:
                 queue.append(message + microbatch)
             seen[number] = 1
             numbers.append(number)
-            needs.append(_ALWAYS if there is None else there + microbatch)
+            need = _ALWAYS if there is None else there + microbatch
+            if before is not None:
+                need, before[0] = before[0], need
+            needs.append(need)
         proof.numbers.append(numbers)
         proof.needs.append(needs)
     return proof
@@ -203,24 +210,7 @@ def _check_channels(schedule: Schedule, proof: _Proof) -> None:
         )
 
 
-def _needs_on_one_queue(proof: _Proof) -> list[list[int]]:
-    """What each action waits for elsewhere where a message starts when the one before it on its channel has started at both ends."""
-    m = proof.of.num_microbatches
-    sends = {rule.message: rule.number for rule in proof.rules.values() if rule.queue is not None and rule.there is not None}
-    before: dict[int, int] = {}
-    for messages in proof.sent.values():
-        earlier = sent_earlier = _ALWAYS
-        for message in messages:
-            sent = sends[message - message % m] + message % m
-            before[message], before[sent] = sent_earlier, earlier
-            earlier, sent_earlier = message, sent
-    return [
-        [before.get(number, need) for number, need in zip(numbers, needs, strict=True)]
-        for numbers, needs in zip(proof.numbers, proof.needs, strict=True)
-    ]
-
-
-def _check_free_of_deadlock(schedule: Schedule, proof: _Proof, needed: list[list[int]], where: str) -> None:
+def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
     """Run all ranks; the order in which they advance does not matter, as no action disables another."""
     done = bytearray(len(proof.happened))
     done[_ALWAYS] = 1
@@ -229,7 +219,7 @@ def _check_free_of_deadlock(schedule: Schedule, proof: _Proof, needed: list[list
     ready = list(range(len(proof.numbers)))
     while ready:
         rank = ready.pop()
-        program, needs = proof.numbers[rank], needed[rank]
+        program, needs = proof.numbers[rank], proof.needs[rank]
         position = reached[rank]
         while position < len(program):
             if not done[needs[position]]:
@@ -244,4 +234,6 @@ def _check_free_of_deadlock(schedule: Schedule, proof: _Proof, needed: list[list
     stuck = {rank: position for rank, position in enumerate(reached) if position < len(proof.numbers[rank])}
     if stuck:
         what = ", ".join(f"rank {rank} at {schedule.programs[rank][position]}" for rank, position in stuck.items())
-        raise schedule_error(schedule, stuck, f"deadlock where {where}: {what}")
+        raise schedule_error(
+            schedule, stuck, f"deadlock where sends wait for their receive, and receives for the message before theirs: {what}"
+        )
