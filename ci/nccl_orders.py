@@ -1,0 +1,69 @@
+"""Run every schedule of every size on NCCL's rules, on paper (tests/schedule/nccl.py): which ones would hang?
+
+    python ci/nccl_orders.py [--ranks 2-16] [--chunks 1-4] [--microbatches 1-64] [--schedules 1f1b,zb_v] [--own-queues]
+
+The first step, in which shapes are learnt, and a later one, in training and in evaluation, with all streams of a rank on one hardware
+queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). What runs there runs where streams have queues of their own, which only removes waiting;
+``--own-queues`` runs that, too. Exit code 1 if anything hangs. All sizes take about an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from lightning_ptdp.schedule import SCHEDULES, Schedule, build_schedule
+from tests.schedule.nccl import Habits, operations
+from tests.schedule.streams import stuck_operations
+
+
+def main() -> int:
+    """Run them; the exit code."""
+    options = _options()
+    began, hanging = time.monotonic(), 0
+    for name in options.schedules:
+        count = 0
+        for schedule in _schedules(name, options):
+            for first_step in (True, False):
+                given = operations(schedule, Habits(first_step=first_step))
+                for one_queue in (True, False) if options.own_queues else (True,):
+                    count += 1
+                    if any(stuck_operations(given, one_queue=one_queue)):
+                        hanging += 1
+                        print(f"HANGS  {schedule.describe()} first_step={first_step} one_queue={one_queue}", flush=True)
+        print(f"{name:<20} {count:>6} steps, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{hanging} hang")
+    return bool(hanging)
+
+
+def _schedules(name: str, options: argparse.Namespace) -> Iterator[Schedule]:
+    for p, v, m, training in itertools.product(options.ranks, options.chunks, options.microbatches, (True, False)):
+        try:
+            yield build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+        except ValueError:
+            continue  # a size that the schedule refuses
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=_range, default="2-16")
+    parser.add_argument("--chunks", type=_range, default="1-4")
+    parser.add_argument("--microbatches", type=_range, default="1-64")
+    parser.add_argument("--schedules", type=lambda text: text.split(","), default=[name for name in SCHEDULES if name != "auto"])
+    parser.add_argument("--own-queues", action="store_true")
+    return parser.parse_args()
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
