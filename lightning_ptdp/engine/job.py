@@ -14,7 +14,7 @@ from lightning_ptdp.data_parallel import GradientBuckets
 from lightning_ptdp.engine.batch import merge_outputs, signature
 from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
-from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls
+from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, read_numbers
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.nested import Nested, map_tensors
 from lightning_ptdp.random import derive_seed, seeded
@@ -201,16 +201,16 @@ class LightningJob:
 
     def report(self) -> StepReport:
         """What the last stage has to say, after all microbatches have run."""
-        told = [tokens for tokens in self._tokens if tokens is not None]
-        counted = len(told) == self.count
-        weights = [float(weight) for weight in (told if counted else self.sizes)]
-        cut = self._part is not None
-        shares = weights if counted or not cut else [w * float(s) for w, s in zip(weights, self._shares, strict=True)]
-        calls = average_calls(self._calls, shares, metric_path=self._metric_path, counted=counted or cut)
+        counted, cut = all(tokens is not None for tokens in self._tokens), self._part is not None
+        logged = [call.value for calls in self._calls for call in calls]
+        weights, parts, losses, numbers = read_numbers(
+            self._tokens if counted else self.sizes, self._shares if cut else (), self.losses, logged
+        )
+        shares = weights if counted or not cut else [w * part for w, part in zip(weights, parts, strict=True)]
+        calls = average_calls(self._calls, numbers, shares, metric_path=self._metric_path, counted=counted or cut)
         report = StepReport(weight=sum(weights), counted=counted, calls=calls)
         self.metrics.settle()
         if self.training and not self.skipped:
-            losses = torch.stack([loss.float() for loss in self.losses]).tolist()
             report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
         report.extras = self._extras(shares)
         if self._part is not None:  # what the parts of the microbatches say together; collective over the ranks that have them

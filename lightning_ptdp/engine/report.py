@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from numbers import Number, Real
 from statistics import fmean
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "StepReport",
     "average_calls",
     "numbers_of",
+    "read_numbers",
     "reduce_values",
     "replay",
     "weigh_over_replicas",
@@ -124,6 +126,7 @@ def replay(calls: Sequence[LogCall], module: LightningModule) -> None:
 
 def average_calls(
     recorded: Sequence[Sequence[LogCall]],
+    numbers: Sequence[float],
     weights: Sequence[float],
     *,
     metric_path: Callable[[object], str],
@@ -134,6 +137,7 @@ def average_calls(
 
     Args:
         recorded: Calls of every microbatch, in order.
+        numbers: What they log, one microbatch after the other; anything for a metric.
         weights: Weight of every microbatch.
         metric_path: Attribute path of a Metric object on the module.
         counted: Whether the weights are token counts; a call's own ``batch_size`` then does not weight its microbatches.
@@ -147,7 +151,6 @@ def average_calls(
             f"self.log was called with different names in different microbatches: {names[0]} and others; log the same names"
         )
     merged = []
-    numbers = numbers_of([call for calls in recorded for call in calls])
     for place, calls in enumerate(zip(*recorded, strict=True)):
         first, options, shares = calls[0], calls[0].options, weights
         own = [call.options.get("batch_size") for call in calls]
@@ -170,12 +173,24 @@ def average_calls(
 
 
 def numbers_of(calls: Sequence[LogCall]) -> list[float]:
-    """What they log, those on a device read in one go; 0 for a metric."""
-    values = [call.value for call in calls]
-    tensors = [value.detach().double().flatten() for value in values if isinstance(value, Tensor)]
-    read = iter(torch.cat(tensors).tolist() if tensors else ())
-    plain = [float(value) if isinstance(value, Real) else 0.0 for value in values]
-    return [next(read) if isinstance(value, Tensor) else number for value, number in zip(values, plain, strict=True)]
+    """What they log; 0 for a metric."""
+    return read_numbers([call.value for call in calls])[0]
+
+
+def read_numbers(*rows: Sequence[object]) -> list[list[float]]:
+    """Rows of numbers, of which those of a device are read all in one go, since each reading waits for it; 0 for what is no number."""
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for value in chain(*rows):
+        if isinstance(value, Tensor):
+            tensors.setdefault(value.device, []).append(value.detach().double().flatten())
+    read = {device: iter(torch.cat(values).tolist()) for device, values in tensors.items()}
+
+    def number(value: object) -> float:
+        if isinstance(value, Tensor):
+            return next(read[value.device])
+        return float(value) if isinstance(value, Real) else 0.0
+
+    return [[number(value) for value in row] for row in rows]
 
 
 def is_metric(value: object) -> bool:

@@ -72,22 +72,25 @@ def share_report(
         return report
     source = group.ranks[source]
     head = torch.zeros(_CAPACITY + 4, dtype=torch.float64)
-    values: list[float] = []
+    numbers: list[float] = []
     tensors: list[Tensor] = []
+    form_changed: float = False
     if report is not None:
-        values = numbers_of(report.calls)
+        numbers = numbers_of(report.calls)
         form, tensors = _form_of(report, device)
-        first = [report.loss, report.weight, report.counted, form != memory.form, *values[:_CAPACITY]]
+        form_changed = form != memory.form
+        first = [report.loss, report.weight, report.counted, form_changed, *numbers[:_CAPACITY]]
         head[: len(first)] = torch.tensor(first, dtype=torch.float64)
         memory.form = form
     head = head.to(device)
     dist.broadcast(head, source, group=group.handle)
-    loss, weight, counted, form_changed, *numbers = head.tolist()
+    if report is None:  # the source knows, and need not read its device
+        loss, weight, counted, form_changed, *numbers = head.tolist()
     if form_changed:
         memory.form = _broadcast_object(memory.form, source, group)
     content: _Form = pickle.loads(memory.form)
     if len(content.rows) > _CAPACITY:
-        numbers = _broadcast_object(values, source, group)
+        numbers = _broadcast_object(numbers, source, group)
     tensors = _broadcast_tensors(tensors, content.places, source=source, group=group, device=device)
     if report is not None:
         return report
