@@ -15,6 +15,7 @@ from lightning_ptdp.world.layout import nearest_divisors
 __all__ = ["BatchPlan", "RampUp"]
 
 _MOST_GROWTHS = 10_000
+_MOST_SAMPLES = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,11 @@ class BatchPlan:
         if global_batch_size is None:
             assert micro_batch_size is not None and num_microbatches is not None
             global_batch_size = micro_batch_size * num_microbatches * data_parallel_size
+            if global_batch_size > _MOST_SAMPLES:
+                raise ValueError(
+                    f"micro_batch_size={micro_batch_size} * num_microbatches={num_microbatches} * data_parallel_size={data_parallel_size} "
+                    f"is a global batch of {global_batch_size} samples; at most {_MOST_SAMPLES} can be counted"
+                )
         if micro_batch_size is None:
             assert num_microbatches is not None
             micro_batch_size = _quotient(global_batch_size, "num_microbatches", num_microbatches, data_parallel_size)

@@ -145,3 +145,10 @@ def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_p
     dump_schedule(build_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=4), path)
     with pytest.raises(ValueError, match=r"batch of 4 samples into 2 microbatches.*is written for num_microbatches=4"):
         check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2, schedule=str(path)), layout)
+
+
+def test_a_global_batch_that_cannot_be_counted_is_refused_by_its_factors() -> None:
+    with pytest.raises(
+        ValueError, match=r"micro_batch_size=1000000000000 \* num_microbatches=8 \* data_parallel_size=1000000000000 is"
+    ):
+        BatchPlan.derive(data_parallel_size=10**12, micro_batch_size=10**12, num_microbatches=8)

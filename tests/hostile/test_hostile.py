@@ -56,7 +56,7 @@ def start(folder: Path) -> None:
         (remove, "canary/folder/letter.txt"),
         (start, "started os.system"),
         (allocate, "MB"),
-        (lambda folder: sum(range(10**8)), " s"),
+        (lambda folder: sum(range(4 * 10**8)), " s"),
         (lambda folder: os.kill(os.getpid(), 11), "signal 11"),
         (lambda folder: {}["key"], "KeyError of"),
         (lambda folder: None, "was accepted"),
