@@ -10,7 +10,7 @@ the same work on every rank (rows are the query chunks of rank r, columns the ke
     2c-1-r  x   \\            x   .            x   x
 
 The backward sends keys and values around once more, and behind them their gradients, which every rank adds to; the last hop takes
-these home. A layer holds O(s/c) a rank..
+these home. A layer holds O(s/c) a rank.
 
 Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the whole sequence, s/c here, d channels a head.
 """
