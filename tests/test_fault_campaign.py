@@ -70,3 +70,12 @@ def test_who_could_not_know_that_a_rank_had_been_there_has_the_whole_limit(fault
         before = len(campaign.wrong)
         campaign._judge("", victim, ended, soon=2.0, late=26.0)
         assert len(campaign.wrong) - before == wrong, (victim, met)
+
+
+def test_what_the_campaign_trains_on_is_read(faults: Any) -> None:
+    from fault_campaign.training import Tokens  # type: ignore[import-not-found]
+
+    from lightning_ptdp.data.loader import TokenLoader
+
+    batch = next(iter(TokenLoader(Tokens(), batch_size=2)))
+    assert batch["input_ids"].shape == batch["labels"].shape and len(batch["labels"]) == 2

@@ -20,12 +20,11 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import Dataset
 
 from fault_campaign.kinds import Trap, set_trap
 from lightning_ptdp.checkpoint import sums
 from lightning_ptdp.data.loader import TokenLoader
-from lightning_ptdp.data.order import sample_visits
+from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy, joining
 
@@ -76,22 +75,12 @@ class Attempt:
     environment: Sequence[Mapping[str, str]]
 
 
-class Tokens(Dataset[dict[str, torch.Tensor]]):
+class Tokens(SampleStream):
     """Random tokens, the same in every process."""
 
-    sequence_length, fingerprint = _LENGTH, "random tokens"
-
     def __init__(self) -> None:
+        super().__init__(samples=_SAMPLES, sequence_length=_LENGTH, max_samples=None, fingerprint="random tokens")
         self._rows = np.random.default_rng(7).integers(0, _VOCABULARY, (_SAMPLES, _LENGTH + 1))
-
-    def __len__(self) -> int:
-        return _SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: rows[0] for name, rows in self.as_batch(self.__getitems__([index])).items()}
-
-    def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
-        return sample_visits(numbers, size=_SAMPLES, seed=seed, shuffle=shuffle)
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         return self._rows[np.asarray(visits) % _SAMPLES]
