@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from lightning_ptdp.checked_json import one_of
-from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, Family, Field, Row
+from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, SIZES, Family, Field, Row
 from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.config import BertConfig
 
@@ -52,12 +52,7 @@ _PRE_ROWS = (
 )
 _GELU: Mapping[str, Literal["exact", "tanh"]] = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 _FIELDS = (
-    Field(theirs="vocab_size", ours="vocabulary_size", check=SIZE),
-    Field(theirs="max_position_embeddings", ours="sequence_length", check=SIZE),
-    Field(theirs="num_hidden_layers", ours="num_layers", check=SIZE),
-    Field(theirs="hidden_size", ours="hidden_size", check=SIZE),
-    Field(theirs="num_attention_heads", ours="num_heads", check=SIZE),
-    Field(theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="ffn_size"),
+    *SIZES,
     Field(theirs="type_vocab_size", ours="num_segments", check=SIZE, default=2),
     Field(theirs="hidden_act", ours="gelu", check=one_of(_GELU, f"one of {sorted(_GELU)}"), default="exact", written=None),
     Field(theirs="hidden_dropout_prob", ours="dropout", check=SHARE, default=0.1),

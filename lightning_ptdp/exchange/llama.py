@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_ptdp.checked_json import flag, optional, record, text
-from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, Family, Field, Row, check_choices
+from lightning_ptdp.exchange.tables import NUMBER, SHARE, SIZE, SIZES, Family, Field, Row, check_choices
 from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.gpt import GPT
 
@@ -35,13 +35,8 @@ _ROWS = (
     Row(ours="head", theirs="lm_head"),
 )
 _FIELDS = (
-    Field(theirs="vocab_size", ours="vocabulary_size", check=SIZE),
-    Field(theirs="max_position_embeddings", ours="sequence_length", check=SIZE),
-    Field(theirs="num_hidden_layers", ours="num_layers", check=SIZE),
-    Field(theirs="hidden_size", ours="hidden_size", check=SIZE),
-    Field(theirs="num_attention_heads", ours="num_heads", check=SIZE),
+    *SIZES,
     Field(theirs="num_key_value_heads", ours="num_kv_heads", check=SIZE, default=None, written="kv_heads"),
-    Field(theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="ffn_size"),
     Field(theirs="attention_bias", ours="bias", check=flag, default=False),
     Field(theirs="tie_word_embeddings", ours="tie_embeddings", check=flag, default=False),
     Field(theirs="initializer_range", ours="init_std", check=SHARE, default=0.02),

@@ -23,7 +23,7 @@ from torch import nn
 from lightning_ptdp.checked_json import Check, Json, integer, number, optional, record
 from lightning_ptdp.checkpoint import CheckpointError
 
-__all__ = ["NUMBER", "SHARE", "SIZE", "Family", "Field", "Model", "Part", "Row", "check_choices"]
+__all__ = ["NUMBER", "SHARE", "SIZE", "SIZES", "Family", "Field", "Model", "Part", "Row", "check_choices"]
 
 _MOST_EXTENT = 1 << 28
 """Of one dimension of a model; the product of two is a number of elements that torch counts."""
@@ -84,6 +84,17 @@ class Field:
     check: Check[object]
     default: object = ...
     written: str | None = ""
+
+
+SIZES = (
+    Field(theirs="vocab_size", ours="vocabulary_size", check=SIZE),
+    Field(theirs="max_position_embeddings", ours="sequence_length", check=SIZE),
+    Field(theirs="num_hidden_layers", ours="num_layers", check=SIZE),
+    Field(theirs="hidden_size", ours="hidden_size", check=SIZE),
+    Field(theirs="num_attention_heads", ours="num_heads", check=SIZE),
+    Field(theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="ffn_size"),
+)
+"""What all models but the oldest call their sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.engine.engine import Engine
-from lightning_ptdp.strategy import PTDPStrategy
+from tests.conformance.toys import Place, make_trainer
 
 READS = ("tolist", "item", "__float__", "__int__", "__bool__", "__index__", "numpy")
 
@@ -68,16 +68,7 @@ def reads_of_steps(reads: list[str]) -> Iterator[None]:
 
 
 def reads(num_microbatches: int) -> list[str]:
-    trainer = pl.Trainer(
-        strategy=PTDPStrategy(num_microbatches=num_microbatches),
-        accelerator="cpu",
-        devices=1,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(Place(world_size=1, layout={"num_microbatches": num_microbatches}), max_steps=1)
     found: list[str] = []
     torch.manual_seed(0)
     with reads_of_steps(found):
