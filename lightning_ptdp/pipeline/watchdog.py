@@ -283,4 +283,5 @@ class Watchdog(StepObserver):
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")  # at once: other ranks write there too
+    sys.stderr.flush()
