@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "is_communication_error",
     "is_compiled",
     "keep_padded",
+    "nccl_options",
     "reduce_scatter_single",
     "set_gradient_dtype",
     "untraced",
@@ -84,6 +86,27 @@ def is_compiled(module: nn.Module) -> bool:
 def default_store() -> dist.Store:
     """The key-value store that the process group was made with (torch's accessor is private)."""
     return dist.distributed_c10d._get_default_store()
+
+
+def nccl_options(timeout: timedelta | None, *, high_priority: bool, max_ctas: int | None = None) -> dist.ProcessGroupNCCL.Options:
+    """What an NCCL group is made with.
+
+    Args:
+        timeout: Of the group; torch warns if its options say another.
+        high_priority: Whether its kernels go before computation that waits for a place on the GPU.
+        max_ctas: Thread blocks that its kernels may use; None: NCCL decides.
+
+    Raises:
+        ValueError: This NCCL takes no number of thread blocks.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if timeout is not None:
+        options._timeout = timeout
+    if max_ctas is not None:
+        if not hasattr(getattr(options, "config", None), "max_ctas"):
+            raise ValueError(f"channel_ctas={max_ctas}: this torch has an NCCL that is too old for it; leave the option out")
+        options.config.max_ctas = max_ctas
+    return options
 
 
 def abort_process_groups() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +23,7 @@ from lightning_ptdp._torch import (
     has_saved_tensor_hooks,
     is_communication_error,
     is_compiled,
+    nccl_options,
     reduce_scatter_single,
     set_gradient_dtype,
     untraced,
@@ -68,6 +73,15 @@ def test_all_groups_are_given_up(pool: Pool) -> None:
 def test_a_message_that_gloo_gives_no_place_is_of_communication() -> None:
     assert is_communication_error(RuntimeError("Application timeout caused pair closure"))
     assert not is_communication_error(RuntimeError("the application timed out"))
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are made")
+def test_options_of_nccl_groups() -> None:
+    options = nccl_options(timedelta(seconds=5), high_priority=True, max_ctas=3)
+    assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 3, timedelta(seconds=5))
+    assert nccl_options(None, high_priority=False).config.max_ctas == dist.ProcessGroupNCCL.Options().config.max_ctas
+    with mock.patch.object(dist.ProcessGroupNCCL, "Options", SimpleNamespace), pytest.raises(ValueError, match="channel_ctas=3"):
+        nccl_options(None, high_priority=True, max_ctas=3)
 
 
 def test_hooks_are_seen() -> None:
