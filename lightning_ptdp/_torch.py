@@ -13,6 +13,7 @@ from torch import nn
 
 __all__ = [
     "abort_process_groups",
+    "adds_to_gradient",
     "all_gather_single",
     "default_store",
     "forward_hooks",
@@ -64,8 +65,18 @@ def reduce_scatter_single(
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter.register_hook`` was used: somebody wants to see its gradient before it is accumulated."""
-    return bool(getattr(parameter, "_backward_hooks", None))
+    """Whether somebody wants to see a parameter's gradient before or after it is accumulated."""
+    return any(getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def adds_to_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs will add to ``parameter.grad``, as that of ``torch.autograd.grad`` will not, and no hook sees what."""
+    if type(parameter) is not nn.Parameter or not parameter.requires_grad or has_gradient_hooks(parameter):
+        return False
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # no backward runs, or one that was asked for this very gradient
+        return False
 
 
 def has_saved_tensor_hooks() -> bool:

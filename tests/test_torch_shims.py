@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp._torch import (
     abort_process_groups,
+    adds_to_gradient,
     all_gather_single,
     default_store,
     forward_hooks,
@@ -86,16 +87,27 @@ def test_options_of_nccl_groups() -> None:
 
 def test_hooks_are_seen() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.register_post_accumulate_grad_hook(lambda _: None)
     assert not has_gradient_hooks(parameter)
-    handle = parameter.register_hook(lambda gradient: gradient)
-    assert has_gradient_hooks(parameter)
-    handle.remove()
-    assert not has_gradient_hooks(parameter)
+    for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+        handle = register(lambda gradient: None)
+        assert has_gradient_hooks(parameter)
+        handle.remove()
+        assert not has_gradient_hooks(parameter)
     assert not has_saved_tensor_hooks()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert has_saved_tensor_hooks()
     assert not has_saved_tensor_hooks()
+
+
+def test_a_backward_tells_whose_gradients_it_adds_to() -> None:
+    added, x, other = [], torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    product = x * other
+    product.register_hook(lambda _: added.append(adds_to_gradient(x)))
+    product.sum().backward(retain_graph=True)
+    product.sum().backward(inputs=[other], retain_graph=True)
+    torch.autograd.grad(product.sum(), [x])
+    assert added == [True, False, False]
+    assert not adds_to_gradient(x)
 
 
 def test_the_allocator_hint_never_raises() -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_ptdp._torch import set_gradient_dtype
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Pending, Reduction
@@ -101,7 +103,9 @@ class GradientBuckets:
             for entry in bucket.entries:
                 self._home[id(entry.parameter)] = entry.chunk, bucket
                 set_gradient_dtype(entry.parameter, bucket.buffer.dtype)
-                self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(self.complete))
+                # Of the node, not of the parameter: a backward calls it also where a product has added to the gradient by itself.
+                node = get_gradient_edge(entry.parameter).node
+                self._hooks.append((node, node.register_hook(partial(self._ran, entry.parameter))))
 
     def install(self) -> None:
         """Make every parameter's ``.grad`` its view of a buffer."""
@@ -216,7 +220,7 @@ class GradientBuckets:
 
     def close(self) -> None:
         """Detach from the parameters."""
-        for hook in self._hooks:
+        for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self.park()
@@ -241,6 +245,9 @@ class GradientBuckets:
             buffer[offset : offset + e.parameter.numel()].view_as(e.parameter) for offset, e in zip(offsets, entries, strict=True)
         ]
         return Bucket(entries, offsets, buffer, views)
+
+    def _ran(self, parameter: nn.Parameter, *_: object) -> None:
+        self.complete(parameter)
 
     def _launch_full(self, chunk: int | None) -> None:
         """Collectives must start in the same order on all replicas, whatever order their gradients arrive in."""
