@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_ptdp._torch import set_gradient_dtype
-from lightning_ptdp.data_parallel.reduction import BucketEntry, Pending, Reduction
+from lightning_ptdp.data_parallel.beside import Beside
+from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
 from lightning_ptdp.data_parallel.shards import Shard
 from lightning_ptdp.data_parallel.sums import add_up
 from lightning_ptdp.world.mesh import Group
@@ -47,7 +48,6 @@ class Bucket:
     views: list[Tensor]
     pending: int = 0
     launched: bool = False
-    reducing: Pending | None = None
 
     @property
     def reduction(self) -> Reduction:
@@ -91,7 +91,7 @@ class GradientBuckets:
     _hooks: list[Any] = field(default_factory=list)
     _stash: list[Tensor] = field(default_factory=list)
     _arrived: set[int] = field(default_factory=set)
-    _started: list[Pending] = field(default_factory=list)
+    _beside: Beside | None = None
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -171,13 +171,11 @@ class GradientBuckets:
         for chunk, buckets in self._buckets.items():
             if not all(bucket.launched for bucket in buckets):
                 self.reduce(chunk)
-        self._started.clear()
         self._armed.clear()
         for bucket in self.buckets():
             bucket.launched = False
-            if bucket.reducing is not None:
-                bucket.reducing.wait()
-                bucket.reducing = None
+        if self._beside is not None:
+            self._beside.join()
         add_up(self._sums)
         if scale is not None:
             for bucket in self.buckets():
@@ -223,6 +221,9 @@ class GradientBuckets:
         for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
         self.park()
         for entry in self.entries:
             set_gradient_dtype(entry.parameter, entry.parameter.dtype)
@@ -262,12 +263,12 @@ class GradientBuckets:
         bucket.launched = True
         if bucket.reduction.size == 1:
             return
-        if self._started:  # the second level of the bucket before: at the same point on all ranks, so in the same order
-            self._started[-1].advance()
-        bucket.reducing = bucket.reduction.start(bucket.buffer)
-        self._started.append(bucket.reducing)
+        if self._beside is None:
+            self._beside = Beside(bucket.buffer.device)
+        pending = bucket.reduction.prepare(bucket.buffer)
         if self.launched is not None:
-            self.launched(bucket.entries[0].chunk, bucket.reducing.work)
+            self.launched(bucket.entries[0].chunk, pending)
+        self._beside.launch(pending, shares=bucket.reduction.outer.size == 1)
 
 
 def _cut(entries: Sequence[BucketEntry], limit: int) -> Iterator[list[BucketEntry]]:
