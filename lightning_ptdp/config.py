@@ -50,8 +50,8 @@ class PTDPConfig:
         microbatch_group_size: Microbatches that visit a chunk before the next chunk's turn, in interleaved schedules. Default: p.
         partition: Number of layers of each of the p*v stages, or the name of each stage's first block; default: balanced by cost.
         recompute: "none", "full" (every block's activations are computed again in the backward), or "selective" (only those of the
-            modules that the plan calls selective).
-        recompute_layers: How many blocks of a stage are recomputed, for all stages or one number a stage. Default: all.
+            modules that the plan calls selective); "offload" recomputes nothing, but keeps every block's in host memory meanwhile.
+        recompute_layers: How many blocks of a stage are recomputed or offloaded, for all stages or one number a stage. Default: all.
         distribute_saved_activations: With recompute="full" and tensor parallelism, keep 1/t of a block's input on each tensor rank
             and gather it for the recomputation (under sequence parallelism it is split anyway).
         scatter_gather: With tensor parallelism but without sequence parallelism, send 1/t of a hidden state on each tensor rank and

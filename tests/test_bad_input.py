@@ -211,7 +211,7 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({"channel_ctas": 4}, ["channel_ctas=4", "pipeline_parallel_size=1"]),
         ({P: 2, "channel_ctas": 64}, ["channel_ctas=64", "at most 32"]),
         ({"check_finite": "warn"}, ["check_finite='warn'", "'skip'"]),
-        ({"recompute": "ful"}, ["recompute='ful'", "'selective'; did you mean 'full'?"]),
+        ({"recompute": "ful"}, ["recompute='ful'", "'offload'; did you mean 'full'?"]),
         ({"recompute": "full", "recompute_layers": -1}, ["recompute_layers=-1", "an integer of at least 0"]),
         ({"recompute": "full", "recompute_layers": [1, "2"]}, ["recompute_layers=(1, '2')", "an integer of at least 0"]),
         ({"recompute_layers": 2}, ["recompute_layers=2", "recompute='none'"]),
