@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
+from lightning_ptdp._torch import all_gather_single, reduce_scatter_single, start_traced, wait_traced
 from lightning_ptdp.world.mesh import Group
 
 __all__ = [
@@ -48,7 +48,7 @@ class Pending:
     """A collective under way.
 
     Attributes:
-        work: What ``torch.distributed`` returned.
+        work: What ``torch.distributed`` returned; None where ``finish`` waits.
         finish: Makes the result, once the work is done.
         source: What is being read, kept alive until then.
     """
@@ -59,7 +59,8 @@ class Pending:
 
     def wait(self) -> Tensor:
         """The result. On CUDA the current stream waits, not the host."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.finish()
 
 
@@ -67,18 +68,34 @@ def start_all_reduce(
     x: Tensor, *, group: Group, in_place: bool = False, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Pending:
     """Sum ``x`` over the group; ``in_place`` only where nobody else may look at ``x`` again."""
+    if torch.compiler.is_compiling() and op == dist.ReduceOp.SUM:
+        x = x.contiguous()
+        total = start_traced("all_reduce", x, "sum", group.name)
+        return Pending(work=None, finish=lambda: wait_traced(total), source=x)
     total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(total, op=op, group=group.handle, async_op=True)
     return Pending(work=work, finish=lambda: total, source=total)
 
 
-def start_all_gather(x: Tensor, *, dim: int, group: Group) -> Pending:
-    """Concatenate every member's ``x`` (at least one dimension) along ``dim``."""
+def start_all_gather(x: Tensor, *, dim: int, group: Group, after: Tensor | None = None) -> Pending:
+    """Concatenate every member's ``x`` (at least one dimension) along ``dim``.
+
+    A compiler that finds the same gather in a forward and its backward does it once and keeps the result. In a backward, the gradient as
+    ``after`` makes it another.
+    """
     dim = dim % x.dim()
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        where = group.size, group.name
+        gathered = (
+            start_traced("all_gather_into_tensor", x, *where)
+            if after is None
+            else torch.ops.lightning_ptdp.gather_after(x, *where, after)
+        )
+        return Pending(work=None, finish=lambda: _along(wait_traced(gathered).unflatten(0, (group.size, -1)), dim), source=x)
     stacked = x.new_empty((group.size, *x.shape))
     work = all_gather_single(stacked.flatten(0, 1), x, group.handle, async_op=True)
-    return Pending(work=work, finish=lambda: stacked.movedim(0, dim).flatten(dim, dim + 1), source=x)
+    return Pending(work=work, finish=lambda: _along(stacked, dim), source=x)
 
 
 def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
@@ -90,9 +107,26 @@ def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
     dim = dim % x.dim()
     _check_divisible(x, dim, group)
     stacked = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    if torch.compiler.is_compiling():
+        summed = start_traced("reduce_scatter_tensor", stacked.flatten(0, 1), "sum", group.size, group.name)
+        return Pending(work=None, finish=lambda: wait_traced(summed).view(stacked.shape[1:]), source=stacked)
     part = x.new_empty(stacked.shape[1:])
     work = reduce_scatter_single(part, stacked.flatten(0, 1), group.handle, async_op=True)
     return Pending(work=work, finish=lambda: part, source=stacked)
+
+
+def _gather_after(x: Tensor, size: int, group: str, after: Tensor) -> Tensor:
+    return start_traced("all_gather_into_tensor", x, size, group)
+
+
+torch.library.define("lightning_ptdp::gather_after", "(Tensor x, int size, str group, Tensor after) -> Tensor")
+torch.library.impl("lightning_ptdp::gather_after", "default", _gather_after)
+torch.library.register_fake("lightning_ptdp::gather_after", _gather_after)
+
+
+def _along(stacked: Tensor, dim: int) -> Tensor:
+    """(t, ..., s, ...) -> (..., t s, ...)."""
+    return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def copy(x: Tensor, group: Group) -> Tensor:

@@ -201,9 +201,9 @@ class _Product:
         """Whether the weight's gradient comes later."""
         return self.store is not None and self.store.waits
 
-    def start_gather(self, x: Tensor) -> Pending:
+    def start_gather(self, x: Tensor, *, after: Tensor | None = None) -> Pending:
         """The whole sequence from every member's slice."""
-        return start_all_gather(x, dim=_SEQUENCE, group=self.group)
+        return start_all_gather(x, dim=_SEQUENCE, group=self.group, after=after)
 
     def start_sum(self, term: Tensor) -> Pending:
         """The sum of every member's term, or this member's slice of it."""
@@ -212,12 +212,12 @@ class _Product:
         return start_all_reduce(term, group=self.group, in_place=True)
 
     def weight_gradient(self, grad: Tensor, x: Operand) -> Tensor | None:
-        """The weight's gradient, None if it comes later or has been added; only if it comes later ``x`` may be what fetches it."""
+        """The weight's gradient, None if it comes later; only then ``x`` may be what fetches it."""
         if self.store is not None and self.store.waits:
             self.store.defer_product(self.local, grad, x)
             return None
         assert isinstance(x, Tensor)
-        return self.local.give_weight_gradient(grad, x)
+        return self.local.weight_gradient(grad, x)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -237,7 +237,7 @@ class _ColumnLinear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             # The gather hides behind the first matrix product, the reduction behind the second.
             gathers = product.sequence_parallel and wants_weight
-            gathering = product.start_gather(x) if gathers and not product.waits else None
+            gathering = product.start_gather(x, after=grad) if gathers and not product.waits else None
             reducing = product.start_sum(product.local.input_gradient(grad)) if wants_x else None
             if gathering is not None:
                 x = gathering.wait()

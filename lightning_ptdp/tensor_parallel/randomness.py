@@ -52,9 +52,11 @@ class SplitRandomness(Surrounding):
     def __init__(self, *, rank: int, device: torch.device, blocks: str | None = None, returns: bool = False) -> None:
         self._rank, self._device, self._blocks, self._returns = rank, device, blocks, returns
         self._shared: States | None = None
+        self._drops = True
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Follow where the module enters and leaves what is split."""
+        self._drops = any(map(_drops, module.modules()))
         return give_randomness(module, self, blocks=None if self._blocks is None else module.get_submodule(self._blocks))
 
     def around(self, forward: Forward) -> Context:
@@ -78,20 +80,36 @@ class SplitRandomness(Surrounding):
         finally:
             self._shared = outer
 
-    @untraced
     def enter(self) -> None:
         """What follows is split; does nothing inside of a region."""
+        if self._drops or not torch.compiler.is_compiling():
+            self._enter()
+
+    def leave(self) -> None:
+        """What follows is the same on all members again."""
+        if self._drops or not torch.compiler.is_compiling():
+            self._leave()
+
+    @untraced
+    def _enter(self) -> None:
         if self._shared is not None:
             return
         self._shared = reseed(derive_seed(int(torch.randint(2**62, ())), self._rank), self._device)
 
     @untraced
-    def leave(self) -> None:
-        """What follows is the same on all members again."""
+    def _leave(self) -> None:
         if self._shared is None:
             return
         shared, self._shared = self._shared, None
         set_states(shared, self._device)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether an attribute says that the module drops something: ``dropout=0.1``, or the ``p`` of an ``nn.Dropout``."""
+    told = [
+        value for name, value in vars(module).items() if "drop" in f"{type(module).__name__ if name == 'p' else name}".lower()
+    ]
+    return any(isinstance(value, float) and value > 0 for value in told)
 
 
 def give_randomness(module: nn.Module, randomness: Randomness, *, blocks: nn.Module | None = None) -> Callable[[], None]:
