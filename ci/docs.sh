@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# The documentation, built without a warning; the API is read from the sources, so the package need not be imported.
+# What is published: the documentation, built without a warning (the API is read from the sources), and the package with its page.
 set -euo pipefail
+scratch="${1:-$(mktemp -d)}"
 pip install --quiet -e ".[docs]"
-site="${1:-build/docs}"
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir "$(realpath -m "$site")"
-test -s "$site/api/pipeline/index.html"
-grep -q "PTDPStrategy" "$site/api/index.html"
+zensical build --config-file mkdocs.yml --strict
+test -s build/docs/api/pipeline/index.html
+grep -q "PTDPStrategy" build/docs/api/index.html
+python -m build --outdir "$scratch" . > /dev/null
+twine check --strict "$scratch"/*

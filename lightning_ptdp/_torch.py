@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 __all__ = [
     "abort_process_groups",
+    "adds_to_gradient",
     "all_gather_single",
     "default_store",
     "forward_hooks",
@@ -22,6 +24,7 @@ __all__ = [
     "is_communication_error",
     "is_compiled",
     "keep_padded",
+    "nccl_options",
     "reduce_scatter_single",
     "resolve_group",
     "set_gradient_dtype",
@@ -83,8 +86,18 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter.register_hook`` was used: somebody wants to see its gradient before it is accumulated."""
-    return bool(getattr(parameter, "_backward_hooks", None))
+    """Whether somebody wants to see a parameter's gradient before or after it is accumulated."""
+    return any(getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def adds_to_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs will add to ``parameter.grad``, as that of ``torch.autograd.grad`` will not, and no hook sees what."""
+    if type(parameter) is not nn.Parameter or not parameter.requires_grad or has_gradient_hooks(parameter):
+        return False
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # no backward runs, or one that was asked for this very gradient
+        return False
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -105,6 +118,27 @@ def is_compiled(module: nn.Module) -> bool:
 def default_store() -> dist.Store:
     """The key-value store that the process group was made with (torch's accessor is private)."""
     return dist.distributed_c10d._get_default_store()
+
+
+def nccl_options(timeout: timedelta | None, *, high_priority: bool, max_ctas: int | None = None) -> dist.ProcessGroupNCCL.Options:
+    """What an NCCL group is made with.
+
+    Args:
+        timeout: Of the group; torch warns if its options say another.
+        high_priority: Whether its kernels go before computation that waits for a place on the GPU.
+        max_ctas: Thread blocks that its kernels may use; None: NCCL decides.
+
+    Raises:
+        ValueError: This NCCL takes no number of thread blocks.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if timeout is not None:
+        options._timeout = timeout
+    if max_ctas is not None:
+        if not hasattr(getattr(options, "config", None), "max_ctas"):
+            raise ValueError(f"channel_ctas={max_ctas}: this torch has an NCCL that is too old for it; leave the option out")
+        options.config.max_ctas = max_ctas
+    return options
 
 
 def abort_process_groups() -> None:

@@ -23,8 +23,8 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientDtype = Literal["float32", "parameter"]
 FiniteAction = Literal["raise", "skip"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
-_MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9}
-"""A TiB, and thirty years, which clocks and sockets still take."""
+_MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9, "channel_ctas": 32}
+"""A TiB; thirty years, which clocks and sockets still take; and what every NCCL takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,14 @@ class PTDPConfig:
         microbatch_group_size: Microbatches that visit a chunk before the next chunk's turn, in interleaved schedules. Default: p.
         partition: Number of layers of each of the p*v stages, or the name of each stage's first block; default: balanced by cost.
         recompute: "none", "full" (every block's activations are computed again in the backward), or "selective" (only those of the
-            modules that the plan calls selective).
-        recompute_layers: How many blocks of a stage are recomputed, for all stages or one number a stage. Default: all.
+            modules that the plan calls selective); "offload" recomputes nothing, but keeps every block's in host memory meanwhile.
+        recompute_layers: How many blocks of a stage are recomputed or offloaded, for all stages or one number a stage. Default: all.
         distribute_saved_activations: With recompute="full" and tensor parallelism, keep 1/t of a block's input on each tensor rank
             and gather it for the recomputation (under sequence parallelism it is split anyway).
         scatter_gather: With tensor parallelism but without sequence parallelism, send 1/t of a hidden state on each tensor rank and
             gather it behind the boundary (arXiv 2104.04473, section 4.1).
+        channel_ctas: Thread blocks of a GPU (1 to 32) that NCCL may use for a message between pipeline stages: fewer leave more of the
+            GPU to the computation beside it. Default: NCCL decides.
         plan: Which submodules are sharded how, and where the repeated container is. Default: the module's own
             ``configure_parallel()``, else found automatically (pipeline) or an error (tensor parallelism).
         meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
@@ -104,6 +106,7 @@ class PTDPConfig:
     recompute_layers: Count | Sequence[Count] | None = None
     distribute_saved_activations: bool = False
     scatter_gather: bool = True
+    channel_ctas: Size | None = None
     plan: ParallelPlan | None = None
     meta_init: bool = True
     seed: int | None = None
@@ -133,8 +136,12 @@ class PTDPConfig:
                 "follows from the batch (replica's batch = micro_batch_size * num_microbatches)"
             )
         for field, most in _MOST.items():
-            if not 0 < getattr(self, field) <= most:
-                raise ValueError(f"{field}={getattr(self, field)!r} must be greater than 0 and at most {most:g}")
+            if (value := getattr(self, field)) is not None and not 0 < value <= most:
+                raise ValueError(f"{field}={value!r} must be greater than 0 and at most {most:g}")
+        if self.channel_ctas is not None and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                f"channel_ctas={self.channel_ctas} is for messages between stages, but pipeline_parallel_size=1: leave it out"
+            )
         if self.inter_node_reduce_dtype is not None and self.data_parallel_replicas == 1:
             raise ValueError(
                 f"inter_node_reduce_dtype={self.inter_node_reduce_dtype!r} is for sums between nodes, but data_parallel_replicas=1: set "

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp._torch import gradient_dtype
+from lightning_ptdp._torch import adds_to_gradient, gradient_dtype
 
 __all__ = ["MatrixProduct", "add_to_gradient", "autocast_dtype", "bias_gradient"]
 
@@ -41,11 +41,20 @@ class MatrixProduct:
         left, right = self._factors(grad, x)
         return left.mm(right)
 
+    def give_weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
+        """``weight_gradient`` for the backward that runs to add to ``weight.grad``; None where that is done, in fewer passes."""
+        if self.weight.grad is None or not adds_to_gradient(self.weight):
+            return self.weight_gradient(grad, x)
+        self.add_weight_gradient(grad, x)
+        return None
+
     def add_weight_gradient(self, grad: Tensor, x: Tensor) -> None:
-        """Add ``weight_gradient`` to ``weight.grad``, in one pass over it where the dtypes allow that."""
-        left, right = self._factors(grad, x)
-        if self.weight.grad is not None and self.weight.grad.dtype == left.dtype == right.dtype:
-            self.weight.grad.addmm_(left, right)
+        """Add ``weight_gradient`` to ``weight.grad``, in one pass over it where the dtypes and the device allow that."""
+        total, (left, right) = self.weight.grad, self._factors(grad, x)
+        if total is not None and total.dtype == left.dtype:
+            total.addmm_(left, right)
+        elif total is not None and _multiplies_into(total, left):
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
         else:
             add_to_gradient(self.weight, left.mm(right))
 
@@ -79,6 +88,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
+
+
+def _multiplies_into(total: Tensor, factor: Tensor) -> bool:
+    """Whether torch can add a product of such factors to a wider total: on NVIDIA's GPUs (and the meta device, which stands for them)."""
+    on_gpu = total.device.type == "meta" or (total.device.type == "cuda" and torch.version.hip is None)
+    return on_gpu and total.dtype is torch.float32 and factor.dtype in (torch.float16, torch.bfloat16)
 
 
 def _rows(x: Tensor) -> Tensor:

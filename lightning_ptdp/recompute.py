@@ -7,9 +7,10 @@ its microbatch, so that it fits any schedule: at the price of a longer backward 
     kept for the backward of a block       none           selective                  full
                                            everything     all but the core's inside  the input (1/t of it: ``shard_input``)
 
-How a module is made to do so: an object takes the place of its ``forward``, as an attribute of the instance. Its type, parameters,
-names, children and hooks stay what they are, it can be copied and pickled, and its own hooks run once; those of modules inside of it
-run in the recomputation too. Random numbers are replayed, so dropout drops the same. Two things do not survive running twice: state
+``offload`` recomputes nothing: what a block keeps lies in host memory until then (``offload.py``).
+
+A module is made to do so by another forward (``own_forward.py``): its own hooks run once; those of modules inside of it run in the
+recomputation too. Random numbers are replayed, so dropout drops the same. Two things do not survive running twice: state
 that a forward changes (running statistics; a Hugging Face model's cache, so build it with ``use_cache=False``) and control flow that
 depends on it.
 """
@@ -19,13 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp._torch import untraced
+from lightning_ptdp.offload import Offload, Offloaded
+from lightning_ptdp.own_forward import OwnForward, give_back_forwards, replace_forward
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.stage import Placeholder
@@ -42,7 +45,7 @@ __all__ = [
     "remove_recomputation",
 ]
 
-RecomputePolicy = Literal["none", "full", "selective"]
+RecomputePolicy = Literal["none", "full", "selective", "offload"]
 
 Layers = int | Sequence[int] | None
 Ranges = Sequence[tuple[int, int]]
@@ -63,8 +66,8 @@ def check_recompute_options(policy: str, layers: Layers = None, *, num_stages: i
         return
     if policy == "none":
         raise ValueError(
-            f"recompute_layers={_shown(layers)} has no effect with recompute='none'; use recompute='full' or 'selective', or leave "
-            "recompute_layers out"
+            f"recompute_layers={_shown(layers)} has no effect with recompute='none'; use recompute='full', 'selective' or 'offload', or "
+            "leave recompute_layers out"
         )
     counts = list(layers) if isinstance(layers, Sequence) else [layers]
     if not isinstance(layers, int) and len(counts) != num_stages:
@@ -129,11 +132,11 @@ def apply_recomputation(
 
     Args:
         module: The module after ``parallelize``. Blocks of other stages are skipped.
-        policy: "none", "full" or "selective".
+        policy: "none", "full", "selective" or "offload".
         blocks: Dotted names of the repeated containers; found if None.
         ranges: Half-open layer ranges, one a stage; empty: one stage of all layers.
-        layers: How many layers of each stage, the first ones, are recomputed: one number for all stages (a stage with fewer layers
-            recomputes all of its) or one a stage. None: all layers.
+        layers: How many layers of each stage, the first ones, are recomputed or offloaded: one number for all stages (for a stage with
+            fewer layers all of them) or one a stage. None: all layers.
         selective: Glob patterns of the modules inside the blocks that "selective" recomputes (``ParallelPlan.selective``).
         shard_input: The tensor group, if its members hold the same input of a block (no sequence parallelism): "full" then keeps 1/t
             of the input and gathers it for the recomputation (arXiv 2205.05198, section 4). An input that t does not divide is kept
@@ -141,7 +144,7 @@ def apply_recomputation(
         surroundings: What surrounds a forward.
 
     Returns:
-        Names of the modules that are recomputed.
+        Names of the modules that are recomputed or offloaded.
 
     Raises:
         ValueError: A stage has fewer layers than shall be recomputed.
@@ -150,52 +153,37 @@ def apply_recomputation(
     if policy == "none":
         return ()
     blocks = find_blocks(module) if blocks is None else blocks
-    chosen = list(_first_layers(module, blocks, ranges, layers))
+    held = list(_held_layers(module, blocks, ranges, layers))
+    surroundings = surroundings if surroundings is not None and surroundings.recompute else None
+    if policy == "offload":
+        offload = Offload()
+        for layer in held:
+            options = {"offload": offload, "layer": layer.number, "sends": layer.chosen}
+            replace_forward(layer.block, Offloaded, surroundings=surroundings, **options)
+        return tuple(layer.name for layer in held if layer.chosen)
+    chosen = [(layer.name, layer.block) for layer in held if layer.chosen]
     if policy == "selective":
         chosen = [found for name, block in chosen for found in _outermost(name, block, selective)]
     group = shard_input if policy == "full" and shard_input is not None and shard_input.size > 1 else None
     for _, target in chosen:
-        if not isinstance(vars(target).get("forward"), _Recomputed):
-            vars(target)["forward"] = _Recomputed(
-                module=target,
-                replaced=vars(target).get("forward"),
-                shard_input=group,
-                surroundings=surroundings if surroundings is not None and surroundings.recompute else None,
-            )
+        replace_forward(target, _Recomputed, surroundings=surroundings, shard_input=group)
     return tuple(name for name, _ in chosen)
 
 
 def remove_recomputation(module: nn.Module) -> None:
     """Undo ``apply_recomputation``."""
-    for child in module.modules():
-        forward = vars(child).get("forward")
-        if isinstance(forward, _Recomputed):
-            del vars(child)["forward"]
-            if forward.replaced is not None:
-                vars(child)["forward"] = forward.replaced
+    give_back_forwards(module)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Recomputed:
-    """The forward of a module that is recomputed. An object and not a closure, so that the module can be copied and pickled.
+class _Recomputed(OwnForward):
+    """The forward of a module that is recomputed.
 
     Attributes:
-        module: The module. Its type's forward is looked up at each call: a bound method would be copied as a second reference to
-            whatever ``module.forward`` means in the middle of copying.
-        replaced: The instance's own forward from before, if it had one.
         shard_input: Group to keep the first input in parts over.
-        surroundings: What surrounds the forward, if the recomputation has to be surrounded too.
     """
 
-    module: nn.Module
-    replaced: Callable[..., Any] | None
     shard_input: Group | None
-    surroundings: Surroundings | None = None
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """What is recomputed; ``inspect.signature`` looks here."""
-        return self.replaced if self.replaced is not None else partial(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -242,15 +230,24 @@ def _is_divisible(value: Any, group: Group) -> bool:
     return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
 
 
-def _first_layers(module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers) -> Iterator[tuple[str, nn.Module]]:
-    """The layers to recompute that are here."""
+class _Layer(NamedTuple):
+    """A block that is here."""
+
+    number: int
+    name: str
+    block: nn.Module
+    chosen: bool
+
+
+def _held_layers(module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers) -> Iterator[_Layer]:
+    """The layers that are here; chosen are the first ones of each stage."""
     members = layers_of(module, blocks)
     ranges = ranges or ((0, len(members)),)
-    for (start, _), count in zip(ranges, _layers_a_stage(layers, ranges), strict=True):
-        for layer in members[start : start + count]:
-            block = module.get_submodule(layer.name)
+    for (start, stop), count in zip(ranges, _layers_a_stage(layers, ranges), strict=True):
+        for number in range(start, stop):
+            block = module.get_submodule(members[number].name)
             if not isinstance(block, Placeholder):
-                yield layer.name, block
+                yield _Layer(number, members[number].name, block, number < start + count)
 
 
 def _outermost(name: str, block: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -242,6 +242,6 @@ class _Product(torch.autograd.Function):
                 if wants_bias:
                     store.defer(ctx.bias, partial(bias_gradient, grad))
                 return grad_x, None, None, None, None
-            grad_weight = product.weight_gradient(grad, x) if wants_weight else None
+            grad_weight = product.give_weight_gradient(grad, x) if wants_weight else None
             grad_bias = bias_gradient(grad) if wants_bias else None
         return grad_x, grad_weight, grad_bias, None, None

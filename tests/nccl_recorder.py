@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ptdp.data_parallel import beside
 from tests.schedule.streams import Operation
 
 __all__ = ["Call", "operations_of", "recording"]
@@ -35,11 +36,13 @@ _READS = ("tolist", "item", "__float__", "__int__", "__bool__", "numpy")
 @dataclass(frozen=True)
 class Call:
     """Attributes:
-    what: A function of torch.distributed, "wait", or "read": the host reads a tensor.
+    what: A function of torch.distributed, "wait", or "read": the host reads a tensor; "side": the stream beside the computation
+        waits for it, "join": it waits for that.
     group: Its group's name and global ranks.
     parts: What it moves: elements and dtype of a collective's tensors; (source, destination, elements) of messages.
     waits: Of "wait", the place of what is waited for in the rank's calls.
     is_async: It is waited for by a "wait", if at all.
+    stream: In which it is issued, and waited for.
     """
 
     what: str
@@ -47,6 +50,7 @@ class Call:
     parts: tuple[Any, ...] = ()
     waits: int = -1
     is_async: bool = False
+    stream: str = "compute"
 
 
 @dataclass
@@ -54,11 +58,11 @@ class _Handle:
     """A handle whose waits are noted."""
 
     work: Any
-    calls: list[Call]
+    recorder: _Recorder
     place: int
 
     def wait(self, *args: Any) -> Any:
-        self.calls.append(Call("wait", waits=self.place))
+        self.recorder.note(Call("wait", waits=self.place))
         return self.work.wait(*args)
 
     def __getattr__(self, name: str) -> Any:
@@ -69,9 +73,10 @@ class _Handle:
 class _Recorder:
     calls: list[Call] = field(default_factory=list)
     inside: int = 0
+    stream: str = "compute"
 
     def note(self, call: Call) -> int:
-        self.calls.append(call)
+        self.calls.append(replace(call, stream=self.stream))
         return len(self.calls) - 1
 
     def collective(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +87,7 @@ class _Recorder:
             parts = tuple((tensor.numel(), str(tensor.dtype)) for tensor in tensors)
             place = self.note(Call(name, _named(group), parts, is_async=bool(kwargs.get("async_op"))))
             work = self._inner(function, *args, group=group, **kwargs)
-            return _Handle(work, self.calls, place) if kwargs.get("async_op") else work
+            return _Handle(work, self, place) if kwargs.get("async_op") else work
 
         return call
 
@@ -92,7 +97,7 @@ class _Recorder:
             line = (own, peer) if "send" in name else (peer, own)
             place = self.note(Call(name, _named(group), ((*line, tensor.numel()),), is_async=name.startswith("i")))
             work = self._inner(function, tensor, peer, group=group, **kwargs)
-            return _Handle(work, self.calls, place) if name.startswith("i") else work
+            return _Handle(work, self, place) if name.startswith("i") else work
 
         return call
 
@@ -101,7 +106,7 @@ class _Recorder:
             own = dist.get_rank()
             parts = tuple(((own, op.peer) if op.op is _SEND else (op.peer, own)) + (op.tensor.numel(),) for op in operations)
             place = self.note(Call("batch", _named(operations[0].group), parts, is_async=True))
-            return [_Handle(work, self.calls, place) for work in self._inner(function, operations)]
+            return [_Handle(work, self, place) for work in self._inner(function, operations)]
 
         return call
 
@@ -119,6 +124,26 @@ class _Recorder:
             return function(*args, **kwargs)
         finally:
             self.inside -= 1
+
+
+@dataclass
+class _Side:
+    """In the place of the stream on which reductions go on."""
+
+    recorder: _Recorder
+    has_host: bool = False
+
+    def run(self, task: Callable[[], None]) -> None:
+        self.recorder.note(Call("side"))
+        self.recorder.stream = "side"
+        task()
+        self.recorder.stream = "compute"
+
+    def join(self) -> None:
+        self.recorder.note(Call("join"))
+
+    def close(self) -> None:
+        pass
 
 
 _SEND, _RECEIVE = dist.isend, dist.irecv
@@ -148,6 +173,7 @@ def recording() -> Iterator[list[Call]]:
             stack.enter_context(mock.patch.object(dist, name, noted))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", recorder.batch(dist.batch_isend_irecv)))
         stack.enter_context(mock.patch.object(dist, "P2POp", operation))
+        stack.enter_context(mock.patch.object(beside, "line_on", return_value=_Side(recorder)))
         for name in _READS:
             stack.enter_context(mock.patch.object(Tensor, name, recorder.read(getattr(Tensor, name))))
         yield recorder.calls
@@ -159,7 +185,7 @@ def operations_of(calls: Sequence[Call]) -> list[Operation]:
     given: list[Operation] = []
     counts: Counter[Hashable] = Counter()
     ends: dict[int, list[int]] = {}
-    latest = -1
+    latest = {"compute": -1, "side": -1}
 
     def give(
         name: str, stream: Hashable, waits: Sequence[int], meets: Hashable = None, parts: int = 1, holds: bool = False
@@ -170,10 +196,14 @@ def operations_of(calls: Sequence[Call]) -> list[Operation]:
 
     before: dict[Hashable, list[int]] = {}
     for place, call in enumerate(calls):
-        if call.what == "read":
-            latest = give("read", "compute", (latest,), holds=True)
+        stream = call.stream
+        if call.what in ("side", "join"):
+            stream = "side" if call.what == "side" else "compute"
+            latest[stream] = give(call.what, stream, tuple(latest.values()))
+        elif call.what == "read":
+            latest[stream] = give("read", stream, (latest[stream],), holds=True)
         elif call.what == "wait":
-            latest = give("wait", "compute", (latest, *ends[call.waits]))
+            latest[stream] = give("wait", stream, (latest[stream], *ends[call.waits]))
         else:
             messages = call.what in ("send", "recv", "isend", "irecv", "batch")
             meetings = [(call.group, part[:2]) for part in call.parts] if messages else [(call.group, "all")]
@@ -184,8 +214,8 @@ def operations_of(calls: Sequence[Call]) -> list[Operation]:
                 detail = call.parts[index][2] if messages else (call.what, call.parts)
                 meets = (meeting, counts[meeting], detail)
                 size = 2 if messages else len(call.group[1])
-                now.append(give(f"{call.what} {call.group[1]}", (call.group, index), (latest, *held), meets, size))
+                now.append(give(f"{call.what} {call.group[1]}", (call.group, index), (latest[stream], *held), meets, size))
             before[call.group] = ends[place] = now
             if not call.is_async:
-                latest = give(f"after {call.what}", "compute", (latest, *now))
+                latest[stream] = give(f"after {call.what}", stream, (latest[stream], *now))
     return given

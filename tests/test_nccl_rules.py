@@ -19,6 +19,7 @@ from tests.schedule.streams import stuck_operations
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "d4": {},
+    "d4 two levels": {"data_parallel_replicas": 2, "num_microbatches": 2, "bucket_mb": 1e-2, "reduce_dtype": "bfloat16"},
     "d4 ZeRO two levels": {"shard_optimizer": True, "data_parallel_replicas": 2, "num_microbatches": 2},
     "p2 d2": {"pipeline_parallel_size": 2, "num_microbatches": 4},
     "p2 t2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 4},

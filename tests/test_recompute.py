@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_ptdp import offload
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
@@ -33,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "full, 1 layer": {"policy": "full", "layers": 1},
     "selective": {"policy": "selective", "selective": PLAN.selective},
+    "offload": {"policy": "offload"},
+    "offload, 2 layers": {"policy": "offload", "layers": 2},
     "selective, 3 layers": {"policy": "selective", "selective": PLAN.selective, "layers": [3]},
 }
 
@@ -110,11 +114,11 @@ def parallel_step(rank: int, sequence_parallel: bool) -> None:
             results.append((step(model), sum(counts.values())))
     for found, _ in results[1:]:
         assert_equal(found, results[0][0])
-    plain, full, one, selective, _, sharded = (count for _, count in results)
+    plain, full, one, selective, offload, _, _, sharded = (count for _, count in results)
     per_layer = 4 if sequence_parallel else 2  # what the forward of a block sends
     assert full == plain + 4 * per_layer
     assert one == plain + per_layer
-    assert selective == plain
+    assert selective == offload == plain
     assert sharded == (full if sequence_parallel else full + 4)
 
 
@@ -226,6 +230,80 @@ def test_what_is_kept_of_a_block() -> None:
     # The scores with dropout keep at least their softmax; all of it is gone.
     assert kept["none"] - kept["selective"] >= scores * 4
     assert kept["selective"] < tokens * hidden * 4 * 24
+
+
+class Observed(nn.Module):
+    """A block that tells what lives of what it made."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.made: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        inner = torch.tanh(self.up(x))  # its backward needs the output
+        parts = (inner * shared).chunk(4, dim=-1)
+        mixed = parts[0].sigmoid() * parts[1] + parts[2] * parts[3]  # views of one storage
+        self.made.append(StorageWeakRef(inner.untyped_storage()))
+        return x + mixed + self.down(inner)
+
+    @property
+    def lives(self) -> list[bool]:
+        return [not made.expired() for made in self.made]
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+def test_offloaded_blocks_leave_the_device_and_come_back(layers: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By count: each storage goes out once, the last block's stay, and a block is fetched while the one behind it runs."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(Observed(16) for _ in range(4))
+    reference = copy.deepcopy(model)
+    assert apply_recomputation(model, policy="offload", blocks="", layers=layers) == ("0", "1", "2", "3")[: layers or 4]
+    events: list[str] = []
+    for name in ("send", "release", "fetch"):
+        whole = getattr(offload._Block, name)
+
+        def noted(self: Any, name: str = name, whole: Any = whole) -> None:
+            before = sum(s.device is None for s in self._alive())
+            whole(self)
+            if change := sum(s.device is None for s in self._alive()) - before:
+                events.append(f"{name} {self.layer}: {abs(change)}")
+
+        monkeypatch.setattr(offload._Block, name, noted)
+    unpack = offload._Block.unpack
+
+    def needed(self: Any, saved: Any) -> Tensor:
+        if f"need {self.layer}" not in events:
+            events.append(f"need {self.layer}")
+        return unpack(self, saved)
+
+    monkeypatch.setattr(offload._Block, "unpack", needed)
+
+    def run(blocks: nn.ModuleList) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1)
+        x, shared = torch.randn(8, 16, requires_grad=True), torch.rand(64)
+        y = x
+        for block in blocks:
+            y = block(y, shared)
+        return x, y.sum()
+
+    x, loss = run(model)
+    sent = range(3) if layers is None else range(2)
+    # Its input, tanh's output, the product that four views share, and the first view's sigmoid.
+    assert events == [f"release {index}: 4" for index in sent]
+    assert [block.lives for block in model] == [[index not in sent] for index in range(4)]
+    events.clear()
+    loss.backward()
+    if layers is None:
+        assert events == ["need 3", "fetch 2: 4", "need 2", "fetch 1: 4", "need 1", "fetch 0: 4", "need 0"]
+    else:
+        assert events == ["need 1", "fetch 1: 4", "fetch 0: 4", "need 0"]
+    assert not any(block.lives[0] for block in model)
+    expected, other = run(reference)
+    other.backward()
+    assert x.grad is not None and expected.grad is not None and torch.equal(x.grad, expected.grad)
+    for found, p in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(found.grad, p.grad)
 
 
 def kept_with_parts(rank: int) -> list[int]:

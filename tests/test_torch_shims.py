@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp._torch import (
     abort_process_groups,
+    adds_to_gradient,
     all_gather_single,
     default_store,
     forward_hooks,
@@ -19,6 +24,7 @@ from lightning_ptdp._torch import (
     has_saved_tensor_hooks,
     is_communication_error,
     is_compiled,
+    nccl_options,
     reduce_scatter_single,
     resolve_group,
     set_gradient_dtype,
@@ -94,18 +100,38 @@ def test_a_message_that_gloo_gives_no_place_is_of_communication() -> None:
     assert not is_communication_error(RuntimeError("the application timed out"))
 
 
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are made")
+def test_options_of_nccl_groups() -> None:
+    options = nccl_options(timedelta(seconds=5), high_priority=True, max_ctas=3)
+    assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 3, timedelta(seconds=5))
+    assert nccl_options(None, high_priority=False).config.max_ctas == dist.ProcessGroupNCCL.Options().config.max_ctas
+    with mock.patch.object(dist.ProcessGroupNCCL, "Options", SimpleNamespace), pytest.raises(ValueError, match="channel_ctas=3"):
+        nccl_options(None, high_priority=True, max_ctas=3)
+
+
 def test_hooks_are_seen() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.register_post_accumulate_grad_hook(lambda _: None)
     assert not has_gradient_hooks(parameter)
-    handle = parameter.register_hook(lambda gradient: gradient)
-    assert has_gradient_hooks(parameter)
-    handle.remove()
-    assert not has_gradient_hooks(parameter)
+    for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+        handle = register(lambda gradient: None)
+        assert has_gradient_hooks(parameter)
+        handle.remove()
+        assert not has_gradient_hooks(parameter)
     assert not has_saved_tensor_hooks()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert has_saved_tensor_hooks()
     assert not has_saved_tensor_hooks()
+
+
+def test_a_backward_tells_whose_gradients_it_adds_to() -> None:
+    added, x, other = [], torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    product = x * other
+    product.register_hook(lambda _: added.append(adds_to_gradient(x)))
+    product.sum().backward(retain_graph=True)
+    product.sum().backward(inputs=[other], retain_graph=True)
+    torch.autograd.grad(product.sum(), [x])
+    assert added == [True, False, False]
+    assert not adds_to_gradient(x)
 
 
 def test_the_allocator_hint_never_raises() -> None:

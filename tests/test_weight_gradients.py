@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp.models import GPT, GPTConfig
+from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.surroundings import Forward, Surroundings
 from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.weight_gradients import WeightGradients
@@ -132,7 +133,7 @@ def test_a_watched_parameter_does_not_wait() -> None:
     assert store.parameters(0) == []
 
 
-@pytest.mark.parametrize("recompute", ["none", "ours", "somebody's"])
+@pytest.mark.parametrize("recompute", ["none", "ours", "somebody's", "offload"])
 def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
     torch.manual_seed(0)
     sizes = {"vocabulary_size": 31, "sequence_length": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
@@ -144,12 +145,14 @@ def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
 
     def loss() -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(ids) if recompute == "none" else checkpoint(model, ids, use_reentrant=False, **options)
+            logits = model(ids) if recompute in ("none", "offload") else checkpoint(model, ids, use_reentrant=False, **options)
             return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
 
     loss().backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
+    if recompute == "offload":
+        apply_recomputation(model, policy="offload", blocks="blocks", surroundings=surroundings)
     with surroundings.around(Forward(hook="training_step", splits_backward=True)):
         value = loss()
     with store.collecting(0):

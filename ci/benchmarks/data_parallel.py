@@ -31,7 +31,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from turns import BareLoop, Contestant, TrainerLoop
+from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data_parallel import GradientBuckets
@@ -46,7 +46,6 @@ SIZES = {
     ),
 }
 BATCH, RATE = 8, 1e-4
-ENOUGH = 10**6  # batches; the contestants stop when nobody asks for more
 
 
 def token_loss(model: torch.nn.Module, batch: Tensor) -> Tensor:
@@ -87,19 +86,6 @@ def in_trainer(config: GPTConfig, batch: Tensor, strategy: Callable[[], Any], *,
         trainer.fit(Lit(config, redundancy), torch.utils.data.DataLoader(Same(batch), batch_size=None))
 
     return TrainerLoop(fit)
-
-
-class Same(torch.utils.data.Dataset):
-    """One batch, again and again."""
-
-    def __init__(self, batch: Tensor) -> None:
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return ENOUGH
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.batch
 
 
 def fsdp2(config: GPTConfig, batch: Tensor) -> Contestant:

@@ -9,8 +9,25 @@ from typing import Any, Protocol
 
 import lightning.pytorch as L
 import torch.distributed as dist
+from torch.utils.data import Dataset
 
-__all__ = ["BareLoop", "Contestant", "TrainerLoop"]
+__all__ = ["ENOUGH", "BareLoop", "Contestant", "Same", "TrainerLoop"]
+
+ENOUGH = 10**6
+"""Batches; the contestants stop when nobody asks for more."""
+
+
+class Same(Dataset):
+    """One batch, again and again."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return ENOUGH
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batch
 
 
 class Contestant(Protocol):
@@ -21,17 +38,22 @@ class Contestant(Protocol):
 
 
 class BareLoop:
-    """Calls a function for every step."""
+    """Calls a function for every step.
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
+    Args:
+        step: The function.
+        barrier: Called before the clock starts and before it stops.
+    """
+
+    def __init__(self, step: Callable[[], None], *, barrier: Callable[[], Any] = dist.barrier) -> None:
+        self._step, self._barrier = step, barrier
 
     def steps(self, count: int) -> float:
-        dist.barrier()
+        self._barrier()
         start = time.perf_counter()
         for _ in range(count):
             self._step()
-        dist.barrier()
+        self._barrier()
         return (time.perf_counter() - start) / count
 
 
@@ -40,9 +62,12 @@ class TrainerLoop(L.Callback):
 
     Args:
         fit: Fits with the callback that it is given; the data must last.
+        barrier: As of ``BareLoop``.
+        batches: What counts as a step.
     """
 
-    def __init__(self, fit: Callable[[L.Callback], Any]) -> None:
+    def __init__(self, fit: Callable[[L.Callback], Any], *, barrier: Callable[[], Any] = dist.barrier, batches: int = 1) -> None:
+        self._barrier, self._batches = barrier, batches
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._left, self._error = 0, [None]
         self._thread = threading.Thread(target=self._run, args=(fit,), daemon=True)
@@ -50,12 +75,12 @@ class TrainerLoop(L.Callback):
         self._await()
 
     def steps(self, count: int) -> float:
-        self._left = count
-        dist.barrier()
+        self._left = count * self._batches
+        self._barrier()
         start = time.perf_counter()
         self._go.release()
         self._await()
-        dist.barrier()
+        self._barrier()
         return (time.perf_counter() - start) / count
 
     def on_train_start(self, *_: Any) -> None:

@@ -83,7 +83,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     dist.all_reduce(expected)
     for name, reduction in kinds.items():
         found = buffer.clone()
-        reduction.start(found).wait()
+        reduction.prepare(found).wait()
         # bfloat16 rounds by at most 2^-9: two sums inside the hosts and the sum of both, none of them above 10.
         tolerance = 1e-5 if reduction.outer_dtype is None else 3 * 2**-9 * 10
         assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance), name
@@ -92,7 +92,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     for _ in range(options.rounds):
         flat.append(seconds(dist.all_reduce, buffer.clone()))
         for name, reduction in kinds.items():
-            times[name].append(seconds(lambda x, r=reduction: r.start(x).wait(), buffer.clone()))
+            times[name].append(seconds(lambda x, r=reduction: r.prepare(x).wait(), buffer.clone()))
     if rank == 0:
         print(
             f"flat: {options.mb * 8 / statistics.median(flat):.0f} Mbit/s of summed buffer over a link of {options.mbit} Mbit/s"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_ptdp.bench import BenchResult, StepTimes, SyntheticData, render
 from lightning_ptdp.cli.checks import check_run
@@ -28,24 +27,10 @@ __all__ = ["layout_options", "run"]
 # Long enough for any schedule of the learning rate; the fit is ended by its callback.
 _MANY_STEPS = 10**6
 _DEGREES = {axis.letter: f"{axis.name}_parallel_size" for axis in AXES if axis.name != "data"} | {"v": "virtual_pipeline_size"}
-_COMPARE_HELP = (
-    "More layouts, separated by commas, such as 't2 p2, p4 v2'. Degrees that are not named are 1; data parallelism takes the rest of "
-    "the devices."
-)
 
 
 class _BenchCLI(PTDPCLI):
     """A configuration without what does not belong to a training step."""
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_argument("--warmup", type=int, default=3, help="Steps before the measured ones; at least 1.")
-        parser.add_argument("--steps", type=int, default=10, help="Steps that are measured.")
-        parser.add_argument(
-            "--peak_tflops", type=float | None, default=None, help="Of one device, for MFU; null: the data sheet's."
-        )
-        parser.add_argument("--compare", type=str | None, default=None, help=_COMPARE_HELP)
-        parser.add_argument("--json", action="store_true", help="All of it as JSON.")
 
     def before_instantiate_classes(self) -> None:
         config = self.config

@@ -11,13 +11,14 @@ import contextlib
 import importlib
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 from lightning_ptdp.cli.command_line import CONFIG, options_on
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.inheritance import leaves, resolve_config, short
 from lightning_ptdp.cli.recipe_files import find_config, recipe_names
+from lightning_ptdp.cli.verb_options import CONFIGURED, options_of_verb
 
 __all__ = ["complete", "run"]
 
@@ -51,16 +52,7 @@ Print the completions of a shell:
 
 _EXAMPLE = "gpt/nano"
 _CONFIG_OPTIONS = (*CONFIG, "--recipe")
-_COMMON = ("--help", "--config", "--print_config", "--ckpt_path", "--debug")
-# verb: its options that are no keys of a configuration file
-_OWN: Mapping[str, Sequence[str]] = {
-    "fit": ("--resume", "--init_from", "--launcher"),
-    "validate": (),
-    "test": (),
-    "predict": ("--output",),
-    "prepare": (),
-    "bench": ("--warmup", "--steps", "--peak_tflops", "--compare", "--json"),
-}
+_COMMON = ("--help", "--config", "--print_config", "--debug")
 _VALUES = {"--launcher": ("slurm", "torchrun"), "--resume": ("auto",)}
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _COMMAND = re.compile(r"^    ([a-z]+)(?: |$)", re.MULTILINE)
@@ -96,8 +88,9 @@ def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
         return recipe_names()
     if previous in _VALUES:
         return _VALUES[previous]
-    if verb in _OWN:
-        return [*_COMMON, *_OWN[verb], *_keys(before)] if current.startswith("-") else []
+    if verb in CONFIGURED:
+        own = [f"--{one.name}" for one in options_of_verb(verb)] + ["--launcher"] * (verb == "fit")
+        return [*_COMMON, *own, *_keys(before)] if current.startswith("-") else []
     module = importlib.import_module(VERBS[verb][0])
     commands = _COMMAND.findall(_help(module, verb, []))
     if len(before) == 1 and commands and not current.startswith("-"):

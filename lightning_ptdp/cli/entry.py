@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from lightning_ptdp.cli.errors import Terminated, UserError, explain, nearest, terminate_on_sigterm, worker_failure
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
+from lightning_ptdp.cli.short_help import short_help
 from lightning_ptdp.version import __version__
 
 __all__ = ["VERBS", "main"]
@@ -80,6 +81,11 @@ def _run(arguments: list[str]) -> int:
     if verb == "fit" and wants_launcher(rest):
         name = "lightning_ptdp.cli.launcher"
     if name in _CONFIGURED:
+        if {"-h", "--help"} & {*rest}:
+            if "all" not in rest:
+                print(short_help(verb))
+                return 0
+            rest = ["--help"]
         rest = resolve_configs(rest)  # before the seconds that an import of torch takes
     return int(importlib.import_module(name).run(verb, rest))
 
@@ -94,7 +100,7 @@ verbs:
 {verbs}
 
 options:
-  -h, --help     this text; ptdp VERB --help tells all about a verb
+  -h, --help     this text; ptdp VERB --help is about a verb, ptdp fit --help all has every key
   -V, --version  the version
   --debug        with any verb: show the whole traceback of an error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from argparse import ArgumentError
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader
@@ -30,6 +30,7 @@ from lightning_ptdp.cli.config_errors import dotted, readable
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.strategy_option import keep_strategy_options
+from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 from lightning_ptdp.models import LitBert, LitGPT  # noqa: F401
 
 __all__ = ["PTDPCLI", "parsed_values"]
@@ -56,7 +57,7 @@ class PTDPCLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_kwargs={
                 "prog": f"ptdp {verb}",
-                "description": _DESCRIPTIONS[verb],
+                "description": DESCRIPTIONS[verb],
                 "exit_on_error": False,
                 "parser_mode": _BOUNDED,
             },
@@ -65,12 +66,9 @@ class PTDPCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The verb's own keys."""
         parser.add_lightning_class_args(Throughput, "throughput")
-        parser.add_argument("--ckpt_path", type=str | None, default=None, help=_CKPT_HELP)
-        if self.verb == "fit":
-            parser.add_argument("--resume", type=Literal["auto"] | None, default=None, help=_RESUME_HELP)
-            parser.add_argument("--init_from", type=str | None, default=None, help=_INIT_HELP)
-        if self.verb == "predict":
-            parser.add_argument("--output", type=str | None, default=None, help=_OUTPUT_HELP)
+        for one in options_of_verb(self.verb):
+            kind = {"action": "store_true"} if one.type is None else {"type": one.type}
+            parser.add_argument(f"--{one.name}", default=one.default, help=one.text, **kind)
         parser.add_argument(
             "--sample",
             type=SampleOptions | None,
@@ -150,22 +148,3 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
 # For every file that a configuration names too, such as --model model.yaml.
 _BOUNDED = "bounded yaml"
 set_loader(_BOUNDED, lambda text: bounded(text, lambda: get_loader("yaml")(text)), exceptions=(ValueError,))
-
-_CKPT_HELP = "Checkpoint to continue from (fit: with the whole state of training) or to evaluate."
-_RESUME_HELP = (
-    "auto: continue from the newest complete checkpoint of this configuration's folders (trainer.default_root_dir, the loggers' and "
-    "ModelCheckpoint's), or begin if there is none; for schedulers that start a run again."
-)
-_INIT_HELP = "Checkpoint whose weights training begins with, as for fine-tuning; for other names use the callback InitFrom."
-_OUTPUT_HELP = "File to write to, a line a sample; null: the lines are printed."
-_DESCRIPTIONS = {
-    "fit": (
-        "Train a model. Prepares the data first, validates at the end, and says where everything is. On SLURM or with torchrun: "
-        "ptdp fit --launcher slurm --help."
-    ),
-    "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data.",
-    "test": "Evaluate a checkpoint (--ckpt_path) with the module's test_step.",
-    "predict": "Write what predict_step gives for every validation sample, as JSON lines: a GPT's loss and perplexity, a BERT's tokens.",
-    "bench": "Measure training steps of a configuration: real steps on random tokens, without loggers, callbacks and validation.",
-    "prepare": "Make the tokenizer and the token chunks of a configuration's data, without training.",
-}

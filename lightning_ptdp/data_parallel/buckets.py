@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_ptdp._torch import set_gradient_dtype
-from lightning_ptdp.data_parallel.reduction import BucketEntry, Pending, Reduction
+from lightning_ptdp.data_parallel.beside import Beside
+from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
 from lightning_ptdp.data_parallel.shards import Shard
 from lightning_ptdp.data_parallel.sums import add_up
 from lightning_ptdp.world.mesh import Group
@@ -45,7 +48,6 @@ class Bucket:
     views: list[Tensor]
     pending: int = 0
     launched: bool = False
-    reducing: Pending | None = None
 
     @property
     def reduction(self) -> Reduction:
@@ -89,7 +91,7 @@ class GradientBuckets:
     _hooks: list[Any] = field(default_factory=list)
     _stash: list[Tensor] = field(default_factory=list)
     _arrived: set[int] = field(default_factory=set)
-    _started: list[Pending] = field(default_factory=list)
+    _beside: Beside | None = None
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -101,7 +103,9 @@ class GradientBuckets:
             for entry in bucket.entries:
                 self._home[id(entry.parameter)] = entry.chunk, bucket
                 set_gradient_dtype(entry.parameter, bucket.buffer.dtype)
-                self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(self.complete))
+                # Of the node, not of the parameter: a backward calls it also where a product has added to the gradient by itself.
+                node = get_gradient_edge(entry.parameter).node
+                self._hooks.append((node, node.register_hook(partial(self._ran, entry.parameter))))
 
     def install(self) -> None:
         """Make every parameter's ``.grad`` its view of a buffer."""
@@ -167,13 +171,11 @@ class GradientBuckets:
         for chunk, buckets in self._buckets.items():
             if not all(bucket.launched for bucket in buckets):
                 self.reduce(chunk)
-        self._started.clear()
         self._armed.clear()
         for bucket in self.buckets():
             bucket.launched = False
-            if bucket.reducing is not None:
-                bucket.reducing.wait()
-                bucket.reducing = None
+        if self._beside is not None:
+            self._beside.join()
         add_up(self._sums)
         if scale is not None:
             for bucket in self.buckets():
@@ -216,9 +218,12 @@ class GradientBuckets:
 
     def close(self) -> None:
         """Detach from the parameters."""
-        for hook in self._hooks:
+        for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
         self.park()
         for entry in self.entries:
             set_gradient_dtype(entry.parameter, entry.parameter.dtype)
@@ -242,6 +247,9 @@ class GradientBuckets:
         ]
         return Bucket(entries, offsets, buffer, views)
 
+    def _ran(self, parameter: nn.Parameter, *_: object) -> None:
+        self.complete(parameter)
+
     def _launch_full(self, chunk: int | None) -> None:
         """Collectives must start in the same order on all replicas, whatever order their gradients arrive in."""
         for bucket in self._buckets.get(chunk, ()):
@@ -255,12 +263,12 @@ class GradientBuckets:
         bucket.launched = True
         if bucket.reduction.size == 1:
             return
-        if self._started:  # the second level of the bucket before: at the same point on all ranks, so in the same order
-            self._started[-1].advance()
-        bucket.reducing = bucket.reduction.start(bucket.buffer)
-        self._started.append(bucket.reducing)
+        if self._beside is None:
+            self._beside = Beside(bucket.buffer.device)
+        pending = bucket.reduction.prepare(bucket.buffer)
         if self.launched is not None:
-            self.launched(bucket.entries[0].chunk, bucket.reducing.work)
+            self.launched(bucket.entries[0].chunk, pending)
+        self._beside.launch(pending, shares=bucket.reduction.outer.size == 1)
 
 
 def _cut(entries: Sequence[BucketEntry], limit: int) -> Iterator[list[BucketEntry]]:

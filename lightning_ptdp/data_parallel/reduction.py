@@ -72,13 +72,16 @@ class Reduction:
         """The view of ``buffer`` that holds the sum afterwards: this rank's part of it, or all."""
         return _own_part(buffer, self.inner) if self.scatter else buffer
 
-    def start(self, buffer: Tensor) -> Pending:
-        """Sum ``buffer`` in place; all ranks must start the same buffers in the same order."""
-        return Pending(self._steps(buffer))
+    def prepare(self, buffer: Tensor) -> Pending:
+        """Sums ``buffer`` in place when it is begun; all ranks must begin the same buffers in the same order."""
+        return Pending(self._steps(buffer), buffer)
 
     def start_gather(self, buffer: Tensor) -> Pending:
         """Fill the parts of ``buffer`` that ``mine`` leaves out from the ranks that own them."""
-        return Pending(iter([start_all_gather(buffer, self.inner)] if self.scatter and self.inner.size > 1 else []))
+        gathers = [start_all_gather(buffer, self.inner)] if self.scatter and self.inner.size > 1 else []
+        pending = Pending(iter(gathers), buffer)
+        pending.begin()
+        return pending
 
     def _steps(self, buffer: Tensor) -> Iterator[Work]:
         """One collective after the other; each has to be waited for before the next one is asked for."""
@@ -125,22 +128,47 @@ def _all_reduce(buffer: Tensor, group: Group) -> Work:
 
 
 class Pending:
-    """A chain of collectives, one of which is under way."""
+    """A chain of collectives, at most one of which is under way.
 
-    def __init__(self, steps: Iterator[Work]) -> None:
-        self._steps = steps
-        self.work = next(steps, None)
+    Attributes:
+        is_done: The last one is.
+    """
+
+    def __init__(self, steps: Iterator[Work], buffer: Tensor) -> None:
+        self._steps, self._buffer = steps, buffer
+        self._work: Work | None = None
+        self._begun = self.is_done = False
+        self._future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.device.type == "cuda" else None
+        )
+
+    def begin(self) -> None:
+        """Start the first collective, unless that has been done."""
+        if not self._begun:
+            self._begun = True
+            self._next()
 
     def advance(self) -> None:
         """Wait for the collective under way and start the one after it, if any."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = next(self._steps, None)
+        if self._work is not None:
+            self._work.wait()
+            self._next()
 
     def wait(self) -> None:
         """Return when the last one is done."""
-        while self.work is not None:
+        self.begin()
+        while not self.is_done:
             self.advance()
+
+    def get_future(self) -> torch.futures.Future[Tensor]:
+        """Is done when the last one is (on CUDA: has an event of the stream that has waited for it)."""
+        return self._future
+
+    def _next(self) -> None:
+        self._work = next(self._steps, None)
+        if self._work is None:
+            self.is_done = True
+            self._future.set_result(self._buffer)
 
 
 class Work(Protocol):
@@ -198,7 +226,6 @@ class _Direct:
     ) -> None:
         self._kept, self._settle = sent, settle
         self._pending: list[Work | None] = []
-        self._future: torch.futures.Future[None] = torch.futures.Future()
         for step in range(1, group.size):
             target, source = (group.rank + step) % group.size, (group.rank - step) % group.size
             self._pending.append(dist.irecv(received[source], group.ranks[source], group=group.handle))
@@ -206,19 +233,11 @@ class _Direct:
 
     def wait(self) -> None:
         """Return when all messages are there, and what was sent has left."""
-        if self._future.done():
-            return
         for work in self._pending:
             assert work is not None
             work.wait()
         if self._settle is not None:
             self._settle()
-            self._settle = None
-        self._future.set_result(None)
-
-    def get_future(self) -> torch.futures.Future[None]:
-        """Is done when somebody has waited."""
-        return self._future
 
 
 def _add_in_order(mine: Tensor, received: Sequence[Tensor], rank: int) -> None:

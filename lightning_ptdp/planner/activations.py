@@ -35,7 +35,7 @@ class LayerActivations:
 
     Attributes:
         kept: Bytes kept from the forward to the backward, under the chosen recomputation.
-        recomputed: Bytes that exist besides while the layer's backward runs, because they are computed again.
+        recomputed: Bytes that exist besides while the layer's backward runs, because they are computed again, or fetched.
         cast_weights: Bytes of weights in the computing precision that autocast keeps from the forward to the backward. Only without
             tensor parallelism: our sharded layers cast again.
     """
@@ -64,6 +64,9 @@ def layer_activations(job: Job, choice: Choice, *, fused_rms_norm: bool = True) 
         cast = matrix_elements(job.model, 1) * job.precision.compute
     if choice.recompute == "full":
         return LayerActivations(kept=_block_input(job, choice), recomputed=everything + cast, cast_weights=0.0)
+    if choice.recompute == "offload":
+        # What stays of each block is small; the block that runs and the one beside it are whole.
+        return LayerActivations(kept=0.0, recomputed=2 * everything, cast_weights=cast)
     if choice.recompute == "selective":
         # The core's inputs are kept to run it again, its output by the projection behind it.
         inside = choice.tokens(job) * (job.model.num_heads // choice.layout.tensor_parallel_size) * _LOG_SUM_EXP

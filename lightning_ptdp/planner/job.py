@@ -112,7 +112,8 @@ class Choice:
         micro_batch_size: b, samples in a microbatch.
         num_microbatches: m, microbatches in a step of a replica.
         schedule: Name of the pipeline schedule.
-        recompute: "none", "selective" or "full".
+        recompute: "none", "selective", "full" or "offload", for which the memory model is right on the device; host memory and the
+            copies' time are not modelled, so that no search tries it.
         distribute_saved_activations: Keep 1/t of a recomputed block's input.
         shard_optimizer: Spread the optimizer's state over the replicas (ZeRO-1).
     """

@@ -133,7 +133,13 @@ class World(RunningStrategy):
         )
 
     def _make_mesh(self, layout: ParallelLayout) -> ProcessMesh:
-        return ProcessMesh.create(layout=layout, rank=self.global_rank, timeout=self.config.timeout, device=self.root_device)
+        return ProcessMesh.create(
+            layout=layout,
+            rank=self.global_rank,
+            timeout=self.config.timeout,
+            device=self.root_device,
+            channel_ctas=self.config.channel_ctas,
+        )
 
     def _reset_seed(self) -> int:
         """Random numbers begin anew at the user's seed, as in Lightning's strategies; in one process they go on where they are."""

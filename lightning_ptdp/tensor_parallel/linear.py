@@ -212,12 +212,12 @@ class _Product:
         return start_all_reduce(term, group=self.group, in_place=True)
 
     def weight_gradient(self, grad: Tensor, x: Operand) -> Tensor | None:
-        """The weight's gradient, None if it comes later; only then ``x`` may be what fetches it."""
+        """The weight's gradient, None if it comes later or has been added; only if it comes later ``x`` may be what fetches it."""
         if self.store is not None and self.store.waits:
             self.store.defer_product(self.local, grad, x)
             return None
         assert isinstance(x, Tensor)
-        return self.local.weight_gradient(grad, x)
+        return self.local.give_weight_gradient(grad, x)
 
 
 class _ColumnLinear(torch.autograd.Function):

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp._torch import resolve_group
+from lightning_ptdp._torch import nccl_options, resolve_group
 from lightning_ptdp.world.layout import SETS, ParallelLayout
 
 __all__ = ["Group", "ProcessMesh"]
 
 _CPU = torch.device("cpu")
+_CHANNEL = "channel"
+_URGENT = frozenset({"tensor", "context", _CHANNEL})
+"""Whose communication the next computation waits for: a GPU runs it before computation that is queued already. Reductions have time."""
 
 
 class LostHandle:
@@ -99,6 +102,7 @@ class ProcessMesh:
         rank: int,
         timeout: timedelta | None = None,
         device: torch.device = _CPU,
+        channel_ctas: int | None = None,
     ) -> ProcessMesh:
         """Make and connect the groups; collective over the world. The default process group must exist if the world has two ranks.
 
@@ -107,6 +111,7 @@ class ProcessMesh:
             rank: This process.
             timeout: Limit of every wait for another rank.
             device: Whose tensors the groups exchange.
+            channel_ctas: Thread blocks of the GPU that NCCL may use for a message between stages at most; None: NCCL decides.
         """
         groups: dict[str, Group] = {}
         if layout.world_size > 1:
@@ -117,9 +122,9 @@ class ProcessMesh:
             # The ring of context parallelism shares a communicator with nobody: it would wait behind large gradient buckets.
             key = ("context" if axis == "context" else "shared", ranks)
             if key not in made:
-                made[key] = _new_group(ranks, timeout, device) if len(ranks) > 1 else None
+                made[key] = _new_group(ranks, timeout, device, axis) if len(ranks) > 1 else None
             groups[axis] = Group(made[key], ranks, ranks.index(rank))
-        channels = _channels(layout, rank, timeout, device)
+        channels = _channels(layout, rank, timeout, device, channel_ctas)
         return cls(layout=layout, rank=rank, timeout=timeout, device=device, groups=groups, channels=channels)
 
     @property
@@ -168,20 +173,23 @@ class ProcessMesh:
     def _made(self, key: str, ranks: tuple[int, ...]) -> Group:
         """The group of ``ranks``, made on first use."""
         if key not in self.groups:
-            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device), ranks, ranks.index(self.rank))
+            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device, key), ranks, ranks.index(self.rank))
         return self.groups[key]
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device) -> Any:
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device, axis: str) -> Any:
     """A connected group. Ranks that make one at the same time are in disjoint groups, so that none waits for another's."""
-    group = _unconnected_group(ranks, timeout)
+    group = _unconnected_group(ranks, timeout, axis)
     if len(ranks) > 1:
         _connect(group, device)
     return group
 
 
-def _unconnected_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+def _unconnected_group(ranks: tuple[int, ...], timeout: timedelta | None, axis: str, max_ctas: int | None = None) -> Any:
+    options = None
+    if dist.get_backend() == "nccl":
+        options = nccl_options(timeout, high_priority=axis in _URGENT, max_ctas=max_ctas)
+    return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True, group_desc=axis)
 
 
 def _connect(group: Any, device: torch.device) -> None:
@@ -198,7 +206,7 @@ def _connect_channel(source: int, target: int, rank: int, group: Any, device: to
 
 
 def _channels(
-    layout: ParallelLayout, rank: int, timeout: timedelta | None, device: torch.device
+    layout: ParallelLayout, rank: int, timeout: timedelta | None, device: torch.device, max_ctas: int | None
 ) -> dict[tuple[int, int, str], Any]:
     """A communicator for each (source, destination, direction) between the ranks of neighbouring stages.
 
@@ -212,7 +220,7 @@ def _channels(
     for turn in _rounds(layout):
         mine = next((line for line in turn if ranks.index(rank) in line[:2]), None)
         members = (rank,) if mine is None else tuple(sorted((ranks[mine[0]], ranks[mine[1]])))
-        handle = _unconnected_group(members, timeout)
+        handle = _unconnected_group(members, timeout, _CHANNEL, max_ctas)
         if mine is not None:
             source, target = ranks[mine[0]], ranks[mine[1]]
             _connect_channel(source, target, rank, handle, device)

@@ -46,7 +46,7 @@ def test_every_verb_has_options_and_those_of_fit_exist(ptdp: Run) -> None:
     for verb in VERBS:
         assert "--help" in complete([verb, "--"])
     for verb in ("fit", "predict", "bench"):
-        known = set(re.findall(r"--[\w.]+", ptdp(verb, "--help")[1]))
+        known = set(re.findall(r"--[\w.]+", ptdp(verb, "--help", "all")[1]))
         own = {option for option in complete([verb, "--"]) if "." not in option}
         assert own - known <= {"--debug", "--launcher", "--seed_everything"}
 

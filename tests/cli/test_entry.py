@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch import Trainer
 from torch.multiprocessing import ProcessExitedException
 
 from lightning_ptdp.cli import recipe_files, recipe_folder
@@ -16,7 +20,11 @@ from lightning_ptdp.cli.config_errors import readable
 from lightning_ptdp.cli.errors import UserError, explain, nearest, worker_failure
 from lightning_ptdp.cli.generate import _build
 from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
-from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
+from lightning_ptdp.cli.short_help import options_in_source
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data import StreamDataModule, TextDataModule
+from lightning_ptdp.data.batch_options import BatchOptions
+from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -31,7 +39,8 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
 import sys
 from lightning_ptdp.cli import main
 assert main(["--help"]) == 0 and main([]) == 0 and main(["--version"]) == 0 and main(["recipes", "list"]) == 0
-for verb in ("doctor", "completion", "plan", "timeline", "generate", "convert", "ckpt"):
+from lightning_ptdp.cli.entry import VERBS
+for verb in VERBS:
     assert main([verb, "--help"]) == 0
 assert main(["fit", "--launcher", "slurm", "--config", "gpt/124m", "--dry-run"]) == 0
 assert main(["docter"]) == 2 and main(["fti"]) == 2 and main(["fit", "--config", "gpt/nanoo"]) == 2 and main(["recipes", "--help"]) == 0
@@ -67,10 +76,31 @@ def test_every_verb_explains_itself(ptdp: Run, verb: str) -> None:
 
 
 def test_help_of_fit_is_complete(ptdp: Run) -> None:
-    _, out, _ = ptdp("fit", "--help")
+    _, out, _ = ptdp("fit", "--help", "all")
     for key in ("--config", "--print_config", "--trainer.max_steps", "--trainer.strategy", "--model", "--data", "--ckpt_path",
                 "--throughput.window", "--sample", "--seed_everything"):  # fmt: skip
         assert key in out
+
+
+def test_short_help_says_what_the_classes_say(ptdp: Run) -> None:
+    package = recipe_files.recipe_folder().parent / "lightning_ptdp"
+    read = {one.name: one for one in options_in_source(package / "config.py", "PTDPConfig")}
+    defaults = {name: one.default for name, one in inspect.signature(PTDPConfig).parameters.items()}
+    assert {name: ast.literal_eval(one.default) for name, one in read.items()} == defaults
+    assert all(one.text for one in read.values())
+    shown = ptdp("fit", "-h")[1]
+    parts = {part.partition(".NAME")[0]: set(re.findall(r"^  (\w[\w.]*)", part, re.MULTILINE)) for part in shown.split("\n\n")}
+    assert parts["--trainer.strategy"] == {*defaults}
+    for part, prefix, kinds in (
+        ("--trainer", "", (Trainer,)),
+        ("--model", "config.", (GPTConfig,)),
+        ("--model", "optimizer.", (AdamWConfig,)),
+        ("--data", "", (TextDataModule, StreamDataModule, BatchOptions)),
+    ):
+        known = {name for kind in kinds for name in inspect.signature(kind).parameters}
+        names = {name.removeprefix(prefix) for name in parts[part] if name.startswith(prefix)}
+        assert len(names) > 3
+        assert names <= known
 
 
 def test_debug_shows_the_traceback(ptdp: Run) -> None:

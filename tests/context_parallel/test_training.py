@@ -79,8 +79,10 @@ def test_a_mean_loss_over_uneven_slices(pool: Pool, reference: Any) -> None:
     check(pool, reference, "c2", count_tokens=False, steps=6)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("attention", ["ring", "all_to_all"])
+@pytest.mark.parametrize(
+    ("recompute", "attention"),
+    [("full", "ring"), ("full", "all_to_all"), ("selective", "ring"), ("selective", "all_to_all"), ("offload", "ring")],
+)
 def test_recomputation_changes_no_bit_with_dropout(recompute: str, attention: str, pool: Pool) -> None:
     layout = {P: 2, C: 2, M: 2, A: attention}
     settings = {"steps": 3, "dropout": 0.2, "world_size": 4}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, Reduction, global_norm
+from lightning_ptdp.data_parallel.beside import Beside
+from lightning_ptdp.data_parallel.reduction import Pending
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.pool import Pool
@@ -118,3 +123,56 @@ def _norm(rank: int) -> float:
 
 def test_norm_is_over_all_ranks_and_equal_on_them(pool: Pool) -> None:
     assert pool.run(_norm, world_size=3) == pytest.approx([(4 * 1 + 4 * 4) ** 0.5] * 3)
+
+
+def _goes_ahead(rank: int, nodes: int, scatter: bool) -> float:
+    """The last rank begins its backward when all others have ended theirs."""
+    last = dist.get_world_size() - 1
+    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=last + 1), rank=rank, timeout=timedelta(seconds=8))
+    inner, outer = mesh.levels(("data",), nodes)
+    reduction = Reduction(inner=inner, outer=outer, scatter=scatter, dtype=torch.float64)
+    model, token = _model(), torch.zeros(1)
+    buckets = GradientBuckets(
+        [BucketEntry(p, chunk=0, reduction=reduction) for p in model.parameters()], scatters=scatter, bucket_bytes=1
+    )
+    buckets.zero()
+    buckets.install()
+    loss = model[:5](torch.full((3, 4), rank + 1.0)).sum()
+    buckets.arm(0)
+    for other in range(last) if rank == last else ():
+        dist.recv(token, other)
+    loss.backward()
+    if rank != last:
+        dist.send(token, last)
+    buckets.finish()
+    total = torch.stack([bucket.mine().sum() for bucket in buckets.buckets()]).sum()
+    buckets.close()
+    return float(total)
+
+
+@pytest.mark.parametrize(("nodes", "scatter"), [(1, False), (1, True), (2, False), (2, True)])
+def test_the_backward_waits_for_no_reduction(nodes: int, scatter: bool, pool: Pool) -> None:
+    size = 2 * nodes
+    totals = pool.run(_goes_ahead, world_size=size, args=(nodes, scatter))
+    model = _model()
+    sum(model[:5](torch.full((3, 4), rank + 1.0)).sum() for rank in range(size)).backward()  # type: ignore[union-attr]
+    expected = float(sum(p.grad.sum() for p in model.parameters() if p.grad is not None))
+    found = sum(totals) / nodes if scatter else totals[0]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_a_wait_raises_is_raised_at_the_end() -> None:
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("the other end is gone")
+
+    def steps() -> Iterator[Broken]:
+        yield Broken()
+        raise AssertionError("nothing is asked for behind what failed")
+
+    beside, buffer = Beside(torch.device("cpu")), torch.zeros(1)
+    for _ in range(2):
+        beside.launch(Pending(steps(), buffer), shares=False)
+    with pytest.raises(RuntimeError, match="the other end is gone"):
+        beside.join()
+    beside.close()

@@ -165,7 +165,7 @@ def _two_levels(rank: int, scatter: bool, compress: bool) -> tuple[float, float]
     reduction = Reduction(inner=inner, outer=outer, scatter=scatter, outer_dtype=torch.bfloat16 if compress else None)
     buffers = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     mine, total = buffers[rank].clone(), sum(buffers)
-    reduction.start(mine).wait()
+    reduction.prepare(mine).wait()
     found, wanted = reduction.mine(mine), reduction.mine(total)  # type: ignore[arg-type]
     assert found.numel() == (32 if scatter else 64)
     if scatter:

@@ -69,8 +69,8 @@ def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
         ranks[2].waiting("F2.1", None)
         ranks[2].finished(Action.parse("F2.1"))
         assert all(rank.publish() for rank in ranks)
-        lines = re.sub(r"since \d+\.\d s", "since", ranks[0].explain())
-        lines = re.sub(r" \(told \d\.\d s ago\)", "", lines).splitlines()
+        lines = re.sub(r"since [\d.]+ s", "since", ranks[0].explain())
+        lines = re.sub(r" \(told [\d.]+ s ago\)", "", lines).splitlines()
     assert lines == [
         "What each rank did last:",
         "  rank 0: step 12, in F0.3 since (this rank)",
@@ -81,7 +81,7 @@ def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
         "  … and 1 other ranks",
         "No answer from rank 4, which has told nothing yet",
     ]
-    assert re.search(r"rank 0: failed \d\.\d s ago \(lost another rank: no answer from rank 4\)", ranks[1].explain())
+    assert re.search(r"rank 0: failed [\d.]+ s ago \(lost another rank: no answer from rank 4\)", ranks[1].explain())
 
 
 def test_rank_0_stays_until_all_that_answer_know_who_is_missed() -> None:
@@ -154,8 +154,9 @@ def test_silence_is_told_from_work() -> None:
     live.during = "step 3"
     live.set("in", Action.parse("F2.3"))
     status = RankStatus.decode(live.status().encode())
-    assert status.sentence(silence_s=0.0, silent_after_s=4) == "step 3, in F2.3 since 0.0 s (told 0.0 s ago)"
-    assert status.sentence(silence_s=None, silent_after_s=4) == "step 3, in F2.3 since 0.0 s (this rank)"
+    since = r"step 3, in F2\.3 since [\d.]+ s"
+    assert re.fullmatch(rf"{since} \(told 0\.0 s ago\)", status.sentence(silence_s=0.0, silent_after_s=4))
+    assert re.fullmatch(rf"{since} \(this rank\)", status.sentence(silence_s=None, silent_after_s=4))
     assert status.sentence(silence_s=17.0, silent_after_s=4) == "last heard 17 s ago: step 3, in F2.3"
     assert status != RankStatus.decode(live.status().encode())
 
@@ -172,7 +173,7 @@ def test_of_many_ranks_the_suspects_are_named(opened: Callable[..., Watchdog]) -
     assert re.fullmatch(r"The cause is on rank 30: ZeroDivisionError: nothing \(test_watchdog.py, line \d+\)", lines[-1])
     named = {int(rank) for rank in re.findall(r"  rank (\d+):", "\n".join(lines))}
     assert named >= {7, 30, 39}
-    assert re.search(r"rank 30: failed \d\.\d s ago \(ZeroDivisionError: nothing\): step 1", "\n".join(lines))
+    assert re.search(r"rank 30: failed [\d.]+ s ago \(ZeroDivisionError: nothing\): step 1", "\n".join(lines))
 
 
 def test_alone_there_is_nothing_to_say() -> None:
@@ -189,7 +190,7 @@ def test_without_a_store_the_own_place_is_known(opened: Callable[..., Watchdog])
     rank = opened(None)
     with rank.during("step 4"):
         assert re.fullmatch(
-            r"What each rank did last:\n  rank 0: step 4 since 0\.0 s \(this rank\)\n  … and 1 other ranks", rank.explain()
+            r"What each rank did last:\n  rank 0: step 4 since [\d.]+ s \(this rank\)\n  … and 1 other ranks", rank.explain()
         )
 
 
@@ -242,7 +243,7 @@ def test_a_failure_is_told_before_it_is_raised_and_forgotten_in_the_next_step(op
     mine, other = opened(store, interval_s=1e4), opened(store, rank=1, interval_s=1e4)
     with pytest.raises(ValueError):
         fail(other, "step 1", "F1.0", ValueError("token 9 of 8"))
-    assert "rank 1: failed 0.0 s ago (ValueError: token 9 of 8): step 1, in F1.0" in mine.explain()
+    assert re.search(r"rank 1: failed [\d.]+ s ago \(ValueError: token 9 of 8\): step 1, in F1\.0", mine.explain())
     with other.during("step 2"):
         other.publish()
         assert "rank 1: step 2 since" in mine.explain()
@@ -375,7 +376,7 @@ def test_where_waits_do_not_raise_a_stuck_action_is_reported_once(
     with rank.during("step 8"), quiet.during("step 8"):
         for each in (rank, quiet):
             each.started(Action.parse("F0.1"))
-        words = r"rank 0 is stuck: step 8, in F0\.1 since \d+\.\d s, limit 0\.0 s\.\nWhat each rank did last:\n"
+        words = r"rank 0 is stuck: step 8, in F0\.1 since [\d.]+ s, limit 0\.0 s\.\nWhat each rank did last:\n"
         assert re.match(words, said(rank))
         assert said(rank) == "" == said(quiet)
         rank.started(Action.parse("B0.1"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,3 +71,33 @@ def test_every_group_sums_over_its_ranks(
     for found in pool.run(_sum_of_ranks, world_size=world_size, args=(layout,)):
         for total, ranks in found.values():
             assert total == sum(ranks)
+
+
+Given = dict[tuple[str, tuple[int, ...]], tuple[bool, int | None, bool]]
+
+
+def _options(rank: int, layout: ParallelLayout) -> Given:
+    """By axis and ranks, what NCCL's groups would be made with: high priority, thread blocks, the timeout of the mesh."""
+    given: Given = {}
+    new_group, default = dist.new_group, dist.ProcessGroupNCCL.Options().config.max_ctas
+
+    def note(ranks: list[int], *, pg_options: dist.ProcessGroupNCCL.Options, group_desc: str, **others: object) -> object:
+        ctas = pg_options.config.max_ctas
+        kept = pg_options._timeout == others["timeout"]
+        given[group_desc, tuple(ranks)] = pg_options.is_high_priority_stream, None if ctas == default else ctas, kept
+        return new_group(ranks, **others)
+
+    with mock.patch.object(dist, "new_group", note), mock.patch.object(dist, "get_backend", return_value="nccl"):
+        mesh = ProcessMesh.create(layout=layout, rank=rank, timeout=timedelta(seconds=77), channel_ctas=4)
+        mesh.subgroup("pipeline", (mesh.group("pipeline").rank,))
+    return given
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are looked at")
+def test_what_a_computation_waits_for_goes_first(pool: Pool) -> None:
+    layout = ParallelLayout(world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2, context_parallel_size=2)
+    for given in pool.run(_options, world_size=8, args=(layout,)):
+        lanes = {axis: lane for (axis, ranks), lane in given.items() if len(ranks) > 1}
+        assert lanes.pop("channel") == (True, 4, True)
+        assert [lanes.pop(axis) for axis in ("tensor", "context")] == [(True, None, True)] * 2
+        assert set(lanes) >= {"pipeline", "replica_sum"} and set(lanes.values()) == {(False, None, True)}

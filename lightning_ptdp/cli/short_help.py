@@ -1,0 +1,157 @@
+"""The help of fit and its like in a second: what is used most, read from the sources and not from the classes.
+
+The classes need Lightning, whose import takes many seconds; what they take and say of it stands in their files.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
+
+__all__ = ["SourceOption", "options_in_source", "short_help"]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_WIDTH = 116
+_TRAINER: Mapping[str, str] = {
+    "accelerator": "cpu or gpu.",
+    "devices": "Number of processes on a machine, one a device.",
+    "num_nodes": "Number of machines.",
+    "precision": "32-true, bf16-mixed, bf16-true, 16-mixed.",
+    "max_steps": "Length of training, in optimizer steps.",
+    "max_epochs": "The same in epochs.",
+    "val_check_interval": "Validate and write a checkpoint after so many steps.",
+    "limit_val_batches": "Validate on the first so many batches.",
+    "log_every_n_steps": "Log every so many steps.",
+    "gradient_clip_val": "The gradient's norm is clipped to this.",
+    "accumulate_grad_batches": "Batches in an optimizer step.",
+    "logger": "MLFlowLogger, CSVLogger, TensorBoardLogger, or false.",
+    "callbacks+": "One more callback, such as PipelineTimeline.",
+    "default_root_dir": "Where runs without a logger are written.",
+}
+# prefix of the key: file, class, and the fields that are shown; () for all
+_SHOWN: Mapping[str, Sequence[tuple[str, str, str, Sequence[str]]]] = {
+    "strategy": (("", "config.py", "PTDPConfig", ()),),
+    "model": (
+        (
+            "config.",
+            "models/config.py",
+            "GPTConfig",
+            ("vocabulary_size", "sequence_length", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "dropout"),
+        ),
+        ("optimizer.", "models/optimization.py", "AdamWConfig", ("learning_rate", "warmup_steps", "decay_steps", "weight_decay")),
+    ),
+    "data": (
+        ("", "data/datamodule.py", "TextDataModule", ("data_dir", "source", "vocabulary_size", "tokenizer_dir")),
+        ("", "data/stream_datamodule.py", "StreamDataModule", ("sequence_length", "validation_samples", "seed", "num_workers")),
+        ("", "data/batch_options.py", "BatchOptions", ("micro_batch_size", "num_microbatches", "global_batch_size")),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOption:
+    """An argument as its source has it.
+
+    Attributes:
+        name: Of the argument.
+        default: As it is written; "" where it must be given.
+        text: What its class says of it.
+    """
+
+    name: str
+    default: str
+    text: str
+
+
+def short_help(verb: str) -> str:
+    """What ``ptdp VERB --help`` prints for a verb with a configuration."""
+    own = [(f"--{one.name}", "" if one.type is None else _default(repr(one.default)), one.text) for one in options_of_verb(verb)]
+    if verb == "fit":
+        own.append(
+            ("--launcher", "", "slurm or torchrun: make the script that starts this on many devices; with --help its options.")
+        )
+    general = [
+        ("-c, --config", "", "A recipe (ptdp recipes list) or a YAML file; may be repeated, later ones win."),
+        ("--print_config", "", "Print the whole configuration that would be used."),
+        ("--help all", "", "Every key, with all that Lightning says of it. Those of a class: --data.help TextDataModule."),
+    ]
+    parts = [
+        f"usage: ptdp {verb} --config RECIPE [--KEY VALUE ...]",
+        DESCRIPTIONS[verb],
+        f"options:\n{_table([*general, *own])}",
+        f"--trainer.NAME VALUE, of Lightning's Trainer, for example:\n{_table([(name, '', text) for name, text in _TRAINER.items()])}",
+        f"--trainer.strategy.NAME VALUE, with the defaults where a recipe says nothing:\n{_rows('strategy')}",
+        f"--model.NAME VALUE, of a GPT; your own class: --model my_module.LitMine:\n{_rows('model')}",
+        f"--data.NAME VALUE, of text; your own class: --data my_module.MyData:\n{_rows('data')}",
+    ]
+    return "\n\n".join(parts)
+
+
+def options_in_source(file: Path, name: str) -> list[SourceOption]:
+    """The arguments of a class, those of its bases in the same file included: the fields of a dataclass, else of ``__init__``."""
+    classes = {node.name: node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)}
+    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    for one in _with_bases(classes, name):
+        found |= dict(_arguments(one))
+        texts |= _said(ast.get_docstring(one) or "")
+    return [SourceOption(name=key, default=default, text=texts.get(key, "")) for key, default in found.items()]
+
+
+def _with_bases(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[ast.ClassDef]:
+    """The bases first."""
+    for base in classes[name].bases:
+        if isinstance(base, ast.Name) and base.id in classes:
+            yield from _with_bases(classes, base.id)
+    yield classes[name]
+
+
+def _arguments(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and node.decorator_list:
+            yield part.target.id, "" if part.value is None else ast.unparse(part.value)
+        elif isinstance(part, ast.FunctionDef) and part.name == "__init__":
+            for argument, default in zip(part.args.kwonlyargs, part.args.kw_defaults, strict=True):
+                yield argument.arg, "" if default is None else ast.unparse(default)
+
+
+def _said(docstring: str) -> dict[str, str]:
+    """What stands under ``Args:``."""
+    block = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring, re.MULTILINE)
+    entries = re.split(r"^    (?=\w)", block[1], flags=re.MULTILINE)[1:] if block else []
+    return {name: " ".join(text.split()) for name, _, text in (entry.partition(":") for entry in entries)}
+
+
+def _rows(part: str) -> str:
+    rows = []
+    for prefix, file, name, shown in _SHOWN[part]:
+        options = {one.name: one for one in options_in_source(_PACKAGE / file, name)}
+        rows += [(prefix + key, _default(options[key].default), _first(options[key].text)) for key in shown or options]
+    return _table(rows)
+
+
+def _default(source: str) -> str:
+    """As it is written in YAML."""
+    return {"None": "", "True": "true", "False": "false"}.get(source, source.strip("'"))
+
+
+def _first(text: str) -> str:
+    """The first sentence, without what is said of the default."""
+    return re.split(r"(?<=[^.]\w[\w)\"'])\.(?: |$)", text.replace("``", ""), maxsplit=1)[0].rstrip(".") + "."
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> str:
+    heads = [f"  {name} {default}".rstrip() for name, default, _ in rows]
+    width = min(max(map(len, heads)) + 2, 40)
+    lines = []
+    for head, (_, _, text) in zip(heads, rows, strict=True):
+        first, *others = textwrap.wrap(text, _WIDTH - width) or [""]
+        lines += [head, " " * width + first] if len(head) + 2 > width else [head.ljust(width) + first]
+        lines += [" " * width + line for line in others]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,59 @@
+"""Another forward for a module in place: an object, as an attribute of the instance.
+
+The module's type, parameters, names, children and hooks stay what they are, and it can be copied and pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_ptdp.surroundings import Surroundings
+
+__all__ = ["OwnForward", "give_back_forwards", "replace_forward"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OwnForward:
+    """What takes the place of a module's forward. An object and not a closure, so that the module can be copied and pickled.
+
+    Attributes:
+        module: The module. Its type's forward is looked up at each call: a bound method would be copied as a second reference to
+            whatever ``module.forward`` means in the middle of copying.
+        replaced: The instance's own forward from before, if it had one.
+        surroundings: What surrounds the forward, if a recomputation of it has to be surrounded too.
+    """
+
+    module: nn.Module
+    replaced: Callable[..., Any] | None
+    surroundings: Surroundings | None = None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What is replaced; ``inspect.signature`` looks here."""
+        return self.replaced if self.replaced is not None else partial(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the module's forward."""
+        return self.__wrapped__(*args, **kwargs)
+
+
+def replace_forward(module: nn.Module, kind: type[OwnForward], **options: Any) -> None:
+    """Put one in place; once, if the module has several names."""
+    replaced = vars(module).get("forward")
+    if not isinstance(replaced, OwnForward):
+        vars(module)["forward"] = kind(module=module, replaced=replaced, **options)
+
+
+def give_back_forwards(module: nn.Module) -> None:
+    """Undo ``replace_forward`` everywhere in ``module``."""
+    for child in module.modules():
+        forward = vars(child).get("forward")
+        if isinstance(forward, OwnForward):
+            del vars(child)["forward"]
+            if forward.replaced is not None:
+                vars(child)["forward"] = forward.replaced

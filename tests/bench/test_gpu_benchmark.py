@@ -1,0 +1,117 @@
+"""The benchmark for GPUs runs, with toy sizes, where there is none; and what it says of what it measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "ci" / "benchmarks"
+ABSENT = ("litdata", "mlflow", "sentencepiece", "peft")
+ALONE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys({absent}))
+sys.argv[1:] = {arguments}
+sys.path.insert(0, {folder!r})
+runpy.run_path({folder!r} + "/gpu.py", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def _run(*arguments: str) -> list[str]:
+    code = ALONE.format(absent=ABSENT, arguments=list(arguments), folder=str(BENCHMARKS))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+def test_every_engine_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks() -> None:
+    wanted = "124M s=1024,|175B, a rank of t8 p12, sp|BERT-large s=512, ptdp|3B s=2048, ptdp|LoRA|m=4, lightning"
+    lines = _run("--toy", "--only", wanted, "--set", "bucket_mb=1", "--set", "no_such_option=1")
+    table = [line for line in lines if line.startswith(("GPT", "175B", "BERT", "Llama", "LoRA"))]
+    measured = {line.partition("  ")[0] for line in table if "left out" not in line}
+    assert not [line for line in table if "failed" in line or "not run" in line]
+    assert {line.partition("  ")[0] for line in table if "left out: import of peft" in line} == {
+        "LoRA 8B s=2048, ptdp-hf",
+        "LoRA 8B s=2048, hf",
+    }
+    engines = ("ptdp", "ptdp bucket_mb=1", "hf", "hf-compiled", "lightning", "ptdp-hf")
+    assert {f"GPT-2 124M s=1024, {engine}" for engine in engines} <= measured
+    assert "175B, a rank of t8 p12, sp, slice" in measured
+    rows = json.loads(lines[-1])
+    assert {row["peer_name"] for row in rows if row["name"] == "GPT-2 124M s=1024, ptdp"} == {
+        "plain Lightning, same module",
+        "Hugging Face, plain loop",
+        "Hugging Face, torch.compile",
+    }
+    assert all(row.keys() == {"name", "ours", "peer", "peer_name", "ratio", "unit"} for row in rows)
+
+
+def test_what_does_not_fit_into_the_budget_is_said(module: ModuleType) -> None:
+    gpu, cases = module("gpu"), module("gpu_cases")  # type: ignore[operator]
+    todo = list(cases.jobs(cases.CASES[:1], ()))
+    found = list(gpu.measure_all(todo, 1.0, False, None))
+    assert [job for job, _ in found] == todo
+    assert {said for _, said in found} == {"not run: the budget is spent"}
+
+
+def test_operations_are_those_of_the_papers(module: object) -> None:
+    cases = module("gpu_cases")  # type: ignore[operator]
+    by_name = {case.name: case for case in cases.CASES}
+    whole = by_name["175B, a rank of t8 p12"]
+    b, s, h, layers = whole.microbatches * whole.samples, 2048, 12288, 8
+    # arXiv 2104.04473, section 5.1, without the head; everything is recomputed.
+    assert cases.flops(whole)[1] == pytest.approx(96 * b * s * layers * h**2 * (1 + s / (6 * h)) / 8, rel=1e-12)
+    causal, full = cases.flops(by_name["GPT-2 124M s=1024"])
+    assert full - causal == 16 * 6 * 1024**2 * 768 * 12  # half of forward and backward, 3 * 4 s^2 h a layer
+    bert = cases.flops(by_name["BERT-large s=512"])
+    assert bert[0] == bert[1]
+    lora = by_name["LoRA 8B s=2048"]
+    assert cases.flops(lora)[1] == pytest.approx(
+        lora.samples * (cases.flops_per_sample(lora.config) * 2 / 3 + 4 * 2048**2 * 4096 * 32), rel=1e-9
+    )
+
+
+def test_the_device_is_idle_where_no_kernel_runs(module: object) -> None:
+    idle_share = module("gpu_measure").idle_share  # type: ignore[operator]
+    spans = [("kernel", 10, 20), ("gpu_memcpy", 15, 10), ("kernel", 50, 10), ("gpu_user_annotation", 0, 99), ("kernel", 52, 2)]
+    events = [{"cat": kind, "ts": ts, "dur": dur} for kind, ts, dur in spans]
+    assert idle_share([*events, {"ph": "M"}]) == pytest.approx(1 - 30 / 50)
+    assert idle_share([{"cat": "cpu_op", "ts": 0, "dur": 1}]) is None
+
+
+def test_rows_compare_with_every_peer_that_was_measured_and_with_the_paper(module: ModuleType) -> None:
+    gpu, cases, measure = (module(name) for name in ("gpu", "gpu_cases", "gpu_measure"))  # type: ignore[operator]
+    slice_, small = cases.CASES[2], cases.CASES[0]
+
+    def job(case: object, engine: str, seconds: float, **options: object) -> tuple[object, object]:
+        one = measure.Measured(seconds=(seconds,) * 3, peak_bytes=2**30, idle=0.1, parameters=1)
+        return cases.Job(case=case, engine=engine, options=options), one
+
+    peak = 989e12
+    machine = gpu.Machine("NVIDIA H100 80GB HBM3", peak)
+    at_papers_share = cases.flops(slice_)[1] / (153 / 312 * peak)
+    found = [
+        job(small, "ptdp", 1.0),
+        job(small, "ptdp", 0.5, fp8="rowwise"),
+        job(small, "hf", 2.0),
+        job(slice_, "slice", at_papers_share / 2),
+    ]
+    rows = {(row.name, row.peer_name): row.ratio for row in gpu.rows(found, machine)}
+    assert rows["GPT-2 124M s=1024, ptdp", "Hugging Face, plain loop"] == 0.5
+    assert rows["GPT-2 124M s=1024, ptdp fp8=rowwise", "ours without the option"] == 0.5
+    assert rows["GPT-2 124M s=1024, ptdp, memory", "Hugging Face, plain loop"] == 1.0
+    assert rows["175B, a rank of t8 p12, slice", "49% of the peak, as A100 in whole runs (arXiv 2104.04473)"] == pytest.approx(
+        0.5
+    )
+    assert "98.1%" in gpu.line(*found[3], machine)

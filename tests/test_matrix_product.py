@@ -1,0 +1,129 @@
+"""A product's weight gradient is added to the parameter's where that is there already, in one pass, and only where nobody can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ptdp._torch import set_gradient_dtype
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets
+from lightning_ptdp.matrix_product import MatrixProduct
+from lightning_ptdp.weight_gradients import WeightGradients
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts the bytes of matrices of one shape that operations read and write."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.bytes = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in () if func.is_view else (*args, result):
+            if isinstance(tensor, Tensor) and tensor.shape == self.shape:
+                self.bytes += tensor.numel() * tensor.element_size()
+        return result
+
+
+def _microbatch(module: nn.Module, x: Tensor, *, splits: bool) -> None:
+    store = WeightGradients()
+    with store.intercepting():
+        loss = module(x).sum()
+    if not splits:
+        torch.autograd.backward(loss)
+        return
+    with store.collecting(0):
+        torch.autograd.backward(loss)
+    store.run(0)
+
+
+def test_on_a_gpu_a_half_precision_product_is_added_to_a_float32_gradient_in_eight_bytes_an_element() -> None:
+    with torch.device("meta"):
+        weight, x, grad = (torch.empty(size, dtype=torch.bfloat16) for size in ((10, 6), (3, 4, 6), (3, 4, 10)))
+        weight = nn.Parameter(weight)
+        set_gradient_dtype(weight, torch.float32)
+        weight.grad = torch.empty(weight.shape)
+    with _Traffic(weight.shape) as traffic:
+        MatrixProduct(weight).add_weight_gradient(grad, x)
+    assert traffic.bytes / weight.numel() == 4 + 4  # 18 with a product in bfloat16, a cast and a sum
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_backward_adds_the_product_to_the_gradient_in_one_pass(splits: bool) -> None:
+    module, x = nn.Linear(6, 10, bias=False), torch.ones(3, 4, 6)
+    module.weight.grad = torch.zeros_like(module.weight)
+    with _Traffic(module.weight.shape) as traffic:
+        _microbatch(module, x, splits=splits)
+    assert traffic.bytes / module.weight.numel() == 4 + 4  # 16 with a product of its own and a sum
+    assert module.weight.grad.eq(12).all()
+
+
+def test_products_and_lookups_of_one_weight_add_up_as_autograd_adds_them() -> None:
+    torch.manual_seed(0)
+    weight, ids = nn.Parameter(torch.randn(5, 4, dtype=torch.float64)), torch.tensor([[1, 4, 1]])
+
+    def backward() -> None:
+        x = nn.functional.embedding(ids, weight)
+        torch.autograd.backward(nn.functional.linear(x.tanh() @ weight.t() @ weight, weight).square().sum())
+
+    for _ in range(2):
+        backward()
+    expected, weight.grad = weight.grad, torch.zeros_like(weight)
+    for _ in range(2):
+        with WeightGradients().intercepting():
+            backward()
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def _by_hook(weight: nn.Parameter, loss: Tensor) -> Any:
+    seen: list[Tensor] = []
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    torch.autograd.backward(loss)
+    return seen[0]
+
+
+def _by_late_hook(weight: nn.Parameter, loss: Tensor) -> Any:
+    assert weight.grad is not None
+    before, seen = weight.grad.clone(), list[Tensor]()
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad - before))
+    torch.autograd.backward(loss)
+    return seen[0]
+
+
+@pytest.mark.parametrize("ask", [_by_hook, _by_late_hook, lambda weight, loss: torch.autograd.grad(loss, [weight])[0]])
+def test_who_wants_to_see_a_gradient_arrive_sees_it(ask: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
+    module, x = nn.Linear(4, 3, bias=False), torch.ones(2, 4)
+    module.weight.grad = torch.ones(3, 4)
+    with WeightGradients().intercepting():
+        loss = module(x).sum()
+    torch.testing.assert_close(ask(module.weight, loss), torch.full((3, 4), 2.0))
+
+
+def test_gradients_that_nobody_asked_for_stay() -> None:
+    module, x = nn.Linear(4, 3, bias=False), torch.ones(2, 4, requires_grad=True)
+    module.weight.grad = torch.ones(3, 4)
+    with WeightGradients().intercepting():
+        loss = module(x).sum()
+    torch.autograd.backward(loss, inputs=[x])
+    assert x.grad is not None
+    assert module.weight.grad.eq(1).all()
+
+
+def test_a_bucket_is_told_of_what_products_have_added() -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    buckets = GradientBuckets([BucketEntry(p, chunk=0) for p in module.parameters()], bucket_bytes=1)
+    buckets.install()
+    buckets.arm(0)
+    with WeightGradients().intercepting():
+        loss = module(torch.ones(2, 4)).sum()
+    torch.autograd.backward(loss)
+    assert [bucket.launched for bucket in buckets.buckets()] == [True, True]
+    assert buckets.unused() == []
+    assert all(view.any() for bucket in buckets.buckets() for view in bucket.views)
+    buckets.close()
