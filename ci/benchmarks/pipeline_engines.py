@@ -24,7 +24,7 @@ from lightning_ptdp.weight_gradients import WeightGradients
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["PEERS", "Bare", "Ours", "Sizes", "Torchs", "ideal", "torchs_schedule"]
+__all__ = ["PEERS", "Bare", "Job", "Ours", "Sizes", "Stack", "Torchs", "ideal", "torchs_schedule"]
 
 PEERS = {
     "1f1b": "Schedule1F1B",
@@ -129,11 +129,11 @@ class Ours:
             stages=self.schedule.stages_of(rank),
         )
         self.mesh = ProcessMesh.create(layout=layout, rank=rank)
-        transport = Transport(mesh=self.mesh, device=batch.device)
+        self.transport = Transport(mesh=self.mesh, device=batch.device)
         self.parameters = list(stack.parameters())
         self._job = Job(stack, batch.chunk(sizes.m))
         self._runtime = PipelineRuntime(
-            cut=cut, transport=transport, group=self.mesh.group("pipeline"), surroundings=surroundings
+            cut=cut, transport=self.transport, group=self.mesh.group("pipeline"), surroundings=surroundings
         )
 
     def step(self) -> None:
