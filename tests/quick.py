@@ -8,6 +8,7 @@ __all__ = ["CHOSEN", "THOROUGH", "is_quick"]
 
 THOROUGH: Final = frozenset(
     [
+        "bench/test_gpu_benchmark",
         "callbacks/test_save_on_signal",
         "checkpoint/test_layout_pairs",
         "checkpoint/test_leftovers",

@@ -5,7 +5,8 @@ Run: python ci/benchmarks/gpu.py [--budget 520] [--only TEXT] [--set compile=blo
 Each engine trains each model (gpu_cases.py, the most telling first) in a process of its own: random tokens, the same precision and
 optimizer, gradients clipped. tokens/s, MFU with half of the attention's square (causal) and with all of it, peak memory of tensors, and
 the share of the time in which no kernel runs. A rank of PTD-P's 175B and 530B (arXiv 2104.04473) computes its layers of t = 8 while
-collectives return at once: what the GPU does where communication and bubble cost nothing. ``--set`` measures ours with further options
+collectives return at once: what the GPU does where communication and bubble cost nothing. Last, what a microbatch costs the host
+(host_time.py). ``--set`` measures ours with further options
 of the strategy too; options that this version does not have are left out. No network, no data; without a GPU the sizes are toys.
 """
 
@@ -32,6 +33,7 @@ os.environ.setdefault(
 )  # asking whether there is a GPU must not start CUDA: processes are forked
 sys.path.append(str(Path(__file__).parents[2]))
 
+import host_time
 import torch
 from gpu_cases import CASES, PEERS, Case, Engine, Job, flops, jobs, toy
 from gpu_engines import contestant, preload
@@ -45,6 +47,7 @@ VARIANTS: tuple[Mapping[str, Any], ...] = ()
 """Options of the strategy that are worth a row of their own."""
 LEAST_S = 12.0
 """Less than this of the budget is not worth a start."""
+HOST, HOST_S = "host, a microbatch", 30.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,15 @@ def run(answer: Connection, job: Job, on_gpu: bool) -> None:
         answer.send(f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     answer.close()
     os._exit(0)  # a Trainer waits on a thread for steps that nobody will ask for
+
+
+def tell_host_time(answer: Connection, on_gpu: bool) -> None:
+    """What a microbatch costs this machine's host."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    answer.send(host_time.measure(*(() if on_gpu else (1, 4))))
+    answer.close()
+    os._exit(0)
 
 
 def beside(context: Any, target: Any, *args: Any, limit_s: float) -> Any:
@@ -193,12 +205,16 @@ def main() -> None:
     todo = [job for job in jobs(cases, tuple(variants)) if any(word in str(job) for word in options.only.split("|"))]
     preload({job.case.name: job.case for job in todo}.values())
     print(f"{machine.name or 'CPU, toy sizes: no figure means anything'}, torch {torch.__version__}\n{HEADER}", flush=True)
+    of_host = HOST_S if any(word in HOST for word in options.only.split("|")) else 0.0
     found: list[tuple[Job, Measured]] = []
-    for job, one in measure_all(todo, options.budget - (time.monotonic() - began), bool(machine.name), context):
+    for job, one in measure_all(todo, options.budget - of_host - (time.monotonic() - began), bool(machine.name), context):
         print(line(job, one, machine), flush=True)
         if isinstance(one, Measured):
             found.append((job, one))
-    report(f"GPU: {machine.name or 'none'}", list(rows(found, machine)))
+    told = list(rows(found, machine))
+    if of_host:
+        told += beside(context, tell_host_time, bool(machine.name), limit_s=of_host) or []
+    report(f"GPU: {machine.name or 'none'}", told)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,3 +48,12 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
     not_run = [block for name, path in PAGES.items() for block in find_blocks(path, name) if block.not_run is not None]
     assert all(len(block.not_run or "") > 10 for block in not_run)
     assert len(not_run) <= MOST_NOT_RUN, "\n".join(f"{block.place}: {block.not_run}" for block in not_run)
+
+
+def test_the_benchmarks_that_are_named_are_there() -> None:
+    text = PAGES["docs/benchmarks.md"].read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:ci/benchmarks/|`)(\w+\.py)`?", text)) | set(re.findall(r"(?<=for what in )[\w ]+(?=;)", text))
+    files = {f"{name}.py" for words in named for name in words.removesuffix(".py").split()}
+    assert len(files) > 8
+    assert not [file for file in files if not (ROOT / "ci" / "benchmarks" / file).exists()]
+    assert not [file for file in re.findall(r"(?:tests|ci)/\w+/\w+\.py|ci/\w+\.py", text) if not (ROOT / file).exists()]
