@@ -43,6 +43,8 @@ class MatrixProduct:
 
     def give_weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
         """``weight_gradient`` for the backward that runs to add to ``weight.grad``; None where that is done, in fewer passes."""
+        if torch.compiler.is_compiling():  # a graph has no effects beside what it returns
+            return self.weight_gradient(grad, x)
         if self.weight.grad is None or not adds_to_gradient(self.weight):
             return self.weight_gradient(grad, x)
         self.add_weight_gradient(grad, x)
