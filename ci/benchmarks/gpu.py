@@ -7,7 +7,7 @@ optimizer, gradients clipped. tokens/s, MFU with half of the attention's square 
 the share of the time in which no kernel runs. A rank of PTD-P's 175B and 530B (arXiv 2104.04473) computes its layers of t = 8 while
 collectives return at once: what the GPU does where communication and bubble cost nothing. Last, what a microbatch costs the host
 (host_time.py). ``--set`` measures ours with further options
-of the strategy too; options that this version does not have are left out. No network, no data; without a GPU the sizes are toys.
+of the strategy too. No network, no data; without a GPU the sizes are toys.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,6 @@ from harness import Comparison, compare, report
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import known_peak_flops
 
-VARIANTS: tuple[Mapping[str, Any], ...] = ()
-"""Options of the strategy that are worth a row of their own."""
 LEAST_S = 12.0
 """Less than this of the budget is not worth a start."""
 HOST, HOST_S = "host, a microbatch", 30.0
@@ -98,12 +96,13 @@ def tell_host_time(answer: Connection, on_gpu: bool) -> None:
 def beside(context: Any, target: Any, *args: Any, limit_s: float) -> Any:
     """The answer of a process, or None if there is none within the limit."""
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process = context.Process(target=target, args=(theirs, *args))  # no daemon: compilers start processes
     process.start()
     theirs.close()
     try:
         return ours.recv() if ours.poll(limit_s) else None
     except EOFError:
+        process.join(5.0)
         return f"failed: the process ended with exit code {process.exitcode}"
     finally:
         process.kill()
@@ -131,8 +130,20 @@ def measure_all(todo: Sequence[Job], budget_s: float, on_gpu: bool, context: Any
         if left < LEAST_S:
             yield job, "not run: the budget is spent"
             continue
+        if refused := refusal(job):
+            yield job, f"left out: {refused}"
+            continue
         limit = min(left, job.limit_s)
         yield job, beside(context, run, job, on_gpu, limit_s=limit) or f"not run to its end: over {limit:.0f} s"
+
+
+def refusal(job: Job) -> str:
+    """Why this version does not have the options; "" if it has them."""
+    try:
+        PTDPConfig(tensor_parallel_size=job.case.tensor, **{**job.case.options, **job.options})
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def line(job: Job, found: Measured | str, machine: Machine) -> str:
@@ -198,13 +209,13 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="small sizes on the CPU")
     options = parser.parse_args()
     began = time.monotonic()
+    preload(CASES)
     context, machine = (multiprocessing.get_context("fork"), Machine()) if options.toy else start_method()
-    known = {field.name for field in fields(PTDPConfig)}
-    variants = [one for one in (*VARIANTS, *map(parse_options, options.set)) if one.keys() <= known]
     cases: tuple[Case, ...] = CASES if machine.name else tuple(map(toy, CASES))
-    todo = [job for job in jobs(cases, tuple(variants)) if any(word in str(job) for word in options.only.split("|"))]
-    preload({job.case.name: job.case for job in todo}.values())
-    print(f"{machine.name or 'CPU, toy sizes: no figure means anything'}, torch {torch.__version__}\n{HEADER}", flush=True)
+    wanted = jobs(cases, list(map(parse_options, options.set)))
+    todo = [job for job in wanted if any(word in str(job) for word in options.only.split("|"))]
+    peak = "" if machine.peak_flops is None else f", peak {machine.peak_flops / 1e12:.0f} TFLOP/s by the data sheet"
+    print(f"{machine.name or 'CPU, toy sizes: no figure means anything'}{peak}, torch {torch.__version__}\n{HEADER}", flush=True)
     of_host = HOST_S if any(word in HOST for word in options.only.split("|")) else 0.0
     found: list[tuple[Job, Measured]] = []
     for job, one in measure_all(todo, options.budget - of_host - (time.monotonic() - began), bool(machine.name), context):

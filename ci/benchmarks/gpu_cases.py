@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ class Case:
         precision: Lightning's; the same for all engines.
         engines: In order.
         options: Of the strategy.
+        variants: Further ones, each of which is measured too, if this version has it.
         lora: Train adapters of rank 16 on all projections only (peft).
         tensor: t; above 1 the model's blocks alone are trained, a rank's part of them.
         published: TFLOP/s of an A100 in a paper, for the same part.
@@ -45,6 +46,7 @@ class Case:
     precision: str = "bf16-mixed"
     engines: tuple[Engine, ...] = ("ptdp", "hf", "hf-compiled", "lightning", "ptdp-hf")
     options: Options = field(default_factory=dict)
+    variants: tuple[Options, ...] = ()
     lora: bool = False
     tensor: int = 1
     published: float | None = None
@@ -98,10 +100,12 @@ _RECOMPUTED: Options = {"recompute": "full"}
 _SELECTIVE: Options = {"recompute": "selective", "sequence_parallel": True}
 _175B, _530B = _gpt(8, 12288, 96, 2048, vocabulary=51200), _gpt(3, 20480, 128, 2048, vocabulary=51200)
 _LEAN: dict[str, Any] = {"precision": "bf16-true", "options": {"master_weights": False, "gradient_dtype": "parameter"}}
+_FASTER: tuple[Options, ...] = ({"compile": "blocks"},)
+_SMALLER: tuple[Options, ...] = ({"recompute": "full"}, {"recompute": "offload"})
 
 CASES = (
-    Case(name="GPT-2 124M s=1024", config=_gpt(12, 768, 12, 1024), samples=16),
-    Case(name="Llama 1B s=4096", config=_llama(16, 2048, 8192, 32, 4096), samples=2),
+    Case(name="GPT-2 124M s=1024", config=_gpt(12, 768, 12, 1024), samples=16, variants=_FASTER),
+    Case(name="Llama 1B s=4096", config=_llama(16, 2048, 8192, 32, 4096), samples=2, variants=(*_FASTER, *_SMALLER)),
     Case(name="175B, a rank of t8 p12", config=_175B, options=_RECOMPUTED, published=153.0, **_SLICE),
     Case(name="530B, a rank of t8 p35", config=_530B, options=_RECOMPUTED, published=171.0, **_SLICE),
     Case(name="175B, a rank of t8 p12, sp", config=_175B, options=_SELECTIVE, **_SLICE),
@@ -135,13 +139,13 @@ def toy(case: Case) -> Case:
     return replace(case, config=replace(case.config, **changes), samples=2, microbatches=min(case.microbatches, 2))
 
 
-def jobs(cases: tuple[Case, ...], variants: tuple[Options, ...]) -> Iterator[Job]:
-    """All engines of all cases, in their order; ours also with each of ``variants``, directly behind."""
+def jobs(cases: Iterable[Case], variants: Iterable[Options] = ()) -> Iterator[Job]:
+    """All engines of all cases, in their order; directly behind ours, it with each of the case's and the other ``variants``."""
     for case in cases:
         for engine in case.engines:
             yield Job(case=case, engine=engine)
             if engine in ("ptdp", "slice"):
-                yield from (Job(case=case, engine=engine, options=options) for options in variants)
+                yield from (Job(case=case, engine=engine, options=options) for options in (*case.variants, *variants))
 
 
 def flops(case: Case) -> tuple[float, float]:

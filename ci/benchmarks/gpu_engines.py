@@ -119,7 +119,7 @@ def huggingface(case: Case, device: torch.device) -> nn.Module:
     if transformers is None:
         raise ImportError("No module named 'transformers'")
     written: Mapping[str, Any] = model_of_hyper_parameters({"config": asdict(case.config)}).write()
-    config = transformers.AutoConfig.for_model(**written)
+    config = transformers.AutoConfig.for_model(**written, use_cache=False)
     with torch.device(device):
         model: nn.Module = getattr(transformers, architecture(case))(config)
     if case.precision == "bf16-true":
@@ -127,7 +127,8 @@ def huggingface(case: Case, device: torch.device) -> nn.Module:
     if case.lora:
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+        adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)  # as Lightning's bf16-true has them
     return model.train()
 
 
