@@ -7,7 +7,7 @@ Sharded ones: ours (``shard_optimizer=True``), DDPStrategy with ZeroRedundancyOp
 gradients, and gathers twice a step). FSDP2 runs in a bare loop, the others inside Trainer.fit.
 
 How much of the reduction is hidden behind the backward: 1 - (what the step still waits for when its backward is over) / (what the same
-reductions take with nothing beside them).
+reductions take with nothing beside them). What is left of them over a slow link: ``slow_link.py``, run last where hosts can be made.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
+import slow_link
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from harness import Comparison, compare, report
+from hosts import NoHosts, run_on_hosts
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -199,6 +201,10 @@ def main() -> None:
             for sharded in (False, True):
                 found += rows(size, sharded=sharded, rounds=options.rounds, steps=options.steps)
     report("Data parallelism, d = 2", found)
+    try:
+        run_on_hosts(slow_link.__file__, [], mbit=200, local=1)
+    except NoHosts as error:
+        print(f"The slow link is left out: {error}")
 
 
 if __name__ == "__main__":

@@ -28,16 +28,16 @@ class Sleeps:
 
 
 class SleepingBlock(nn.Module):
-    """(...) -> (...), the same values; the gradient of its one weight is 1 for each microbatch.
+    """(...) -> (...), the same values; the gradient of its weight is 1 for each microbatch.
 
     With ``sleeps.weight`` somebody must ask for the weight gradient: our runtime by setting ``weight_gradients``, a pipeline that hands
     out functions to call later by calling ``add_weight_gradient``.
     """
 
-    def __init__(self, sleeps: Sleeps) -> None:
+    def __init__(self, sleeps: Sleeps, *, size: int = 1) -> None:
         super().__init__()
         self.sleeps = sleeps
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(size))
         self.weight_gradients: Any = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 Run as root: python ci/benchmarks/two_level.py [--mbit 400] [--mb 16] [--rounds 5]
 
-Four replicas, two a host; a veth pair joins the hosts, and ``tc tbf`` limits it in both directions. Inside a host messages go over the
-loopback interface of its namespace. Flat: gloo's all-reduce over all four. Two levels (``data_parallel_replicas=2``): reduce-scatter
+Four replicas, two a host. Flat: gloo's all-reduce over all four. Two levels (``data_parallel_replicas=2``): reduce-scatter
 inside, all-reduce of the parts between, all-gather inside; with and without bfloat16 between the hosts. Before anything is timed, the
 sums are compared.
 """
@@ -11,9 +10,7 @@ sums are compared.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,39 +18,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from harness import compare, report
+from hosts import HOSTS, INIT_METHOD, NoHosts, run_on_hosts
 from torch import Tensor
 
 from lightning_ptdp.data_parallel import Reduction
 from lightning_ptdp.world.mesh import Group
 
-HOSTS, LOCAL = 2, 2
-NAMES = [f"ptdp-bench-{host}" for host in range(HOSTS)]
-ADDRESSES = [f"10.213.7.{host + 1}" for host in range(HOSTS)]
-PORT = 29713
-
-
-def shell(command: str, *, check: bool = True) -> None:
-    """Run a command of the network set-up."""
-    subprocess.run(command.split(), check=check, capture_output=True, text=True, timeout=30)
-
-
-def make_hosts(mbit: int) -> None:
-    """Two namespaces with a limited link between them."""
-    for name in NAMES:
-        shell(f"ip netns add {name}")
-    shell(f"ip link add ptdp0 netns {NAMES[0]} type veth peer name ptdp1 netns {NAMES[1]}")
-    for host, (name, address) in enumerate(zip(NAMES, ADDRESSES, strict=True)):
-        inside = f"ip netns exec {name}"
-        shell(f"{inside} ip address add {address}/24 dev ptdp{host}")
-        shell(f"{inside} ip link set ptdp{host} up")
-        shell(f"{inside} ip link set lo up")
-        shell(f"{inside} tc qdisc add dev ptdp{host} root tbf rate {mbit}mbit burst 256kb latency 200ms")
-
-
-def remove_hosts() -> None:
-    """Undo ``make_hosts``, or as much of it as was done."""
-    for name in NAMES:
-        shell(f"ip netns delete {name}", check=False)
+LOCAL = 2
 
 
 def seconds(step: Callable[[Tensor], None], buffer: Tensor) -> float:
@@ -69,7 +40,7 @@ def seconds(step: Callable[[Tensor], None], buffer: Tensor) -> float:
 def worker(rank: int, options: argparse.Namespace) -> None:
     """One replica."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=HOSTS * LOCAL)
+    dist.init_process_group("gloo", init_method=INIT_METHOD, rank=rank, world_size=HOSTS * LOCAL)
     pairs = [tuple(range(host * LOCAL, (host + 1) * LOCAL)) for host in range(HOSTS)]
     inner = [Group(dist.new_group(list(ranks)), ranks, rank % LOCAL) for ranks in pairs][rank // LOCAL]
     across = [tuple(range(place, HOSTS * LOCAL, LOCAL)) for place in range(LOCAL)]
@@ -113,7 +84,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Make the hosts, start the replicas, clean up."""
+    """Start the replicas."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=int, default=400, help="of the link between the hosts")
     parser.add_argument("--mb", type=int, default=16, help="size of the buffer in MiB")
@@ -123,24 +94,10 @@ def main() -> None:
     if options.worker is not None:
         worker(options.worker, options)
         return
-    remove_hosts()
-    replicas: list[subprocess.Popen[bytes]] = []
     try:
-        make_hosts(options.mbit)
-        for rank in range(HOSTS * LOCAL):
-            host = rank // LOCAL
-            command = ["ip", "netns", "exec", NAMES[host], sys.executable, __file__, *sys.argv[1:], "--worker", str(rank)]
-            replicas.append(subprocess.Popen(command, env={**os.environ, "GLOO_SOCKET_IFNAME": f"ptdp{host}"}))
-        codes = [replica.wait(timeout=300) for replica in replicas]
-        if any(codes):
-            sys.exit(f"the replicas ended with {codes}")
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        details = getattr(error, "stderr", "") or ""
-        sys.exit(f"two namespaces cannot be made here (root, ip and tc are needed): {error} {details}")
-    finally:
-        for replica in replicas:
-            replica.kill()
-        remove_hosts()
+        run_on_hosts(__file__, sys.argv[1:], mbit=options.mbit, local=LOCAL)
+    except NoHosts as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

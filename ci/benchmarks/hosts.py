@@ -1,0 +1,73 @@
+"""Two hosts that are network namespaces of this machine, joined by a slow link: a veth pair that ``tc tbf`` limits in both directions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+__all__ = ["HOSTS", "INIT_METHOD", "NoHosts", "run_on_hosts"]
+
+HOSTS = 2
+_ADDRESSES = [f"10.213.7.{host + 1}" for host in range(HOSTS)]
+INIT_METHOD = f"tcp://{_ADDRESSES[0]}:29713"
+"""Where the ranks meet."""
+
+
+class NoHosts(Exception):
+    """Namespaces cannot be made here: root, ip and tc are needed."""
+
+
+def run_on_hosts(script: str, arguments: Sequence[str], *, mbit: int, local: int) -> None:
+    """Run ``script`` with ``arguments`` and ``--worker RANK`` once a rank, and wait for all.
+
+    Args:
+        script: A Python file.
+        arguments: Its own.
+        mbit: Of the link, in Mbit/s.
+        local: Ranks a host; inside of one they speak over the loopback interface of its namespace.
+
+    Raises:
+        NoHosts: They cannot be made here.
+    """
+    names = [f"ptdp-{os.getpid()}-{host}" for host in range(HOSTS)]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        _make(names, mbit)
+        for rank in range(HOSTS * local):
+            host = rank // local
+            command = ["ip", "netns", "exec", names[host], sys.executable, script, *arguments, "--worker", str(rank)]
+            ranks.append(subprocess.Popen(command, env={**os.environ, "GLOO_SOCKET_IFNAME": f"ptdp{host}"}))
+        codes = [rank.wait(timeout=600) for rank in ranks]
+        if any(codes):
+            sys.exit(f"the ranks ended with {codes}")
+    finally:
+        for process in ranks:
+            process.kill()
+        for name in names:
+            _shell(f"ip netns delete {name}", check=False)
+
+
+def _make(names: Sequence[str], mbit: int) -> None:
+    try:
+        for name in names:
+            _shell(f"ip netns add {name}")
+        _shell(f"ip link add ptdp0 netns {names[0]} type veth peer name ptdp1 netns {names[1]}")
+        for host, (name, address) in enumerate(zip(names, _ADDRESSES, strict=True)):
+            inside = f"ip netns exec {name}"
+            _shell(f"{inside} ip address add {address}/24 dev ptdp{host}")
+            _shell(f"{inside} ip link set ptdp{host} up")
+            _shell(f"{inside} ip link set lo up")
+            _shell(f"{inside} tc qdisc add dev ptdp{host} root tbf rate {mbit}mbit burst 256kb latency 200ms")
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        details = getattr(error, "stderr", "") or ""
+        raise NoHosts(f"two namespaces cannot be made here (root, ip and tc are needed): {error} {details}") from error
+
+
+def _shell(command: str, *, check: bool = True) -> None:
+    try:
+        subprocess.run(command.split(), check=check, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        if check:
+            raise
