@@ -63,7 +63,7 @@ class PTDPConfig:
         meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
         seed: Decides initial weights of such modules and dropout; default: torch's seed (``seed_everything``) on rank 0.
         keyed_dropout: Drop the same elements in every layout, for comparing layouts; slower (``lightning_ptdp.keyed_dropout``).
-        bucket_mb: Size of a gradient bucket in MiB.
+        bucket_mb: Size of a gradient bucket in MiB. Default: 25, or with many replicas 4 for each of them.
         shard_optimizer: Each replica keeps the optimizer states of its part of the parameters only, updates that part, and gathers
             the rest (ZeRO-1, arXiv 1910.02054). The optimizer must work element by element.
         master_weights: Let the optimizer step on float32 copies of parameters in half precision ("bf16-true", "16-true").
@@ -111,7 +111,7 @@ class PTDPConfig:
     meta_init: bool = True
     seed: int | None = None
     keyed_dropout: bool = False
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = None
     shard_optimizer: bool = False
     master_weights: bool = True
     gradient_dtype: GradientDtype = "float32"

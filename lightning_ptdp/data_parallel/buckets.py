@@ -75,14 +75,14 @@ class GradientBuckets:
     Args:
         entries: Parameters in forward order, which on all ranks that sum some of them must be the same.
         scatters: Whether ranks are left with the sum of a part of the gradients only, of whichever entries.
-        bucket_bytes: Largest size of a buffer, except for a single larger parameter.
+        bucket_bytes: Largest size of a buffer, except for a single larger parameter; None: as its reduction would have it.
         widen: Keep gradients of parameters in half precision in float32.
         launched: Is told of every reduction that starts: its chunk and what waits for it.
     """
 
     entries: Sequence[BucketEntry]
     scatters: bool = False
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int | None = None
     widen: bool = True
     launched: Callable[[int | None, Any], None] | None = None
     _buckets: dict[int | None, list[Bucket]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class GradientBuckets:
     def __post_init__(self) -> None:
         for chunk in dict.fromkeys(entry.chunk for entry in self.entries):
             mine = [entry for entry in reversed(self.entries) if entry.chunk == chunk]
-            self._buckets[chunk] = [self._allocate(part) for part in _cut(mine, self.bucket_bytes)]
+            self._buckets[chunk] = [self._allocate(part) for part in self._cut(mine)]
         self._sums = list(self._parts_to_sum())
         for bucket in self.buckets():
             for entry in bucket.entries:
@@ -236,12 +236,38 @@ class GradientBuckets:
         """All buckets, in backward order within each chunk."""
         return chain.from_iterable(self._buckets.values())
 
+    def _cut(self, entries: Sequence[BucketEntry]) -> Iterator[list[BucketEntry]]:
+        """Runs of entries that may share a buffer: same dtype, device and reduction, and no larger than a bucket.
+
+        A tied parameter whose sum is scattered has a buffer of its own, which then is the same on all stages that hold it.
+        """
+        kinds: dict[tuple[Any, ...], list[BucketEntry]] = {}
+        for entry in entries:
+            alone = id(entry) if entry.reduction.scatter and entry.tied else None
+            kind = (entry.parameter.dtype, entry.parameter.device, entry.reduction, alone)
+            kinds.setdefault(kind, []).append(entry)
+        for same in kinds.values():
+            limit = same[0].reduction.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
+            run: list[BucketEntry] = []
+            size = 0
+            for entry in same:
+                nbytes = entry.parameter.numel() * self._dtype(entry).itemsize
+                if run and size + nbytes > limit:
+                    yield run
+                    run, size = [], 0
+                run.append(entry)
+                size += nbytes
+            yield run
+
+    def _dtype(self, entry: BucketEntry) -> torch.dtype:
+        """Of its gradient."""
+        return torch.float32 if self.widen and entry.parameter.dtype in HALF else entry.parameter.dtype
+
     def _allocate(self, entries: list[BucketEntry]) -> Bucket:
         *offsets, total = accumulate((-(-e.parameter.numel() // _ALIGNMENT) * _ALIGNMENT for e in entries), initial=0)
         multiple = _ALIGNMENT * entries[0].reduction.parts
-        first = entries[0].parameter
-        dtype = torch.float32 if self.widen and first.dtype in HALF else first.dtype
-        buffer = torch.zeros(-(-total // multiple) * multiple, dtype=dtype, device=first.device)
+        dtype, device = self._dtype(entries[0]), entries[0].parameter.device
+        buffer = torch.zeros(-(-total // multiple) * multiple, dtype=dtype, device=device)
         views = [
             buffer[offset : offset + e.parameter.numel()].view_as(e.parameter) for offset, e in zip(offsets, entries, strict=True)
         ]
@@ -269,26 +295,3 @@ class GradientBuckets:
         if self.launched is not None:
             self.launched(bucket.entries[0].chunk, pending)
         self._beside.launch(pending, shares=bucket.reduction.outer.size == 1)
-
-
-def _cut(entries: Sequence[BucketEntry], limit: int) -> Iterator[list[BucketEntry]]:
-    """Runs of entries that may share a buffer: same dtype, device and reduction, at most ``limit`` bytes.
-
-    A tied parameter whose sum is scattered has a buffer of its own, which then is the same on all stages that hold it.
-    """
-    kinds: dict[tuple[Any, ...], list[BucketEntry]] = {}
-    for entry in entries:
-        alone = id(entry) if entry.reduction.scatter and entry.tied else None
-        kind = (entry.parameter.dtype, entry.parameter.device, entry.reduction, alone)
-        kinds.setdefault(kind, []).append(entry)
-    for same in kinds.values():
-        run: list[BucketEntry] = []
-        size = 0
-        for entry in same:
-            nbytes = entry.parameter.numel() * entry.parameter.element_size()
-            if run and size + nbytes > limit:
-                yield run
-                run, size = [], 0
-            run.append(entry)
-            size += nbytes
-        yield run

@@ -47,7 +47,7 @@ def lay_out(
     return GradientBuckets(
         entries,
         scatters=any(reduction.scatter for reduction in reductions.values()),
-        bucket_bytes=int(config.bucket_mb * 2**20),
+        bucket_bytes=None if config.bucket_mb is None else int(config.bucket_mb * 2**20),
         widen=widen,
         launched=launched,
     )

@@ -30,6 +30,11 @@ from lightning_ptdp.world.mesh import Group
 
 __all__ = ["BucketEntry", "Pending", "Reduction"]
 
+_BUCKET = 25 * 2**20
+"""Enough for the bandwidth of a few ranks, and small enough to start early (arXiv 2006.15704; torch's default)."""
+_PART = 4 * 2**20
+"""A million elements in float32: Megatron-core's buckets have as many for each replica (``DistributedDataParallelConfig.bucket_size``)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
@@ -58,6 +63,12 @@ class Reduction:
     def parts(self) -> int:
         """Into how many equal parts a buffer has to be divisible."""
         return self.inner.size if self._splits else 1
+
+    @property
+    def bucket_bytes(self) -> int:
+        """How large a buffer should be at least: a ring sends it in ``size`` parts one after the other, and parts that take less time than
+        a message's latency would leave the link idle."""
+        return max(_BUCKET, _PART * self.size)
 
     @property
     def counts(self) -> bool:

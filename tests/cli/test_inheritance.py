@@ -164,7 +164,7 @@ def test_show_resolved_tells_where_every_value_comes_from(ptdp: Run, tmp_path: P
         "top_k: 7": "command line",
         "temperature: 0.8": "gpt/common",
         "norm_eps: 1.0e-05": "default of GPTConfig",
-        "bucket_mb: 25.0": "default of PTDPStrategy",
+        "bucket_mb: null": "default of PTDPStrategy",
         "benchmark: null": "default of Trainer",
         "window: 20": "default of Throughput",
         "text_field: text": "default of TextDataModule",

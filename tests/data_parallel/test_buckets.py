@@ -161,6 +161,20 @@ def test_the_backward_waits_for_no_reduction(nodes: int, scatter: bool, pool: Po
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(("size", "mebibytes"), [(1, 25), (2, 25), (6, 25), (8, 32), (64, 256)])
+def test_buckets_grow_with_the_ranks_that_are_summed_over(size: int, mebibytes: int) -> None:
+    inner = Group(None, tuple(range(size)), 0)
+    assert Reduction(inner=inner).bucket_bytes == mebibytes * 2**20
+    assert Reduction(inner=Group(None, (0, 1), 0), outer=inner).bucket_bytes == max(25, 8 * size) * 2**20
+
+
+@pytest.mark.parametrize("widen", [False, True])
+def test_a_bucket_is_no_larger_than_asked_in_what_gradients_are_kept_in(widen: bool) -> None:
+    parameters = [nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for _ in range(16)]
+    buckets = GradientBuckets([BucketEntry(p, chunk=0) for p in parameters], bucket_bytes=1024, widen=widen)
+    assert [bucket.buffer.nbytes for bucket in buckets.buckets()] == [1024] * (4 if widen else 2)
+
+
 def test_what_a_wait_raises_is_raised_at_the_end() -> None:
     class Broken:
         def wait(self) -> None:
