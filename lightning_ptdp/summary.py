@@ -1,4 +1,4 @@
-"""What a strategy tells about a run before it starts: degrees, stages and their layers, parameters a rank, expected bubble."""
+"""What a strategy tells about a run before it starts: degrees, stages and their layers, parameters a rank, bubble."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_ptdp.columns import columns
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.schedule import Costs, simulate
+from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -55,7 +55,7 @@ class StrategySummary:
         micro_batch_size: b, samples of a microbatch, where m follows from it.
         stages: All pipeline stages in order; empty without a pipeline.
         parameters_per_rank: Parameters (elements) that each global rank holds.
-        bubble: Expected fraction of a step in which a pipeline rank has nothing to do, between 0 and 1; None if m is not known.
+        bubble: The schedule's, over the time of its computations, with equal stages; None if m is not known.
         notes: Remarks for the user, such as a padded vocabulary.
     """
 
@@ -86,9 +86,7 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
         micro_batch_size=config.micro_batch_size,
         stages=_stages(parallel, layout),
         parameters_per_rank=tuple(counts),
-        bubble=None
-        if schedule is None
-        else simulate(schedule, Costs(backward=1 if schedule.splits_backward else 2)).idle_fraction,
+        bubble=None if schedule is None else ideal_bubble(schedule),
         notes=parallel.notes,
     )
 
@@ -115,7 +113,7 @@ def render(summary: StrategySummary) -> str:
     """The summary as a text table, at most 100 columns wide for ordinary sizes::
 
     layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, sequence parallel
-    schedule    interleaved, 8 microbatches, expected bubble 11.1 %
+    schedule    interleaved, 8 microbatches, bubble 6.2 %
     parameters  912.5 K to 1.2 M a rank
 
     stage  ranks  layers  also
@@ -147,7 +145,7 @@ def _schedule(summary: StrategySummary) -> str:
         return f"{summary.schedule}, microbatches of {_count(summary.micro_batch_size, 'sample', 'samples')}"
     text = f"{summary.schedule}, {_count(summary.num_microbatches, 'microbatch', 'microbatches')}"
     if summary.stages and summary.bubble is not None:
-        text += f", expected bubble {100 * summary.bubble:.1f} %"
+        text += f", bubble {100 * summary.bubble:.1f} %"
     return text
 
 

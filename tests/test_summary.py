@@ -16,7 +16,7 @@ INTERLEAVED = StrategySummary(
         for stage, (first, last, extra) in enumerate([(0, 1, "embedding"), (1, 3, ""), (3, 4, ""), (4, 4, "norm, head")])
     ),
     parameters_per_rank=(912_500, 912_500, 1_234_567, 1_234_567),
-    bubble=1 / 17,
+    bubble=1 / 16,
     notes=("vocabulary padded from 8191 to 8192",),
 )
 
@@ -24,7 +24,7 @@ INTERLEAVED = StrategySummary(
 def test_an_interleaved_layout() -> None:
     assert render(INTERLEAVED).splitlines() == [
         "layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, sequence parallel",
-        "schedule    interleaved, 8 microbatches, expected bubble 5.9 %",
+        "schedule    interleaved, 8 microbatches, bubble 6.2 %",
         "parameters  912.5 K to 1.2 M a rank",
         "",
         "stage  ranks  layers  also",

@@ -1,12 +1,12 @@
 """How fast a configuration trains, without its data and its loggers.
 
 ``SyntheticData`` stands in for the data module, ``StepTimes`` measures steps inside an ordinary ``Trainer.fit`` and writes a
-``BenchResult``, which ``render`` shows, alone or several beside each other.
+``BenchResult``, which ``render`` shows; ``table`` ranks several.
 """
 
 from lightning_ptdp.bench.measure import StepTimes
-from lightning_ptdp.bench.report import render
+from lightning_ptdp.bench.report import ranked, render, table
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.bench.synthetic import SyntheticData
 
-__all__ = ["BenchResult", "StepTimes", "SyntheticData", "render"]
+__all__ = ["BenchResult", "StepTimes", "SyntheticData", "ranked", "render", "table"]

@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ptdp.bench.prediction import predicted_seconds
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
 from lightning_ptdp.callbacks.timeline import has_pipeline
 from lightning_ptdp.checkpoint.agreement import gather
-from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
+from lightning_ptdp.pipeline.recorder import Recorder
 from lightning_ptdp.planner import known_peak_flops
+from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.spans import Timeline
 
 __all__ = ["StepTimes"]
@@ -89,13 +91,15 @@ class StepTimes(Callback):
             precision=precision,
             world_size=trainer.world_size,
             samples=samples,
+            num_microbatches=1 if layout is None else trainer.strategy.config.microbatches(rows),
             tokens=samples * length,
             flops=samples * flops_per_sample(module, length),
             seconds=tuple(after - before for before, after in itertools.pairwise(ends)),
             peak_memory_bytes=tuple(peaks),
             peak_flops=self._peak_flops or known_peak_flops(device, precision),
             bubble=None if measured is None else float(measured.bubble_fraction),
-            ideal_bubble=None if measured is None else float(ideal_timeline(measured).bubble_fraction),
+            ideal_bubble=None if measured is None else ideal_bubble(measured.schedule),
+            predicted_s=predicted_seconds(trainer, module, samples=samples, length=length),
         )
 
 

@@ -7,34 +7,79 @@ from collections.abc import Iterator, Sequence
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.columns import columns
 
-__all__ = ["render"]
+__all__ = ["ranked", "render", "table"]
 
 
-def render(results: Sequence[BenchResult]) -> str:
-    """A line a number and a column a layout; of several, the last line compares with the first."""
-    return columns(list(_rows(results)), words=(0,))
+def render(one: BenchResult) -> str:
+    """A line a number."""
+    return columns(list(_rows(one)), words=(0,))
 
 
-def _rows(results: Sequence[BenchResult]) -> Iterator[tuple[str, ...]]:
-    def row(name: str, cells: Iterator[str]) -> tuple[str, ...]:
-        return name, *cells
+def ranked(results: Sequence[BenchResult]) -> list[BenchResult]:
+    """The fastest first: by samples a second, since steps may differ in size."""
+    return sorted(results, key=lambda one: one.median_s / one.samples)
 
-    yield row("layout", (one.layout for one in results))
-    yield row("devices", (f"{one.world_size} x {one.device}, {one.precision}" for one in results))
-    yield row("step", (f"{one.samples} samples, {one.tokens:,} tokens" for one in results))
-    yield row("step time, median", (f"{one.median_s * 1e3:.1f} ms" for one in results))
-    yield row("p10 to p90", (f"{one.percentile_s(10) * 1e3:.1f} to {one.percentile_s(90) * 1e3:.1f} ms" for one in results))
-    yield row("tokens/s", (f"{one.tokens_per_s:,.0f}" if one.tokens else "-" for one in results))
-    yield row("model TFLOP/s a device", (f"{one.flops_per_s / 1e12:.4g}" if one.flops else "-" for one in results))
-    yield row("MFU", ("-" if one.mfu is None else f"{one.mfu:.1%}" for one in results))
-    yield row("peak memory, by rank", (_memory(one) for one in results))
-    if any(one.bubble is not None for one in results):
-        yield row("bubble, measured", ("-" if one.bubble is None else f"{one.bubble:.1%}" for one in results))
-        yield row("bubble, ideal", ("-" if one.ideal_bubble is None else f"{one.ideal_bubble:.1%}" for one in results))
-    if len(results) > 1 and all(one.tokens for one in results):
-        yield row("speed, of the first", (f"{one.tokens_per_s / results[0].tokens_per_s:.2f}" for one in results))
+
+def table(results: Sequence[BenchResult]) -> str:
+    """A line a layout, as they are ranked, with the planner's estimate and the place that it gives them."""
+    expected = [one.predicted_s / one.samples if one.predicted_s else None for one in results]
+    order = sorted(seconds for seconds in expected if seconds is not None)
+    rows = [
+        ("", "layout", "m", "step", "p10 to p90", "tokens/s", "MFU", "slower by", "planner", "its place", "bubble", "memory GiB")
+    ]
+    for place, (one, seconds) in enumerate(zip(results, expected, strict=True), 1):
+        slower = one.median_s / one.samples / (results[0].median_s / results[0].samples) - 1
+        rows.append(
+            (
+                str(place),
+                one.layout,
+                str(one.num_microbatches),
+                _ms(one.median_s),
+                f"{one.percentile_s(10) * 1e3:.1f} to {_ms(one.percentile_s(90))}",
+                f"{one.tokens_per_s:,.0f}" if one.tokens else "-",
+                _percent(one.mfu),
+                f"{slower:.0%}" if place > 1 else "-",
+                "-" if one.predicted_s is None else _ms(one.predicted_s),
+                "-" if seconds is None else str(order.index(seconds) + 1),
+                _percent(one.bubble),
+                _memory(one),
+            )
+        )
+    first = results[0]
+    step = (
+        f"{first.samples} samples, {first.tokens:,} tokens" if len({one.samples for one in results}) == 1 else "of several sizes"
+    )
+    return f"{_devices(first)}; a step: {step}\n\n{columns(rows, words=(1,))}"
+
+
+def _rows(one: BenchResult) -> Iterator[tuple[str, str]]:
+    yield "layout", f"{one.layout} m{one.num_microbatches}"
+    yield "devices", _devices(one)
+    yield "step", f"{one.samples} samples, {one.tokens:,} tokens"
+    yield "step time, median", _ms(one.median_s)
+    yield "p10 to p90", f"{one.percentile_s(10) * 1e3:.1f} to {_ms(one.percentile_s(90))}"
+    yield "the planner's estimate", "-" if one.predicted_s is None else _ms(one.predicted_s)
+    yield "tokens/s", f"{one.tokens_per_s:,.0f}" if one.tokens else "-"
+    yield "model TFLOP/s a device", f"{one.flops_per_s / 1e12:.4g}" if one.flops else "-"
+    yield "MFU", _percent(one.mfu)
+    yield "peak memory, by rank", f"{_memory(one)} GiB"
+    if one.bubble is not None:
+        yield "bubble, measured", _percent(one.bubble)
+        yield "bubble of the schedule", _percent(one.ideal_bubble)
+
+
+def _devices(one: BenchResult) -> str:
+    return f"{one.world_size} x {one.device}, {one.precision}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{part:.1%}"
 
 
 def _memory(one: BenchResult) -> str:
     gib = [f"{peak / 2**30:.2f}" for peak in one.peak_memory_bytes]
-    return f"{' '.join(gib)} GiB" if len(gib) <= 4 else f"{min(gib, key=float)} to {max(gib, key=float)} GiB"
+    return " ".join(gib) if len(gib) <= 4 else f"{min(gib, key=float)} to {max(gib, key=float)}"

@@ -20,20 +20,23 @@ class BenchResult:
         device: Its name.
         precision: Lightning's.
         world_size: Number of processes.
+        num_microbatches: m, of a batch of a replica.
         samples: Of a step, over all replicas.
         tokens: The same; 0 if the batches hold no tokens.
         flops: Model operations of a step, forward and backward, over all devices; 0 if the module does not tell.
         seconds: Of every measured step.
         peak_memory_bytes: Of each rank: of the GPU, or of the process on a CPU.
         peak_flops: Operations a second of which a device is capable; None if that is not known.
-        bubble: Idle over computing time of one step of the pipeline, as measured; None without a pipeline.
-        ideal_bubble: The same of the schedule with the measured mean costs and free messages.
+        bubble: Bubble time over ideal time of one step of the pipeline, as measured; None without a pipeline.
+        ideal_bubble: The same of the schedule with equal stages and free messages.
+        predicted_s: The planner's estimate of a step; None for what it does not know.
     """
 
     layout: str
     device: str
     precision: str
     world_size: int
+    num_microbatches: int
     samples: int
     tokens: int
     flops: float
@@ -42,6 +45,7 @@ class BenchResult:
     peak_flops: float | None = None
     bubble: float | None = None
     ideal_bubble: float | None = None
+    predicted_s: float | None = None
 
     @property
     def median_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,13 +15,13 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_ptdp.bench import BenchResult, StepTimes, SyntheticData, render
+from lightning_ptdp.bench import BenchResult, StepTimes, SyntheticData, ranked, render, table
 from lightning_ptdp.cli.checks import check_run
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.data import StreamDataModule
-from lightning_ptdp.world.layout import AXES
+from lightning_ptdp.world.layout import AXES, ParallelLayout
 
 __all__ = ["layout_options", "run"]
 
@@ -64,32 +65,83 @@ def run(verb: str, arguments: list[str]) -> int:
     for message in (".*LeafSpec.*", ".*validation_step. but have no .val_dataloader.*"):
         warnings.filterwarnings("ignore", message=message)
     cli = _BenchCLI(verb, arguments)
-    others = [layout_options(text) for text in (cli.config.compare or "").split(",") if text.strip()]
+    world = cli.trainer.num_devices * cli.trainer.num_nodes
+    others = [layout_options(text, world) for text in (cli.config.compare or "").split(",") if text.strip()]
     result = _measure(cli)
     if result is None:  # another rank tells
         return 0
-    results = [result, *(_measure_elsewhere(arguments, options) for options in others)]
+    options: dict[str, list[str]] = {result.layout: []}
+    results, failed = [result], []
+    for layout in others:
+        given = [*layout, *_same_batch(cli, result.samples, layout, world)]
+        try:
+            results.append(_measure_elsewhere(arguments, given))
+            options[results[-1].layout] = given
+        except UserError as error:
+            failed.append(f"ptdp: {error}")
+    results = ranked(results)
     if cli.config.json:
         print(json.dumps([one.as_dict() for one in results]), flush=True)
+    elif len(results) == 1:
+        print(render(result), flush=True)
     else:
-        print(render(results), flush=True)
-    return 0
+        best = " ".join(options[results[0].layout]) or "nothing: it is the configuration's own layout"
+        print(f"{table(results)}\n\nto use 1, add:\n  {best}", flush=True)
+    print(*failed, sep="\n", end="\n" if failed else "", file=sys.stderr, flush=True)
+    return 2 if failed else 0
 
 
-def layout_options(text: str) -> list[str]:
-    """``"t2 p2 v2"`` as options of ``ptdp fit``.
+def layout_options(text: str, world_size: int) -> list[str]:
+    """``"t2 p2 v2"``, or as listings print it ``"t2 p2 v2 d1"``, as options of ``ptdp fit``.
 
     Raises:
-        UserError: It is no layout.
+        UserError: It is no layout of ``world_size`` processes.
     """
-    degrees = dict.fromkeys(_DEGREES, 1)
+    degrees, replicas = dict.fromkeys(_DEGREES, 1), None
     for word in text.split():
-        match = re.fullmatch(rf"([{''.join(_DEGREES)}])(\d+)", word)
-        if match is None:
-            raise UserError(f"--compare {text.strip()!r}: {word!r} is not a degree; a layout is written like 't2 p2 v2' (or c2)")
-        degrees[match[1]] = int(match[2])
-    options = [f"--trainer.strategy.{_DEGREES[letter]}={degree}" for letter, degree in degrees.items()]
-    return options if degrees["t"] > 1 else [*options, "--trainer.strategy.sequence_parallel=false"]
+        match = re.fullmatch(rf"([d{''.join(_DEGREES)}])([1-9]\d*)", word)
+        if match is None and word != "sp":
+            raise UserError(
+                f"--compare {text.strip()!r}: {word!r} is not a degree; a layout is written like 't2 p2 v2' (or c2, sp)"
+            )
+        if match is not None and match[1] == "d":
+            replicas = int(match[2])
+        elif match is not None:
+            degrees[match[1]] = int(match[2])
+    chosen = {_DEGREES[letter]: degree for letter, degree in degrees.items()}
+    try:
+        layout = ParallelLayout.chosen(chosen, world_size=world_size)
+    except ValueError as error:
+        raise UserError(f"--compare {text.strip()!r}: {error}") from error
+    if replicas not in (None, layout.data_parallel_size):
+        raise UserError(
+            f"--compare {text.strip()!r}: d{replicas} would need {world_size // layout.data_parallel_size * replicas} processes, and there "
+            f"are {world_size}: write d{layout.data_parallel_size}, or leave it out"
+        )
+    split = ["--trainer.strategy.sequence_parallel=true"] if "sp" in text.split() else []
+    if not split and degrees["t"] == 1:
+        split = ["--trainer.strategy.sequence_parallel=false"]
+    return [*(f"--trainer.strategy.{name}={degree}" for name, degree in chosen.items()), *split]
+
+
+def _same_batch(cli: _BenchCLI, samples: int, layout: Sequence[str], world_size: int) -> list[str]:
+    """The options by which another layout has steps of as many samples, so that it can be compared; none where it cannot."""
+    data = cli.datamodule
+    if not isinstance(data, StreamDataModule):
+        return []
+    degrees = {
+        name: int(value) for name, _, value in (one.rpartition(".")[2].partition("=") for one in layout) if value.isdigit()
+    }
+    replicas = ParallelLayout.chosen(degrees, world_size=world_size).num_replicas
+    rows, rest = divmod(samples, cli.trainer.accumulate_grad_batches * replicas)
+    if rest or not rows:
+        return []
+    size = math.gcd(rows, data.batch_options.plan(replicas).micro_batch_size)
+    sizes = {"data.micro_batch_size": size, "data.num_microbatches": rows // size}
+    config = getattr(cli.trainer.strategy, "config", None)
+    if config is not None and config.micro_batch_size is None:
+        sizes["trainer.strategy.num_microbatches"] = rows // size
+    return [f"--{name}={value}" for name, value in sizes.items()]
 
 
 def _measure(cli: _BenchCLI) -> BenchResult | None:
@@ -115,6 +167,7 @@ def _measure_elsewhere(arguments: Sequence[str], options: Sequence[str]) -> Benc
     given = [*arguments, *options, "--compare=null", "--json"]
     done = subprocess.run([*command, "bench", *given], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise UserError(f"{' '.join(options)}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'it failed'}")
+        said = done.stderr.strip().splitlines() or ["it failed"]
+        raise UserError(f"{' '.join(options)}: {said[-1].removeprefix('ptdp: ')}")
     values: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return BenchResult.read(values[0])

@@ -131,7 +131,8 @@ def resolve_configs(arguments: list[str]) -> list[str]:
     """
     resolved: list[str] = []
     for option in options_on(arguments):
-        is_config = option.name in CONFIG and option.value is not None
+        # A text was resolved before.
+        is_config = option.name in CONFIG and option.value is not None and "\n" not in option.value
         resolved += [f"--config={_path_or_text(find_config(option.value or ''))}"] if is_config else option.words
     return resolved
 

@@ -141,7 +141,8 @@ def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 
 def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
-    from lightning_ptdp.models.config import GPTConfig
+    from lightning_ptdp.models.config import BertConfig, GPTConfig
+    from lightning_ptdp.planner import as_gpt
 
     given = {field: getattr(options, field) for field, _ in _SIZES.values() if getattr(options, field) is not None}
     if not config:
@@ -151,7 +152,8 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
         return GPTConfig.llama(**given) if options.llama else GPTConfig.gpt2(**given)
     sizes = _inner(config, "model").get("config")
     if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
-        return GPTConfig.gpt2(**{**_sizes_of_bert(sizes or {}), **given})
+        print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
+        return dataclasses.replace(as_gpt(BertConfig(**sizes or {})), **given)
     known = [field.name for field in dataclasses.fields(GPTConfig)]
     if not isinstance(sizes, Mapping):
         raise UserError(
@@ -161,16 +163,6 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
         if name not in known:
             raise UserError(f"{options.config}: model.config.{name} is not one of a GPT's sizes{nearest(name, known)}")
     return GPTConfig(**{**sizes, **given})
-
-
-def _sizes_of_bert(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """A BERT keeps and computes what a GPT of its sizes does, but for the attention's mask and the small parts around its head."""
-    from lightning_ptdp.models.config import BertConfig
-
-    print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
-    bert = BertConfig(**sizes)
-    shared = {"dropout", *(field for field, _ in _SIZES.values())}
-    return {name: value for name, value in vars(bert).items() if name in shared}
 
 
 def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:

@@ -65,8 +65,8 @@ _OPTIONS = {
         VerbOption(
             name="compare",
             type=str | None,
-            text="More layouts, separated by commas, such as 't2 p2, p4 v2'. Degrees that are not named are 1; data parallelism takes "
-            "the rest of the devices.",
+            text="More layouts, separated by commas, such as 't2 p2, p4 v2', in steps of as many samples where "
+            "that is possible. Degrees that are not named are 1; data parallelism takes the rest of the devices.",
         ),
         VerbOption(name="json", type=None, default=False, text="All of it as JSON."),
     ),

@@ -10,8 +10,8 @@ schedules, steps) has a file each.
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, ClosedForm, least_microbatches
-from lightning_ptdp.planner.devices import DEVICES, Device, Link, find_device, known_peak_flops
-from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, find_precision
+from lightning_ptdp.planner.devices import DEVICES, Device, Link, find_device, known_device, known_peak_flops
+from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, as_gpt, find_precision
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import layer_parameters, layers_by_stage, stage_parameters
@@ -37,11 +37,13 @@ __all__ = [
     "RankMemory",
     "Space",
     "StepTime",
+    "as_gpt",
     "find_device",
     "find_precision",
     "fullest_rank",
     "head_time",
     "input_time",
+    "known_device",
     "known_peak_flops",
     "layer_activations",
     "layer_parameters",

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from lightning_ptdp.option_types import check_types
 
-__all__ = ["DEVICES", "Device", "Link", "find_device", "known_peak_flops"]
+__all__ = ["DEVICES", "Device", "Link", "find_device", "known_device", "known_peak_flops"]
 
 _GIB = 2**30
 
@@ -166,11 +166,14 @@ def find_device(name: str) -> Device:
     raise ValueError(f"device={name!r} is unknown: {hint}The devices are {', '.join(DEVICES)}")
 
 
+def known_device(name: str) -> Device | None:
+    """The preset of a device that calls itself ``name`` ("NVIDIA H100 80GB HBM3", "cpu"); None if it is none of them."""
+    words = name.lower().replace("-", " ").split()
+    return next((preset for key, preset in DEVICES.items() if key.partition("-")[0] in words), None)
+
+
 def known_peak_flops(device: str, precision: str) -> float | None:
-    """The data sheet's dense peak of a GPU that calls itself ``device`` ("NVIDIA H100 80GB HBM3"), in Lightning's ``precision``; None if
-    it is none of the presets."""
-    words = device.lower().replace("-", " ").split()
-    for name, preset in DEVICES.items():
-        if name != "cpu" and name.partition("-")[0] in words:
-            return preset.peak(2 if "16" in precision else 4)
-    return None
+    """The data sheet's dense peak of a GPU that calls itself ``device``, in Lightning's ``precision``; None if it is none of the
+    presets."""
+    preset = known_device(device)
+    return None if preset is None or preset.name == "cpu" else preset.peak(2 if "16" in precision else 4)

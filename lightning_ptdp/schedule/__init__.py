@@ -20,7 +20,7 @@ from lightning_ptdp.schedule.generators import (
 from lightning_ptdp.schedule.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.schedule.schedule_error import ScheduleError
 from lightning_ptdp.schedule.schedule_file import dump_schedule, load_schedule
-from lightning_ptdp.schedule.simulate import Costs, MemoryCurve, Span, Timeline, simulate
+from lightning_ptdp.schedule.simulate import Costs, MemoryCurve, Span, Timeline, ideal_bubble, simulate
 from lightning_ptdp.schedule.verify import verify_schedule
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "check_schedule",
     "dump_schedule",
     "explicit_partition",
+    "ideal_bubble",
     "load_schedule",
     "partition_layers",
     "peak_in_flight",

@@ -10,7 +10,7 @@ from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKin
 from lightning_ptdp.schedule.schedule_error import ScheduleError
 from lightning_ptdp.schedule.spans import MemoryCurve, Number, Span, Timeline
 
-__all__ = ["Costs", "MemoryCurve", "Number", "Span", "Timeline", "simulate"]
+__all__ = ["Costs", "MemoryCurve", "Number", "Span", "Timeline", "ideal_bubble", "simulate"]
 
 _SENDS = tuple(message.send for message in MESSAGES.values())
 _FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE, ActionKind.REDUCE)}
@@ -134,3 +134,8 @@ def _run(
         elif cost := each[kind][action.stage]:
             start = max(clock, reductions[-1].end) if reductions else clock
             reductions.append(Span(action, start, start + cost))
+
+
+def ideal_bubble(schedule: Schedule) -> float:
+    """Bubble time over ideal time (arXiv 2104.04473, section 2.2), of equal stages and free messages; a backward takes twice a forward."""
+    return float(simulate(schedule, Costs(backward=1 if schedule.splits_backward else 2)).bubble_fraction)

@@ -82,12 +82,6 @@ class Timeline:
         return idle / busy if isinstance(idle, float) or isinstance(busy, float) else Fraction(idle) / Fraction(busy)
 
     @property
-    def idle_fraction(self) -> float:
-        """Part of the step in which a rank has nothing to do, averaged over ranks: between 0 and 1."""
-        bubble = float(self.bubble_fraction)
-        return bubble / (1 + bubble)
-
-    @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """The most activations (one microbatch through one stage each) that each rank holds at once."""
         return tuple(peak_in_flight(span.action for span in spans) for spans in self.spans)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp.bench import BenchResult, SyntheticData, render
+from lightning_ptdp.bench import BenchResult, SyntheticData, ranked, render, table
 from lightning_ptdp.data import BertDataModule, TextDataModule
 
 
@@ -18,6 +18,7 @@ def result(**changes: Any) -> BenchResult:
         "device": "cpu",
         "precision": "32-true",
         "world_size": 2,
+        "num_microbatches": 1,
         "samples": 4,
         "tokens": 400,
         "flops": 8e12,
@@ -42,17 +43,20 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert BenchResult.read(json.loads(json.dumps(found.as_dict()))) == found
 
 
-def test_layouts_stand_beside_each_other() -> None:
-    lines = render(
-        [result(), result(layout="t1 p2 v1 d1", seconds=(1.0,), bubble=0.5, ideal_bubble=0.25, flops=0.0)]
-    ).splitlines()
-    cells = {line[:22].strip(): line[22:].split() for line in lines}
-    assert len({len(line) for line in lines}) == 1, "columns are even"
-    assert cells["tokens/s"] == ["200", "400"]
-    assert cells["bubble, measured"] == ["-", "50.0%"]
-    assert cells["model TFLOP/s a device"] == ["2", "-"]
-    assert cells["speed, of the first"] == ["1.00", "2.00"]
-    assert "bubble" not in render([result()])
+def test_layouts_are_ranked_and_stand_beside_what_the_planner_expected() -> None:
+    second = result(predicted_s=0.5, layout="t2 p1 d1")
+    first = result(layout="p2 d1", samples=8, tokens=800, seconds=(3.0,), bubble=0.5, ideal_bubble=0.25, predicted_s=2.0)
+    unknown = result(seconds=(9.0,), layout="d2")
+    assert ranked([second, unknown, first]) == [first, second, unknown]
+    _, _, head, *lines = table([first, second, unknown]).splitlines()
+    assert len(lines) == 3
+    places = [line[head.index("its place") :].split()[0] for line in lines]
+    assert places == ["2", "1", "-"]
+    assert "33%" in lines[1] and "slower by" in head
+    assert "of several sizes" in table([first, second])
+    alone = {line[:22].strip(): line[22:].split() for line in render(first).splitlines()}
+    assert (alone["bubble, measured"], alone["bubble of the schedule"]) == (["50.0%"], ["25.0%"])
+    assert "bubble" not in render(second)
 
 
 def test_batches_have_the_sizes_of_the_data_module_which_is_not_read(tmp_path: Path) -> None:

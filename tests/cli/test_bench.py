@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,30 +37,39 @@ def test_a_pipeline_is_measured_without_data_and_leaves_nothing(ptdp: Run, no_da
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
-def test_another_layout_is_compared_in_processes_of_its_own(ptdp: Run, no_data: str, tmp_path: Path) -> None:
-    shutil.copy(no_data, tmp_path / "again.yaml")
+def test_layouts_are_compared_in_steps_of_as_many_samples(ptdp: Run, no_data: str, tmp_path: Path) -> None:
+    """From a recipe, whose text is what is handed on, with a layout as the listings print it, and one that the model does not take."""
+    (tmp_path / "based.yaml").write_text(f"base: {Path(no_data).name}")
     strategy = ["--trainer.strategy=lightning_ptdp.PTDPStrategy", "--trainer.strategy.start_method=fork"]
-    steps = ["--steps=2", "--warmup=1", "--trainer.accumulate_grad_batches=2"]
-    code, out, err = ptdp("bench", "--config", no_data, *strategy, *steps, "--trainer.devices=2", "--compare", "t2")
-    assert code == 0, err
-    layouts, *others = out.splitlines()[-11:]
-    assert layouts.split("  ")[-1].strip() == "t2 p1 d1", out
-    (steps_line,) = [line for line in others if line.startswith("step  ")]
-    assert "32 samples" in steps_line  # two replicas, accumulated twice
-    assert "16 samples" in steps_line
-    assert others[-1].startswith("speed, of the first")
+    steps = [
+        "--steps=2",
+        "--warmup=1",
+        "--trainer.accumulate_grad_batches=2",
+        "--trainer.devices=2",
+        "--model.config.num_layers=1",
+    ]
+    code, out, err = ptdp("bench", "--config", str(tmp_path / "based.yaml"), *strategy, *steps, "--compare", "t2 d1, p2")
+    assert code == 2, err
+    assert "p2" in err.splitlines()[-1] or "pipeline_parallel_size=2" in err.splitlines()[-1]
+    devices, _, _, *lines = out.splitlines()[-8:]
+    assert "2 x cpu" in devices and "a step: 32 samples" in devices, out  # two replicas, accumulated twice
+    assert [line for line in lines if re.search(r"t2 p1 d1 +8 ", line)], out  # 32 samples of 2, accumulated twice
+    assert "to use 1, add:" in out
 
 
 def test_layouts_as_options() -> None:
-    assert {*layout_options(" p4 v2 ")} == {
+    found = {
         "--trainer.strategy.tensor_parallel_size=1",
         "--trainer.strategy.pipeline_parallel_size=4",
         "--trainer.strategy.virtual_pipeline_size=2",
         "--trainer.strategy.context_parallel_size=1",
         "--trainer.strategy.sequence_parallel=false",
     }
-    with pytest.raises(UserError, match="'d2' is not a degree"):
-        layout_options("t2 d2")
+    assert {*layout_options(" p4 v2 ", 8)} == {*layout_options("t1 p4 v2 d2", 8)} == found
+    assert "--trainer.strategy.sequence_parallel=true" in layout_options("t2 sp", 2)
+    for text, words in {"t2 d4": "write d2", "t3": "tensor_parallel_size", "t2 x4": "'x4' is not a degree", "t0": "'t0'"}.items():
+        with pytest.raises(UserError, match=words):
+            layout_options(text, 4)
 
 
 @pytest.mark.parametrize(("option", "words"), [("--steps=0", "--steps 0"), ("--warmup=0", "--warmup 0"), ("--compare=x", "'x'")])

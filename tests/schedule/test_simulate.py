@@ -7,7 +7,17 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_ptdp.schedule import Action, Costs, Schedule, ScheduleError, Timeline, build_schedule, peak_in_flight, simulate
+from lightning_ptdp.schedule import (
+    Action,
+    Costs,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    build_schedule,
+    ideal_bubble,
+    peak_in_flight,
+    simulate,
+)
 
 
 def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
@@ -74,14 +84,15 @@ def test_interleaving_helps_with_fewer_microbatches_than_ranks_too() -> None:
 
 def test_no_bubble_without_a_pipeline() -> None:
     timeline = simulate(build("1f1b", 1, 1, 5))
-    assert timeline.bubble_fraction == timeline.idle_fraction == 0
+    assert timeline.bubble_fraction == 0
     assert timeline.peak_in_flight == (1,)
 
 
-def test_idle_fraction_is_a_part_of_the_step() -> None:
-    timeline = simulate(build("1f1b", 4, 1, 8))
-    assert timeline.idle_fraction == pytest.approx(3 / 11)
-    assert timeline.busy == (24, 24, 24, 24)
+def test_the_ideal_bubble_is_that_of_the_papers() -> None:
+    assert ideal_bubble(build("1f1b", 4, 1, 8)) == 3 / 8  # (p - 1) / m
+    assert ideal_bubble(build("interleaved_1f1b", 2, 2, 4)) == 1 / 8  # (p - 1) / (v m), which the quick start shows
+    assert ideal_bubble(build("zb_h1", 4, 1, 8)) == 1 / 8  # (p - 1) / 3m
+    assert simulate(build("1f1b", 4, 1, 8)).busy == (24, 24, 24, 24)
 
 
 def test_evaluation_bubble() -> None:
