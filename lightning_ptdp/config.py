@@ -10,6 +10,7 @@ from typing import Literal
 
 from lightning_ptdp.checkpoint.latest import OnDamage
 from lightning_ptdp.context_parallel import AttentionKind
+from lightning_ptdp.fp8 import Float8Scaling
 from lightning_ptdp.option_types import Count, Size, check_types
 from lightning_ptdp.recompute import RecomputePolicy, check_recompute_options
 from lightning_ptdp.schedule import CustomSchedule, Schedule, build_schedule
@@ -58,6 +59,8 @@ class PTDPConfig:
             gather it behind the boundary (arXiv 2104.04473, section 4.1).
         channel_ctas: Thread blocks of a GPU (1 to 32) that NCCL may use for a message between pipeline stages: fewer leave more of the
             GPU to the computation beside it. Default: NCCL decides.
+        fp8: Let the linear layers of the repeated blocks multiply in float8, by torchao, with a scale for each operand ("tensorwise") or
+            for each of its rows ("rowwise": more exact).
         plan: Which submodules are sharded how, and where the repeated container is. Default: the module's own
             ``configure_parallel()``, else found automatically (pipeline) or an error (tensor parallelism).
         meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
@@ -107,6 +110,7 @@ class PTDPConfig:
     distribute_saved_activations: bool = False
     scatter_gather: bool = True
     channel_ctas: Size | None = None
+    fp8: Float8Scaling | None = None
     plan: ParallelPlan | None = None
     meta_init: bool = True
     seed: int | None = None

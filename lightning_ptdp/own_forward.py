@@ -45,15 +45,14 @@ class OwnForward:
 def replace_forward(module: nn.Module, kind: type[OwnForward], **options: Any) -> None:
     """Put one in place; once, if the module has several names."""
     replaced = vars(module).get("forward")
-    if not isinstance(replaced, OwnForward):
+    if not isinstance(replaced, kind):
         vars(module)["forward"] = kind(module=module, replaced=replaced, **options)
 
 
-def give_back_forwards(module: nn.Module) -> None:
-    """Undo ``replace_forward`` everywhere in ``module``."""
+def give_back_forwards(module: nn.Module, *kinds: type[OwnForward]) -> None:
+    """Undo ``replace_forward`` everywhere in ``module``, what came last first."""
     for child in module.modules():
-        forward = vars(child).get("forward")
-        if isinstance(forward, OwnForward):
+        while isinstance(forward := vars(child).get("forward"), kinds):
             del vars(child)["forward"]
             if forward.replaced is not None:
                 vars(child)["forward"] = forward.replaced

@@ -172,7 +172,7 @@ def apply_recomputation(
 
 def remove_recomputation(module: nn.Module) -> None:
     """Undo ``apply_recomputation``."""
-    give_back_forwards(module)
+    give_back_forwards(module, _Recomputed, Offloaded)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,12 @@ from lightning_ptdp._torch import has_gradient_hooks, has_saved_tensor_hooks
 from lightning_ptdp.matrix_product import MatrixProduct, add_to_gradient, autocast_dtype, bias_gradient
 from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 
-__all__ = ["Operand", "WeightGradients"]
+__all__ = ["Operand", "Products", "WeightGradients", "multiply"]
 
 Operand = Tensor | Callable[[], Callable[[], Tensor]]
 """A tensor, or a function that starts to fetch it and returns what waits for it."""
+Products = Callable[[Tensor, torch.dtype | None, bool], MatrixProduct]
+"""``MatrixProduct``, or another that is made of the same."""
 
 
 Start = Callable[[], Callable[[], None]]
@@ -172,10 +174,8 @@ class _Intercept(TorchFunctionMode):
         found = _READERS.get(function)
         operands = found(*args, **(kwargs or {})) if found is not None else None
         if operands is not None and self._store.can_wait and _can_wait(*operands[:3]):
-            x, weight, bias, transpose = operands
-            dtype = autocast_dtype(x)
-            product = MatrixProduct(weight, dtype, transpose)
-            return _Product.apply(x if dtype is None else x.to(dtype), weight, bias, product, self._store)
+            x, weight, bias, transposed = operands
+            return multiply(x, weight, bias, transposed=transposed, store=self._store)
         return function(*args, **(kwargs or {}))
 
 
@@ -217,12 +217,29 @@ def _is_leaf(value: Any) -> bool:
     return type(value) is nn.Parameter and not has_gradient_hooks(value)
 
 
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    products: Products = MatrixProduct,
+    transposed: bool = False,
+    store: WeightGradients | None = None,
+) -> Tensor:
+    """x W^T + bias, under autocast in its dtype; the gradients of a parameter may wait in ``store``."""
+    dtype = autocast_dtype(x)
+    store = store if _can_wait(x, weight, bias) else None
+    return cast(
+        Tensor, _Product.apply(x if dtype is None else x.to(dtype), weight, bias, products(weight, dtype, transposed), store)
+    )
+
+
 class _Product(torch.autograd.Function):
     """x W^T + b (or x W + b), whose weight's gradient can wait."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: MatrixProduct, store: WeightGradients
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: MatrixProduct, store: WeightGradients | None
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.product, ctx.bias, ctx.store = product, bias, store
@@ -236,7 +253,7 @@ class _Product(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         with torch.autocast(grad.device.type, enabled=False):
             grad_x = product.input_gradient(grad) if wants_x else None
-            if store.waits:
+            if store is not None and store.waits:
                 if wants_weight:
                     store.defer_product(product, grad, x)
                 if wants_bias:

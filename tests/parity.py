@@ -25,6 +25,7 @@ class Run:
     layout: dict[str, Any] = field(default_factory=dict)
     world_size: int = 1
     layers: int = 4
+    hidden: int = 16
     llama: bool = False
     steps: int = 20
     accumulate: int = 1
@@ -72,7 +73,7 @@ def gpt_config(run: Run) -> GPTConfig:
         "vocabulary_size": VOCABULARY,
         "sequence_length": LENGTH,
         "num_layers": run.layers,
-        "hidden_size": 16,
+        "hidden_size": run.hidden,
         "num_heads": 4,
         "dropout": run.dropout,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
+from lightning_ptdp.fp8 import apply_fp8
 from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.parallelize import parallelize
 from lightning_ptdp.random import derive_seed
@@ -157,11 +158,15 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self._surroundings = make_surroundings(
             config=self.config, mesh=self.mesh, parallel=self.parallel, seed=self.run.seed, device=self.root_device
         )
+        blocks = self.parallel.cut.parts.blocks if self.parallel.cut is not None else self.parallel.plan.blocks
+        if self.config.fp8 is not None:
+            note = apply_fp8(module, scaling=self.config.fp8, blocks=blocks, device=self.root_device)
+            self._parallel = replace(self.parallel, notes=(*self.parallel.notes, note))
         apply_recomputation(
             module,
             policy=self.config.recompute,
             layers=self.config.recompute_layers,
-            blocks=self.parallel.cut.parts.blocks if self.parallel.cut is not None else self.parallel.plan.blocks,
+            blocks=blocks,
             ranges=self.parallel.ranges,
             selective=self.parallel.plan.selective,
             shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,

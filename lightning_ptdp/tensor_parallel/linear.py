@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from lightning_ptdp.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
 from lightning_ptdp.tensor_parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from lightning_ptdp.tensor_parallel.randomness import Randomness
-from lightning_ptdp.weight_gradients import Operand, WeightGradients
+from lightning_ptdp.weight_gradients import Operand, Products, WeightGradients, multiply
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ColumnParallelLinear", "ParallelLayer", "RowParallelLinear"]
@@ -50,6 +50,7 @@ class ParallelLayer(nn.Module):
         super().__init__()
         self.transposed, self.group, self.sequence_parallel = transposed, group, sequence_parallel
         self.weight_gradients: WeightGradients | None = None
+        self.products: Products = MatrixProduct
         self.randomness: Randomness | None = None
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, defers: bool = True) -> Tensor:
@@ -71,7 +72,7 @@ class ParallelLayer(nn.Module):
         self, function: type[torch.autograd.Function], x: Tensor, weight: Tensor, bias: Tensor | None, defers: bool
     ) -> Tensor:
         if self.group.size == 1:
-            return F.linear(x, weight.t() if self.transposed else weight, bias)
+            return self._multiply_alone(x, weight, bias)
         if self.sequence_parallel and x.dim() < 3:
             raise ValueError(
                 f"sequence_parallel=True splits dimension 1 of (batch, sequence, features), but the input has shape {tuple(x.shape)}; "
@@ -80,8 +81,13 @@ class ParallelLayer(nn.Module):
         dtype = autocast_dtype(x)
         x = x if dtype is None else x.to(dtype)
         store = self.weight_gradients if defers else None
-        product = _Product(MatrixProduct(weight, dtype, self.transposed), self.group, self.sequence_parallel, store)
+        product = _Product(self.products(weight, dtype, self.transposed), self.group, self.sequence_parallel, store)
         return function.apply(x, weight, bias, product)
+
+    def _multiply_alone(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.products is MatrixProduct:
+            return F.linear(x, weight.t() if self.transposed else weight, bias)
+        return multiply(x, weight, bias, products=self.products, transposed=self.transposed, store=self.weight_gradients)
 
     def extra_repr(self) -> str:
         """Full sizes and the split."""
@@ -132,7 +138,7 @@ class ColumnParallelLinear(ParallelLayer):
         if self.randomness is not None and self.training:
             self.randomness.enter()
         if not self.enters:
-            return F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
+            return self._multiply_alone(x, self.weight, self.bias)
         return self.column(x, self.weight, self.bias)
 
 

@@ -16,6 +16,7 @@ from lightning_ptdp._lightning import NAMESPACES, LightningModule
 from lightning_ptdp._torch import forward_hooks
 from lightning_ptdp._transformers import is_capture
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.fp8 import check_fp8
 from lightning_ptdp.initial_values.initializers import Initializers, why_without_values
 from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parallelize import parts_of
@@ -69,7 +70,7 @@ def check_model(
     Raises:
         ValueError: Names the field, the value and what would work.
     """
-    if layout.model_parallel_size == 1 and config.recompute == "none":
+    if layout.model_parallel_size == 1 and config.recompute == "none" and config.fp8 is None:
         return
     if CUT_MARK in vars(module):
         raise ValueError(
@@ -89,8 +90,9 @@ def check_model(
     if check is not None:
         check(layout)
     plan.check(whole, layout.tensor_parallel_size, layout.sequence_parallel, converted=convert is not None)
+    kinds = plan.resolve(whole) if layout.tensor_parallel_size > 1 else {}
     if layout.tensor_parallel_size > 1:
-        _check_hooks(whole, plan.resolve(whole))
+        _check_hooks(whole, kinds)
         check_captured(whole, sequence_parallel=layout.sequence_parallel)
     check_surroundings(whole, config)
     blocks: Blocks | None = plan.blocks
@@ -100,6 +102,8 @@ def check_model(
         _check_skipped_layers(whole)
         parts = parts_of(whole, plan)
         blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
+    if config.fp8 is not None:
+        check_fp8(whole, blocks=blocks, kinds=kinds, tensor_parallel_size=layout.tensor_parallel_size)
     check_recomputation(
         whole,
         policy=config.recompute,

@@ -1,0 +1,69 @@
+"""What is used of torchao's float8 training, in one place (tests/test_fp8.py); torchao is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+
+__all__ = ["TORCHAO", "Recipe", "Role", "make_recipe", "scaled", "why_no_torchao"]
+
+TORCHAO = SpecifierSet(">=0.18,<0.19")
+Role = Literal["input", "weight", "grad_output"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One of torchao's recipes for a linear layer.
+
+    Attributes:
+        config: How each operand is cast (``Float8LinearConfig``).
+        products: How operands are multiplied (``LinearMMConfig``).
+        padded: The same, padding what is summed over to a multiple of 16.
+    """
+
+    config: Any
+    products: Any
+    padded: Any
+
+
+def why_no_torchao() -> str | None:
+    """What is wrong with the installed torchao; None if nothing is."""
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    found = version("torchao")
+    return None if TORCHAO.contains(found, prereleases=True) else f"torchao {found} is installed"
+
+
+def make_recipe(name: str, *, emulate: bool) -> Recipe:
+    """torchao's recipe of this name; ``emulate``: multiply in float32 what was rounded to float8."""
+    from torchao.float8 import Float8LinearConfig, LinearMMConfig, ScaledMMConfig
+
+    config = Float8LinearConfig.from_recipe_name(name)
+    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    products, padded = (
+        LinearMMConfig(*(ScaledMMConfig(emulate, gemm.use_fast_accum, False, pads) for gemm in gemms)) for pads in (False, True)
+    )
+    return Recipe(config, products, padded)
+
+
+def scaled(tensor: Tensor, role: Role, dim: Literal[0, -1], recipe: Recipe, *, pads: bool = False) -> Tensor:
+    """A matrix in float8 with its scales, to be multiplied by another; with rowwise scaling one for each vector along ``dim``."""
+    from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
+
+    cast = getattr(recipe.config, f"cast_config_{role}")
+    made: Tensor = hp_tensor_to_float8_dynamic(
+        tensor,
+        cast.target_dtype,
+        recipe.padded if pads else recipe.products,
+        gemm_input_role=GemmInputRole(role),
+        scaling_granularity=cast.scaling_granularity,
+        axiswise_dim=get_maybe_axiswise_dim(dim, cast.scaling_granularity),
+        round_scales_to_power_of_2=recipe.config.round_scales_to_power_of_2,
+    )
+    return made

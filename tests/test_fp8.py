@@ -1,0 +1,233 @@
+"""Linear layers in float8: torchao's numbers in one process, the same in every layout within their rounding, and close to bf16."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_ptdp
+from lightning_ptdp.fp8 import apply_fp8, check_fp8
+from lightning_ptdp.models import GPT, GPTConfig
+from lightning_ptdp.tensor_parallel import Column, ColumnParallelLinear, RowParallelLinear
+from lightning_ptdp.world.mesh import Group
+from tests.parity import Run, assert_same, fit
+from tests.pool import Pool
+from tests.tensor_parallel.toy import tensor_group
+
+SCALINGS = ("tensorwise", "rowwise")
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:fp8 on a CPU")
+
+
+class Conv1D(nn.Module):
+    """As that of transformers, which is told by its name."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+# ---- torchao's numbers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(3, 16, 32), (5, 32)], ids=["3 dimensions", "5 tokens"])
+def test_a_linear_layer_computes_what_torchaos_does(scaling: Any, shape: tuple[int, ...]) -> None:
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    torch.manual_seed(0)
+    plain = nn.Linear(32, 48)
+    config = Float8LinearConfig.from_recipe_name(scaling)
+    object.__setattr__(config, "emulate", True)
+    peer = Float8Linear.from_float(plain, config)
+    x = torch.randn(shape)
+    expected = results(peer, x)
+    plain.zero_grad()
+    turned = Conv1D(32, 48)
+    turned.load_state_dict({"weight": plain.weight.t(), "bias": plain.bias})
+    blocks = nn.ModuleList([plain, turned])
+    exact = F.linear(x, plain.weight, plain.bias)
+    note = apply_fp8(blocks, scaling=scaling, blocks="", device=CPU)
+    assert note.startswith(f"fp8='{scaling}' multiplies in float8: ")
+    for layer in blocks:
+        found = results(layer, x)
+        found[2] = found[2].t() if layer is turned else found[2]
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want)
+        assert 1e-3 < (found[0] - exact).norm() / exact.norm() < 0.1
+
+
+def test_only_the_linear_layers_of_the_blocks() -> None:
+    model = GPT(GPTConfig.gpt2(vocabulary_size=64, sequence_length=16, num_layers=2, hidden_size=32, num_heads=2))
+    model.blocks[1].adapter = nn.Linear(32, 4)
+    note = apply_fp8(model, scaling="rowwise", blocks="blocks", device=CPU)
+    names = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down")
+    replaced = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert sorted(replaced) == sorted(f"blocks.{index}.{name}" for index in range(2) for name in names), replaced
+    assert all(f"blocks.*.{name}" in note for name in names)
+
+
+def test_an_attention_that_computes_with_its_weights_itself_is_left() -> None:
+    block = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True)
+    apply_fp8(nn.ModuleList([block]), scaling="rowwise", blocks="", device=CPU)
+    assert [name for name, module in block.named_modules() if "forward" in vars(module)] == ["linear1", "linear2"]
+
+
+# ---- every layout ---------------------------------------------------------------------------------------------------------
+
+
+def shards(rank: int) -> None:
+    group: Group = tensor_group(rank)
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(64, 32), torch.randn(64), torch.randn(2, 16, 32)
+    whole = nn.Linear(32, 64)
+    whole.load_state_dict({"weight": weight, "bias": bias})
+    apply_fp8(nn.ModuleList([whole]), scaling="rowwise", blocks="", device=CPU)
+    mine = slice(rank * 32, rank * 32 + 32)
+    expected = whole(x)
+    for enters in (True, False):
+        column = ColumnParallelLinear(nn.Parameter(weight[mine]), nn.Parameter(bias[mine]), enters=enters, group=group)
+        apply_fp8(nn.ModuleList([column]), scaling="rowwise", blocks="", device=CPU)
+        assert torch.equal(column(x), expected[..., mine]), "a row of the weight has the same scale here and there"
+    back = nn.Linear(64, 32, bias=False)
+    row = RowParallelLinear(nn.Parameter(back.weight.detach()[:, mine].clone()), group=group)
+    apply_fp8(nn.ModuleList([row]), scaling="tensorwise", blocks="", device=CPU)
+    found, exact = row(expected.detach()[..., mine]), back(expected.detach())
+    assert 1e-3 < (found - exact).norm() / exact.norm() < 0.1
+
+
+def test_shards_are_scaled_where_they_are(pool: Pool) -> None:
+    pool.run(shards, world_size=2)
+
+
+T, P, V, M = "tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "p2 zb_h1 full": (2, {P: 2, "schedule": "zb_h1", "recompute": "full"}),
+    "p2v2 offload": (2, {P: 2, V: 2, "recompute": "offload"}),
+    "t2sp": (2, {T: 2, "sequence_parallel": True}),
+    "t2p2 zb_h1": (4, {T: 2, P: 2, "schedule": "zb_h1"}),
+}
+SETTINGS: dict[str, Any] = {"hidden": 32, "steps": 4, "clip": None}
+
+
+@pytest.fixture(scope="module")
+def one_process(pool: Pool) -> list[dict[str, Any]]:
+    """With float8 and without; each microbatch has its own scales."""
+    layouts = ({M: 4, "fp8": "tensorwise"}, {M: 4})
+    return [pool.run(fit, world_size=1, args=(Run(layout=layout, **SETTINGS),))[0] for layout in layouts]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name: str, pool: Pool, one_process: list[dict[str, Any]]) -> None:
+    """The same numbers; under tensor parallelism, which rounds elsewhere, no further away than full precision is."""
+    world_size, layout = LAYOUTS[name]
+    run = Run(world_size=world_size, layout={M: 4, "fp8": "tensorwise", **layout}, **SETTINGS)
+    expected, plain = one_process
+    rounding = distance(expected, plain)
+    assert rounding > 1e-3, "float8 rounds"
+    for found in pool.run(fit, world_size=world_size, args=(run,)):
+        if T not in layout:
+            assert_same(found, expected)
+            continue
+        assert distance(found, expected) < 1.2 * rounding
+        torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=1e-3, atol=0)
+
+
+def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Of the weights at the end, against how far they have come."""
+    left, right, start = (
+        torch.cat([weights[name].flatten() for name in expected["final"]])
+        for weights in (found["final"], expected["final"], expected["initial"])
+    )
+    return float((left - right).norm() / (right - start).norm())
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_as_accurate_as_bf16_over_a_few_steps(scaling: str, pool: Pool) -> None:
+    settings: dict[str, Any] = {"hidden": 32, "steps": 30, "clip": None, "precision": "bf16-mixed"}
+    found, expected = (
+        pool.run(fit, world_size=1, args=(Run(layout=layout, **settings),))[0]["losses"] for layout in ({"fp8": scaling}, {})
+    )
+    assert expected[-1] < 0.95 * expected[0], "something is learnt"
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=0)
+
+
+# ---- what cannot be -------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(*sizes: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({"h": nn.ModuleList(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes)})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "t", "words"),
+    [
+        ([(32, 40)], 1, ["'h.0.0'", "40 x 32", "multiples of 16", "fp8=None"]),
+        ([(32, 32), (32, 48)], 2, ["'h.1.0'", "24 x 32", "smaller tensor_parallel_size"]),
+        ([(32, 8)], 1, ["there is none"]),
+    ],
+)
+def test_sizes_are_refused_before_launch(sizes: list[tuple[int, int]], t: int, words: list[str]) -> None:
+    model = blocks_of(*sizes)
+    kinds = {f"h.{index}.0": Column() for index in range(len(sizes))}
+    with pytest.raises(ValueError) as error:
+        check_fp8(model, blocks="h", kinds=kinds, tensor_parallel_size=t)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"blocks": "h", "kinds": {}, "tensor_parallel_size": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_ptdp._torchao.version", lambda _: "0.7.0")
+        with pytest.raises(ValueError, match=r"but torchao 0\.7\.0 is installed: pip install 'lightning-ptdp\[fp8\]'"):
+            check_fp8(blocks_of((32, 32)), **options)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="torchao is not installed"):
+        check_fp8(blocks_of((32, 32)), **options)
+
+
+def test_torchao_is_imported_by_those_who_use_it() -> None:
+    """Never with the package: it takes seconds, and need not be there."""
+    package = Path(lightning_ptdp.__file__).parent
+    for path in package.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]
+            assert not any(name.startswith("torchao") for name in names), path
+        assert path.name == "_torchao.py" or "from torchao" not in path.read_text(), path
+
+
+def test_a_gpu_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    with pytest.raises(
+        ValueError, match=r"capability 8\.9.* this NVIDIA A100 has 8\.0: use fp8=None with precision='bf16-mixed'"
+    ):
+        apply_fp8(blocks_of((32, 32)), scaling="rowwise", blocks="h", device=torch.device("cuda", 0))
+
+
+def test_a_cpu_says_that_it_emulates() -> None:
+    with pytest.warns(UserWarning, match="fp8 on a CPU is emulated"):
+        apply_fp8(blocks_of((32, 32)), scaling="rowwise", blocks="h", device=CPU)
