@@ -20,6 +20,7 @@ __all__ = [
     "found_inf",
     "gradient_dtype",
     "has_gradient_hooks",
+    "has_module_hooks",
     "has_saved_tensor_hooks",
     "is_communication_error",
     "is_compiled",
@@ -98,6 +99,12 @@ def adds_to_gradient(parameter: torch.Tensor) -> bool:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:  # no backward runs, or one that was asked for this very gradient
         return False
+
+
+def has_module_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to know of a module's calls or their backwards."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_ptdp._torch import adds_to_gradient, gradient_dtype
 
-__all__ = ["MatrixProduct", "add_to_gradient", "autocast_dtype", "bias_gradient"]
+__all__ = ["MatrixProduct", "add_product", "add_to_gradient", "autocast_dtype", "bias_gradient"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +30,11 @@ class MatrixProduct:
 
     def output(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
-        return F.linear(x, self._matrix(), None if bias is None else self._cast(bias))
+        return F.linear(x, self.matrix, None if bias is None else self._cast(bias))
 
     def input_gradient(self, grad: Tensor) -> Tensor:
         """Of the output's gradient (..., o): that of the input, (..., i)."""
-        return grad.matmul(self._matrix())
+        return grad.matmul(self.matrix)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """Of the output's gradient (..., o) and the input (..., i): that of the weight, in the weight's shape."""
@@ -52,19 +52,19 @@ class MatrixProduct:
 
     def add_weight_gradient(self, grad: Tensor, x: Tensor) -> None:
         """Add ``weight_gradient`` to ``weight.grad``, in one pass over it where the dtypes and the device allow that."""
-        total, (left, right) = self.weight.grad, self._factors(grad, x)
-        if total is not None and total.dtype == left.dtype:
-            total.addmm_(left, right)
-        elif total is not None and _multiplies_into(total, left):
-            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-        else:
+        left, right = self._factors(grad, x)
+        if self.weight.grad is None:
             add_to_gradient(self.weight, left.mm(right))
+        else:
+            add_product(self.weight.grad, left, right)
 
     def _factors(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         left, right = (x, grad) if self.transposed else (grad, x)
         return _rows(left).t(), _rows(right)
 
-    def _matrix(self) -> Tensor:
+    @property
+    def matrix(self) -> Tensor:
+        """(o, i) in the product's dtype."""
         weight = self._cast(self.weight)
         return weight.t() if self.transposed else weight
 
@@ -75,6 +75,16 @@ class MatrixProduct:
 def bias_gradient(grad: Tensor) -> Tensor:
     """Of the output's gradient (..., o): (o)."""
     return _rows(grad).sum(0)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left right to ``total``, in one pass over it where the dtypes and the device allow that."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif _multiplies_into(total, left):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left.mm(right))
 
 
 def add_to_gradient(parameter: Tensor, gradient: Tensor) -> None:

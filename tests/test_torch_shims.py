@@ -21,6 +21,7 @@ from lightning_ptdp._torch import (
     found_inf,
     gradient_dtype,
     has_gradient_hooks,
+    has_module_hooks,
     has_saved_tensor_hooks,
     is_communication_error,
     is_compiled,
@@ -121,6 +122,14 @@ def test_hooks_are_seen() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert has_saved_tensor_hooks()
     assert not has_saved_tensor_hooks()
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_modules_are_seen(kind: str) -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not has_module_hooks(module)
+    getattr(module, f"register_{kind}_hook")(lambda *_: None)
+    assert has_module_hooks(module)
 
 
 def test_a_backward_tells_whose_gradients_it_adds_to() -> None:

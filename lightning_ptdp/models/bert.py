@@ -34,7 +34,8 @@ class BertOutput(NamedTuple):
     """Logits of both heads.
 
     Attributes:
-        masked: Of the original tokens (b, s, V), or (b, k, V) at the positions that were asked for.
+        masked: Of the original tokens (b, s, V), or (b, k, V) at the positions that were asked for; without ``logits`` what the decoder
+            would be called with, (b, s, h) or (b, k, h).
         order: Of the pair (b, 2): index 0 is "the second follows the first", 1 is "it does not".
     """
 
@@ -69,6 +70,8 @@ class Bert(Transformer):
         attention_mask: Tensor | None = None,
         masked_positions: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
+        logits: bool = True,
     ) -> BertOutput:
         """Logits of both heads.
 
@@ -79,6 +82,7 @@ class Bert(Transformer):
             masked_positions: Where tokens are to be predicted (b, k) int64; None: everywhere. The head takes the part k/s of its
                 cost for all positions.
             position_ids: Places of the tokens in their sequence (s), (1, s) or (b, s) int64; None: 0 .. s-1.
+            logits: False for a loss that calls the decoder (``linear_cross_entropy``).
         """
         self.check_sequence_length(input_ids.size(1))
         mask_b11s = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
@@ -87,7 +91,7 @@ class Bert(Transformer):
             x_bsh = block(x_bsh, mask_b11s)
         if self.norm is not None:
             x_bsh = self.norm(x_bsh)
-        return BertOutput(masked=self.masked_head(x_bsh, masked_positions), order=self.order_head(x_bsh))
+        return BertOutput(masked=self.masked_head(x_bsh, masked_positions, logits=logits), order=self.order_head(x_bsh))
 
     def tie_weights(self) -> None:
         """Point the decoder at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
@@ -153,7 +157,7 @@ class BertAttention(nn.Module):
 class MaskedHead(nn.Module):
     """Logits of the original tokens: norm(gelu(dense(x))), times the token embedding's weight, plus a bias.
 
-    (b, s, h) -> (b, s, V), or (b, k, V) at the positions (b, k).
+    (b, s, h) -> (b, s, V), or (b, k, V) at the positions (b, k); without ``logits`` what the decoder would be called with.
     """
 
     def __init__(self, config: BertConfig, weight: Tensor) -> None:
@@ -163,10 +167,11 @@ class MaskedHead(nn.Module):
         self.decoder = TiedLinear(weight, bias=True)
         self.approximate = gelu_name(config)
 
-    def forward(self, x_bsh: Tensor, positions_bk: Tensor | None = None) -> Tensor:
+    def forward(self, x_bsh: Tensor, positions_bk: Tensor | None = None, *, logits: bool = True) -> Tensor:
         if positions_bk is not None:
             x_bsh = x_bsh.gather(1, positions_bk[..., None].expand(-1, -1, x_bsh.size(-1)))
-        return self.decoder(self.norm(F.gelu(self.dense(x_bsh), approximate=self.approximate)))
+        x_bsh = self.norm(F.gelu(self.dense(x_bsh), approximate=self.approximate))
+        return self.decoder(x_bsh) if logits else x_bsh
 
 
 class OrderHead(nn.Module):

@@ -54,10 +54,11 @@ class GPT(Transformer):
         else:
             self.head = NormalLinear(config.hidden_size, config.vocabulary_size, bias=False, std=config.init_std)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, *, logits: bool = True) -> Tensor:
         """Logits (b, s, V) of the token that follows each token of ``input_ids`` (b, s).
 
-        ``position_ids`` (s), (1, s) or (b, s) int64 are the tokens' places in their sequence, where they are not 0 .. s-1.
+        ``position_ids`` (s), (1, s) or (b, s) int64 are the tokens' places in their sequence, where they are not 0 .. s-1. Without
+        ``logits``: what the head would be called with, (b, s, h), for a loss that calls it (``linear_cross_entropy``).
         """
         self.check_sequence_length(input_ids.size(1))
         x_bsh = self.wte(input_ids)
@@ -67,7 +68,8 @@ class GPT(Transformer):
         x_bsh = self.dropout(x_bsh)
         for block in self.blocks:
             x_bsh = block(x_bsh, position_ids)
-        return self.head(self.norm(x_bsh))
+        x_bsh = self.norm(x_bsh)
+        return self.head(x_bsh) if logits else x_bsh
 
     def tie_weights(self) -> None:
         """Point the head at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""

@@ -17,7 +17,7 @@ from lightning_ptdp.models.config import BertConfig, check_tensor_parallel
 from lightning_ptdp.models.optimization import AdamWConfig, configure_adamw
 from lightning_ptdp.models.own_plans import bert_plan
 from lightning_ptdp.models.size import bert_flops_per_sample, num_bert_parameters
-from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.tensor_parallel import DEFAULT_CHUNK_MB, ParallelPlan, check_chunk, linear_cross_entropy
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["LitBert"]
@@ -49,22 +49,30 @@ class LitBert(pl.LightningModule):
         config: The model.
         optimizer: AdamW and its schedule.
         order_weight: Factor of the sentence loss; 0 leaves it out of training.
+        loss_chunk_mb: MiB of the decoder's logits, in float32, that the loss has at a time in training; it computes them twice where there
+            are more (``linear_cross_entropy``).
     """
 
     perplexity_loss = "train_masked_loss"
     """The logged loss that is a mean over tokens (``TrainPerplexity``)."""
 
-    def __init__(self, config: BertConfig, optimizer: AdamWConfig = _DEFAULT_OPTIMIZER, order_weight: float = 1.0) -> None:
+    def __init__(
+        self,
+        config: BertConfig,
+        optimizer: AdamWConfig = _DEFAULT_OPTIMIZER,
+        order_weight: float = 1.0,
+        loss_chunk_mb: float = DEFAULT_CHUNK_MB,
+    ) -> None:
         super().__init__()
+        check_chunk(loss_chunk_mb=loss_chunk_mb)
         if order_weight < 0:
             raise ValueError(f"order_weight={order_weight} must not be negative; 0 trains on masked tokens alone")
         # A checkpoint holds plain dictionaries, which load with weights_only=True.
         self.config = BertConfig(**config) if isinstance(config, Mapping) else config
         self.optimizer_config = AdamWConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
-        self.order_weight = order_weight
-        self.save_hyperparameters(
-            {"config": asdict(self.config), "optimizer": asdict(self.optimizer_config), "order_weight": order_weight}
-        )
+        self.order_weight, self.loss_chunk_mb = order_weight, loss_chunk_mb
+        arguments = {"config": asdict(self.config), "optimizer": asdict(self.optimizer_config)}
+        self.save_hyperparameters({**arguments, "order_weight": order_weight, "loss_chunk_mb": loss_chunk_mb})
         self.model: Bert | None = None
         self.val_metrics, self.test_metrics = _Metrics(), _Metrics()
 
@@ -87,14 +95,21 @@ class LitBert(pl.LightningModule):
 
     def forward(self, batch: Batch) -> BertOutput:
         """Logits of both heads for a batch; the keys beside ``input_ids`` may be left out."""
-        if self.model is None:
-            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
-        others = {name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch}
-        return self.model(batch["input_ids"], **others, masked_positions=_positions(batch))
+        return self._run(batch, logits=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """The mean loss and the number of predicted tokens behind it."""
-        losses = self._losses(self(batch), batch)
+        output = self._run(batch, logits=False)
+        assert self.model is not None
+        masked = linear_cross_entropy(
+            output.masked,
+            self.model.masked_head.decoder,
+            _labels(batch),
+            ignore_index=_IGNORED_LABEL,
+            reduction="none",
+            chunk_mb=self.loss_chunk_mb,
+        )
+        losses = self._losses(masked, output.order, batch)
         for name in ("loss", "masked_loss", "order_loss"):
             self.log(f"train_{name}", losses[name], prog_bar=True, batch_size=batch["input_ids"].size(0))
         return {"loss": losses["loss"], "num_tokens": losses["num_tokens"]}
@@ -102,7 +117,8 @@ class LitBert(pl.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """The losses, and the predictions of both heads."""
         output = self(batch)
-        losses = self._losses(output, batch)
+        masked = _cross_entropy(output.masked.flatten(0, 1), _labels(batch).flatten())
+        losses = self._losses(masked, output.order, batch)
         return {**losses, "tokens": _likeliest(output.masked, batch), "orders": output.order.argmax(-1)}
 
     test_step = validation_step
@@ -142,11 +158,15 @@ class LitBert(pl.LightningModule):
         """Model operations, forward and backward, of one training sequence (None: of the longest) with 15 % of its tokens predicted."""
         return bert_flops_per_sample(self.config, sequence_length=sequence_length)
 
-    def _losses(self, output: BertOutput, batch: Batch) -> dict[str, Tensor]:
-        labels, orders, positions = batch["labels"], batch["next_sentence_label"], _positions(batch)
-        labels = labels if positions is None else labels.gather(1, positions)
-        masked = F.cross_entropy(output.masked.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED_LABEL, reduction="none")
-        order_b = F.cross_entropy(output.order, orders, ignore_index=_IGNORED_LABEL, reduction="none")
+    def _run(self, batch: Batch, *, logits: bool) -> BertOutput:
+        if self.model is None:
+            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
+        others = {name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch}
+        return self.model(batch["input_ids"], **others, masked_positions=_positions(batch), logits=logits)
+
+    def _losses(self, masked: Tensor, order_logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        labels = _labels(batch)
+        order_b = _cross_entropy(order_logits, batch["next_sentence_label"])
         counts_b = (labels != _IGNORED_LABEL).sum(1)
         num_tokens = counts_b.sum()
         # Not reduction="mean", which is 0/0 where no token counts; and summed in float32, since bf16 loses small addends.
@@ -187,6 +207,18 @@ def _positions(batch: Batch) -> Tensor | None:
         return positions
     count = min(positions.size(1), labels.size(1))
     return (labels != _IGNORED_LABEL).int().argsort(dim=1, descending=True, stable=True)[:, :count]
+
+
+def _labels(batch: Batch) -> Tensor:
+    """Of the positions where the decoder runs."""
+    labels, positions = batch["labels"], _positions(batch)
+    return labels if positions is None else labels.gather(1, positions)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of each label, in at least float32: rounded to half precision a loss is too coarse to add up."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels, ignore_index=_IGNORED_LABEL, reduction="none")
 
 
 def _likeliest(logits: Tensor, batch: Batch) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.metrics import Perplexity
@@ -17,7 +16,7 @@ from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.optimization import AdamWConfig, configure_adamw
 from lightning_ptdp.models.own_plans import gpt_plan
 from lightning_ptdp.models.size import flops_per_sample, num_parameters
-from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.tensor_parallel import DEFAULT_CHUNK_MB, ParallelPlan, check_chunk, linear_cross_entropy
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["IGNORED_LABEL", "LitGPT"]
@@ -40,14 +39,22 @@ class LitGPT(pl.LightningModule):
     Args:
         config: The model.
         optimizer: AdamW and its schedule.
+        loss_chunk_mb: MiB of logits, in float32, that the loss has at a time; it computes them twice where there are more
+            (``linear_cross_entropy``).
     """
 
-    def __init__(self, config: GPTConfig, optimizer: AdamWConfig = _DEFAULT_OPTIMIZER) -> None:
+    def __init__(
+        self, config: GPTConfig, optimizer: AdamWConfig = _DEFAULT_OPTIMIZER, loss_chunk_mb: float = DEFAULT_CHUNK_MB
+    ) -> None:
         super().__init__()
+        check_chunk(loss_chunk_mb=loss_chunk_mb)
         # A checkpoint holds plain dictionaries, which load with weights_only=True.
         self.config = GPTConfig(**config) if isinstance(config, Mapping) else config
         self.optimizer_config = AdamWConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
-        self.save_hyperparameters({"config": asdict(self.config), "optimizer": asdict(self.optimizer_config)})
+        self.loss_chunk_mb = loss_chunk_mb
+        self.save_hyperparameters(
+            {"config": asdict(self.config), "optimizer": asdict(self.optimizer_config), "loss_chunk_mb": loss_chunk_mb}
+        )
         self.model: GPT | None = None
         self.val_perplexity = Perplexity()
 
@@ -70,9 +77,7 @@ class LitGPT(pl.LightningModule):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Token ids (b, s) -> logits (b, s, V)."""
-        if self.model is None:
-            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
-        return self.model(input_ids)
+        return self._built()(input_ids)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Mean loss and the number of tokens behind it."""
@@ -134,9 +139,16 @@ class LitGPT(pl.LightningModule):
 
     def _token_losses(self, batch: Batch) -> Tensor:
         """Loss of each token (b, s), 0 where it is ignored."""
-        logits, labels = self(batch["input_ids"]), batch["labels"]
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
-        return losses.view(labels.shape)
+        model = self._built()
+        hidden = model(batch["input_ids"], logits=False)
+        return linear_cross_entropy(
+            hidden, model.head, batch["labels"], ignore_index=IGNORED_LABEL, reduction="none", chunk_mb=self.loss_chunk_mb
+        )
+
+    def _built(self) -> GPT:
+        if self.model is None:
+            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
+        return self.model
 
 
 def _counted(batch: Batch) -> Tensor:

@@ -20,6 +20,7 @@ from lightning_ptdp.tensor_parallel.kinds import (
     fits,
 )
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_ptdp.tensor_parallel.linear_cross_entropy import DEFAULT_CHUNK_MB, check_chunk, linear_cross_entropy
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits, gather_full
 from lightning_ptdp.tensor_parallel.numbers import PerCopy, PerRank, set_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches
@@ -34,6 +35,7 @@ from lightning_ptdp.tensor_parallel.vocabulary import (
 )
 
 __all__ = [
+    "DEFAULT_CHUNK_MB",
     "Alias",
     "Attention",
     "Column",
@@ -56,10 +58,12 @@ __all__ = [
     "VocabularyRange",
     "Whole",
     "check_captured",
+    "check_chunk",
     "fits",
     "gather_full",
     "give_randomness",
     "is_in_region",
+    "linear_cross_entropy",
     "matches",
     "refuse_captured_parts",
     "replace_aliases",

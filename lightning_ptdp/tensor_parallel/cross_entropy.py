@@ -8,6 +8,8 @@ Shapes: n tokens, w local rows of the vocabulary (padding included).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,15 @@ from lightning_ptdp.tensor_parallel.collectives import start_all_reduce
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Reduction", "vocabulary_parallel_cross_entropy", "vocabulary_parallel_logsumexp"]
+__all__ = [
+    "Reduction",
+    "TokenLoss",
+    "check_targets",
+    "reduced",
+    "sum_over",
+    "vocabulary_parallel_cross_entropy",
+    "vocabulary_parallel_logsumexp",
+]
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -57,74 +67,95 @@ def vocabulary_parallel_cross_entropy(
     assert logits.shape[:-1] == target.shape, (tuple(logits.shape), tuple(target.shape))
     logits_nw, target_n = logits.reshape(-1, vocabulary.rows), target.reshape(-1)
     counted_n = target_n != ignore_index
-    _check_targets(target_n, counted_n, vocabulary)
-    loss_n = _CrossEntropy.apply(logits_nw, target_n, counted_n, vocabulary, group, label_smoothing, z_loss)
-    if reduction == "none":
-        return loss_n.view(target.shape)
-    return loss_n.sum() if reduction == "sum" else loss_n.sum() / counted_n.sum()
+    check_targets(target_n, counted_n, vocabulary)
+    formula = TokenLoss(vocabulary, label_smoothing, z_loss)
+    return reduced(_CrossEntropy.apply(logits_nw, target_n, counted_n, formula, group).view(target.shape), counted_n, reduction)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Loss of every token, zero where it is not counted.
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of one token from its logits, and its gradient.
 
     With x the logits less their maximum, z = sum exp x and e the smoothing:
     loss = (1 - e) (log z - x[target]) + e (log z - mean x), and its gradient is softmax - (1 - e) onehot(target) - e / V.
     The z-loss c (log Z)^2, with Z the sum of exponentials of the logits themselves, adds 2 c log Z softmax.
+
+    Attributes:
+        words: Which logits are here.
+        smoothing: e.
+        z_loss: c.
     """
 
+    words: VocabularyRange
+    smoothing: float
+    z_loss: float
+
+    def place(self, target_n: Tensor, counted_n: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Which counted targets are in [start, stop), and in which column: 0 for one elsewhere, -1 for one nowhere, so that indexing
+        complains."""
+        here_n = counted_n & (target_n >= start) & (target_n < stop)
+        valid_n = ~counted_n | ((target_n >= 0) & (target_n < self.words.size))
+        return here_n, torch.where(here_n, target_n - start, torch.where(valid_n, 0, -1))
+
+    def value(self, log_z_n: Tensor, picked_n: Tensor, sums_n: Sequence[Tensor], log_sum_n: Tensor) -> Tensor:
+        """From log z, x[target], sum x if there is smoothing, and log Z."""
+        loss_n = log_z_n - picked_n
+        if self.smoothing:
+            loss_n = (1 - self.smoothing) * loss_n + self.smoothing * (log_z_n - sums_n[0] / self.words.size)
+        return loss_n + self.z_loss * log_sum_n.square() if self.z_loss else loss_n
+
+    def into_gradient(self, shifted_nk: Tensor, grad_n: Tensor, log_sum_n: Tensor, here_n: Tensor, column_n: Tensor) -> None:
+        """The gradient of some logits (at least one) in the place of these logits less log Z."""
+        shifted_nk.exp_()
+        if self.z_loss:
+            shifted_nk.mul_((1 + 2 * self.z_loss * log_sum_n).unsqueeze(-1))
+        if self.smoothing:
+            shifted_nk.sub_(self.smoothing / self.words.size)
+        shifted_nk.mul_(grad_n.unsqueeze(-1))
+        share_n = torch.where(here_n, grad_n * (self.smoothing - 1), 0.0)
+        shifted_nk.scatter_add_(-1, column_n.unsqueeze(-1), share_n.unsqueeze(-1))
+
+
+def reduced(loss: Tensor, counted_n: Tensor, reduction: Reduction) -> Tensor:
+    """The tokens' losses, their sum, or its share of a counted token."""
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / counted_n.sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss of every token, zero where it is not counted."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits_nw: Tensor,
-        target_n: Tensor,
-        counted_n: Tensor,
-        words: VocabularyRange,
-        group: Group,
-        smoothing: float,
-        z_loss: float,
-    ) -> Tensor:
+    def forward(ctx: Any, logits_nw: Tensor, target_n: Tensor, counted_n: Tensor, formula: TokenLoss, group: Group) -> Tensor:
+        words = formula.words
         own = logits_nw[:, : words.count]
         dtype = torch.promote_types(logits_nw.dtype, torch.float32)
-        here_n = counted_n & (target_n >= words.start) & (target_n < words.stop)
-        column_n = _columns(target_n, counted_n, here_n, words)
+        here_n, column_n = formula.place(target_n, counted_n, words.start, words.stop)
 
         largest_n = _largest(own, dtype, group)
         shifted_nw = own - largest_n.unsqueeze(-1)
         picked_n = (logits_nw.gather(-1, column_n.unsqueeze(-1)).squeeze(-1) - largest_n).masked_fill(~here_n, 0.0)
-        sums = [picked_n, shifted_nw.sum(-1)] if smoothing else [picked_n]
+        sums = [picked_n, shifted_nw.sum(-1)] if formula.smoothing else [picked_n]
         sums.append(shifted_nw.exp_().sum(-1))  # last, for it overwrites the shifted logits
-        total = _sum_over(torch.stack(sums), group)
-
-        log_z_n = total[-1].log()
-        loss_n = log_z_n - total[0]
-        if smoothing:
-            loss_n = (1 - smoothing) * loss_n + smoothing * (log_z_n - total[1] / words.size)
-        log_sum_n = largest_n + log_z_n
-        if z_loss:
-            loss_n = loss_n + z_loss * log_sum_n.square()
+        picked_n, *sums, z_n = sum_over(torch.stack(sums), group)
+        log_sum_n = largest_n + z_n.log()
         ctx.save_for_backward(logits_nw, log_sum_n, column_n, here_n, counted_n)
-        ctx.words, ctx.smoothing, ctx.z_loss = words, smoothing, z_loss
-        return loss_n.masked_fill(~counted_n, 0.0)
+        ctx.formula = formula
+        return formula.value(z_n.log(), picked_n, sums, log_sum_n).masked_fill(~counted_n, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
         logits_nw, log_sum_n, column_n, here_n, counted_n = ctx.saved_tensors
-        words, smoothing, z_loss = ctx.words, ctx.smoothing, ctx.z_loss
+        count = ctx.formula.words.count
         # Not a product with 0: the mean of no targets at all has an infinite gradient.
         grad_n = torch.where(counted_n, grad_n, 0.0)
         result_nw = torch.zeros_like(logits_nw, dtype=log_sum_n.dtype)
-        own = result_nw[:, : words.count]
-        torch.sub(logits_nw[:, : words.count], log_sum_n.unsqueeze(-1), out=own)
-        own.exp_()
-        if z_loss:
-            own.mul_((1 + 2 * z_loss * log_sum_n).unsqueeze(-1))
-        if smoothing:
-            own.sub_(smoothing / words.size)
-        own.mul_(grad_n.unsqueeze(-1))
-        share_n = torch.where(here_n, grad_n * (smoothing - 1), 0.0)
-        result_nw.scatter_add_(-1, column_n.unsqueeze(-1), share_n.unsqueeze(-1))
-        return result_nw.to(logits_nw.dtype), None, None, None, None, None, None
+        if count:
+            torch.sub(logits_nw[:, :count], log_sum_n.unsqueeze(-1), out=result_nw[:, :count])
+            ctx.formula.into_gradient(result_nw[:, :count], grad_n, log_sum_n, here_n, column_n)
+        return result_nw.to(logits_nw.dtype), None, None, None, None
 
 
 def vocabulary_parallel_logsumexp(logits: Tensor, *, vocabulary: VocabularyRange, group: Group) -> Tensor:
@@ -147,7 +178,7 @@ class _LogSumExp(torch.autograd.Function):
         own = logits[..., : words.count]
         dtype = torch.promote_types(logits.dtype, torch.float32)
         largest = _largest(own, dtype, group)
-        result = largest + _sum_over((own - largest.unsqueeze(-1)).exp_().sum(-1), group).log()
+        result = largest + sum_over((own - largest.unsqueeze(-1)).exp_().sum(-1), group).log()
         ctx.save_for_backward(logits, result)
         ctx.words = words
         return result.to(logits.dtype)
@@ -165,20 +196,15 @@ class _LogSumExp(torch.autograd.Function):
 def _largest(own: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
     """The largest logit of each token, over all members; a member may have none."""
     mine = own.amax(-1).to(dtype) if own.size(-1) else own.new_full(own.shape[:-1], -torch.inf, dtype=dtype)
-    return _sum_over(mine, group, op=dist.ReduceOp.MAX)
+    return sum_over(mine, group, op=dist.ReduceOp.MAX)
 
 
-def _columns(target_n: Tensor, counted_n: Tensor, here_n: Tensor, words: VocabularyRange) -> Tensor:
-    """Local column of each target, 0 where it is elsewhere, -1 where it is nowhere, so that indexing complains."""
-    valid_n = ~counted_n | ((target_n >= 0) & (target_n < words.size))
-    return torch.where(here_n, target_n - words.start, torch.where(valid_n, 0, -1))
-
-
-def _sum_over(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def sum_over(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The group's sum, or other reduction, in the place of ``x``."""
     return x if group.size == 1 else start_all_reduce(x, group=group, in_place=True, op=op).wait()
 
 
-def _check_targets(target_n: Tensor, counted_n: Tensor, words: VocabularyRange) -> None:
+def check_targets(target_n: Tensor, counted_n: Tensor, words: VocabularyRange) -> None:
     """Name a bad target, where looking costs nothing; elsewhere the look-up of its logit fails on the device."""
     if target_n.device.type != "cpu":
         return

@@ -28,7 +28,7 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["VocabularyParallelLogits", "gather_full", "keeps_vocabulary"]
+__all__ = ["VocabularyParallelLogits", "gather_full", "local_logits", "keeps_vocabulary"]
 
 
 class VocabularyParallelLogits(torch.Tensor):
@@ -71,6 +71,13 @@ def gather_full(outputs: object) -> Any:
     Collective over the tensor group if there are any; differentiable, where every member goes on alike.
     """
     return apply_to_collection(outputs, VocabularyParallelLogits, _gather)
+
+
+def local_logits(logits: Tensor) -> tuple[Tensor, VocabularyRange, Group]:
+    """The columns that are here, which they are, and the ranks that have the others; of logits that are not split all."""
+    if isinstance(logits, VocabularyParallelLogits):
+        return _local(logits), logits.vocabulary, logits.group
+    return logits, VocabularyRange(size=logits.size(-1)), Group()
 
 
 def _gather(logits: VocabularyParallelLogits) -> Tensor:

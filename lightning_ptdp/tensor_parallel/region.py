@@ -24,7 +24,7 @@ from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_sequence, join_sequence, split_sequence
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["enter_region", "is_whole", "join_around", "split_sequence_in_blocks"]
+__all__ = ["enter", "enter_region", "is_whole", "join_around", "split_sequence_in_blocks"]
 
 _WHOLE = "_ptdp_whole_sequence"
 
@@ -39,7 +39,7 @@ def enter_region(
 
     Of ``arguments`` with something for each of ``heads`` the module gets what belongs to this rank's.
     """
-    module.register_forward_pre_hook(partial(_change_input, partial(_enter, group, sequence_parallel)), with_kwargs=True)
+    module.register_forward_pre_hook(partial(_change_input, partial(enter, group, sequence_parallel)), with_kwargs=True)
     if heads is not None and arguments:
         module.register_forward_pre_hook(partial(_own_heads, heads, arguments, group), with_kwargs=True)
 
@@ -80,7 +80,8 @@ def _change_output(change: Callable[[Tensor], Tensor], _module: nn.Module, _args
     return change(output) if isinstance(output, Tensor) else type(output)((change(output[0]), *output[1:]))
 
 
-def _enter(group: Group, sequence_parallel: bool, x: Tensor) -> Tensor:
+def enter(group: Group, sequence_parallel: bool, x: Tensor) -> Tensor:
+    """The whole of a local (slice of an) activation, its gradient summed over the group; under autocast in its dtype."""
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     return gather_sequence(x, group) if sequence_parallel else copy(x, group)

@@ -85,6 +85,13 @@ def test_the_loss_of_a_half_precision_model_is_a_float32_mean(dtype: torch.dtype
     assert loss.item() == pytest.approx(math.log(8), rel=0.05)
 
 
+def test_the_loss_of_a_half_precision_token_is_not_rounded_to_half_precision() -> None:
+    lit, batch = built(LLAMA).to(torch.bfloat16), batch_of(61)
+    expected = F.cross_entropy(lit(batch["input_ids"]).float().flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    losses = lit.predict_step(batch, 0)["token_nll"]
+    torch.testing.assert_close(losses.flatten(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_predict_scores_each_sample() -> None:
     lit, ignored = built(LLAMA).eval(), torch.zeros(3, 8, dtype=torch.bool)
     ignored[1, 3:] = True
@@ -98,6 +105,11 @@ def test_predict_scores_each_sample() -> None:
 def test_forward_before_the_model_is_built() -> None:
     with pytest.raises(ValueError, match="configure_model"):
         LitGPT(TOY)(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_a_loss_that_may_have_no_logits() -> None:
+    with pytest.raises(ValueError, match="loss_chunk_mb=0 must be greater than 0; use infinity"):
+        LitGPT(TOY, loss_chunk_mb=0)
 
 
 def test_sizes() -> None:

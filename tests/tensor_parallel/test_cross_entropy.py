@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.tensor_parallel import VocabularyRange, vocabulary_parallel_cross_entropy
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
-from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group
+from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group, with_z_loss
 
 
 def own_columns(full: Tensor, words: VocabularyRange) -> Tensor:
@@ -21,20 +20,6 @@ def own_columns(full: Tensor, words: VocabularyRange) -> Tensor:
     local = torch.full((*full.shape[:-1], words.rows), 99.0, dtype=full.dtype)
     local[..., : words.count] = full[..., words.start : words.stop]
     return local
-
-
-def with_z_loss(logits: Tensor, target: Tensor, z_loss: float, **options: Any) -> Tensor:
-    """torch's loss, and the z-loss written down as it is defined."""
-    expected = F.cross_entropy(logits.movedim(-1, 1) if logits.dim() > 1 else logits, target, **options)
-    counted = target != options.get("ignore_index", -100)
-    extra = (z_loss * logits.logsumexp(-1).square()).masked_fill(~counted, 0.0)
-    match options.get("reduction", "mean"):
-        case "mean":
-            return expected + extra.sum() / counted.sum()
-        case "sum":
-            return expected + extra.sum()
-        case _:
-            return expected + extra
 
 
 def compare(group: Group, logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **options: Any) -> None:

@@ -34,6 +34,20 @@ def assert_same(got: Tensor, expected: Tensor, *, dtype: torch.dtype | None = No
     torch.testing.assert_close(got, expected, rtol=limit, atol=limit, equal_nan=True, check_dtype=dtype is None)
 
 
+def with_z_loss(logits: Tensor, target: Tensor, z_loss: float, **options: Any) -> Tensor:
+    """torch's loss, and the z-loss written down as it is defined."""
+    expected = F.cross_entropy(logits.movedim(-1, 1) if logits.dim() > 1 else logits, target, **options)
+    counted = target != options.get("ignore_index", -100)
+    extra = (z_loss * logits.logsumexp(-1).square()).masked_fill(~counted, 0.0)
+    match options.get("reduction", "mean"):
+        case "mean":
+            return expected + extra.sum() / counted.sum()
+        case "sum":
+            return expected + extra.sum()
+        case _:
+            return expected + extra
+
+
 def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     """This member's part of a dimension."""
     return x.chunk(group.size, dim)[group.rank]

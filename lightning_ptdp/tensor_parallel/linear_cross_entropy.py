@@ -1,0 +1,211 @@
+"""Output head and cross entropy in one, a part of the vocabulary at a time: the logits never exist as a whole.
+
+The forward keeps log Z of every token; the backward computes each part's logits once more (a third more products of the head), makes
+their gradient of them and multiplies on. Parts are of the vocabulary and not of the tokens, since a row's weight gradient then is
+one product of all tokens, added once a microbatch to what is there.
+
+Shapes: n tokens, h hidden channels, w local rows of the vocabulary, k rows of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_ptdp._torch import adds_to_gradient, has_module_hooks
+from lightning_ptdp.matrix_product import MatrixProduct, add_product, bias_gradient
+from lightning_ptdp.tensor_parallel.cross_entropy import (
+    Reduction,
+    TokenLoss,
+    check_targets,
+    reduced,
+    sum_over,
+    vocabulary_parallel_cross_entropy,
+)
+from lightning_ptdp.tensor_parallel.logits import local_logits
+from lightning_ptdp.tensor_parallel.region import enter
+from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelHead
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["DEFAULT_CHUNK_MB", "check_chunk", "linear_cross_entropy"]
+
+DEFAULT_CHUNK_MB = 128.0
+"""Of logits that exist at a time: enough rows of the head for a matrix product that fills a GPU."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    head: nn.Module,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+    chunk_mb: float = DEFAULT_CHUNK_MB,
+) -> Tensor:
+    """``F.cross_entropy`` of ``head(hidden)`` in float32, in value and gradient, without the memory of the logits.
+
+    Args:
+        hidden: What the head is called with (..., h); its share of the sequence where the plan gives the head one.
+        head: The ``nn.Linear`` (h -> V) of the model, or what the strategy has put in its place: its weight may be split over ranks, its
+            embedding's, frozen. A head that does more than an ``nn.Linear`` or has hooks is called as a whole.
+        target: Token ids (...) int64.
+        ignore_index, label_smoothing, z_loss, reduction: Of ``vocabulary_parallel_cross_entropy``.
+        chunk_mb: Size in float32 of the logits that may exist at a time; smaller ones exist as a whole and are not computed twice.
+
+    Returns:
+        float32 (float64 for float64 logits); (...) for ``reduction="none"``, else ().
+
+    Raises:
+        IndexError: A target is neither in [0, V) nor ``ignore_index`` (on CUDA a device-side assertion).
+        ValueError: ``chunk_mb`` is not positive.
+    """
+    check_chunk(chunk_mb=chunk_mb)
+    rows = min(chunk_mb * 2**18 / max(1, target.numel()), 2**31)
+    parts = _parts_of(head, max(1, int(rows)))
+    if parts is None:
+        logits, words, group = local_logits(head(hidden))
+        return vocabulary_parallel_cross_entropy(
+            logits,
+            target,
+            vocabulary=words,
+            group=group,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+        )
+    x_nh = enter(parts.group, getattr(head, "sequence_parallel", False), hidden).flatten(0, -2)
+    target_n = target.reshape(-1)
+    assert len(x_nh) == len(target_n), (tuple(hidden.shape), tuple(target.shape))
+    counted_n = target_n != ignore_index
+    check_targets(target_n, counted_n, parts.words)
+    formula = TokenLoss(parts.words, label_smoothing, z_loss)
+    loss_n = _LinearCrossEntropy.apply(x_nh, parts.weight, parts.bias, target_n, counted_n, parts, formula)
+    return reduced(loss_n.view(target.shape), counted_n, reduction)
+
+
+def check_chunk(**sizes: float) -> None:
+    """Check what somebody gave as ``chunk_mb``, under the name that it had.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    for name, size in sizes.items():
+        if not size > 0:
+            raise ValueError(f"{name}={size} must be greater than 0; use infinity for logits that exist as a whole")
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """The head's rows, some at a time; those that pad the vocabulary are in none.
+
+    Attributes:
+        weight: (w, h).
+        bias: (w), or None.
+        words: Which rows they are.
+        group: The ranks that have the others.
+        rows: k.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    words: VocabularyRange
+    group: Group
+    rows: int
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self.words.count, self.rows):
+            yield slice(start, min(start + self.rows, self.words.count))
+
+    def product(self, part: slice, x: Tensor) -> MatrixProduct:
+        """x -> logits (n, k), without the bias."""
+        return MatrixProduct(self.weight.detach()[part], x.dtype)
+
+    def logits(self, part: slice, x: Tensor) -> Tensor:
+        """(n, k) in float32 or float64."""
+        logits = self.product(part, x).output(x, None if self.bias is None else self.bias.detach()[part])
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def place(self, formula: TokenLoss, part: slice, target_n: Tensor, counted_n: Tensor) -> tuple[Tensor, Tensor]:
+        """``TokenLoss.place``."""
+        return formula.place(target_n, counted_n, self.words.start + part.start, self.words.start + part.stop)
+
+
+def _parts_of(head: nn.Module, rows: int) -> _Parts | None:
+    """None for a head that has to be called, or that is small."""
+    if has_module_hooks(head):
+        return None
+    if isinstance(head, VocabularyParallelHead):
+        words, group = head.vocabulary, head.group
+    elif isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        words, group = VocabularyRange(size=head.weight.size(0)), Group()
+    else:
+        return None
+    return _Parts(head.weight, head.bias, words, group, rows) if rows < words.rows else None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Loss of every token, zero where it is not counted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_nh: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target_n: Tensor,
+        counted_n: Tensor,
+        parts: _Parts,
+        formula: TokenLoss,
+    ) -> Tensor:
+        dtype = torch.promote_types(x_nh.dtype, torch.float32)
+        log_sum_n = x_nh.new_full((len(x_nh),), -torch.inf, dtype=dtype)
+        picked_n, total_n = torch.zeros_like(log_sum_n), torch.zeros_like(log_sum_n)
+        for part in parts:
+            logits_nk = parts.logits(part, x_nh)
+            here_n, column_n = parts.place(formula, part, target_n, counted_n)
+            log_sum_n = log_sum_n.logaddexp(logits_nk.logsumexp(-1))
+            picked_n += logits_nk.gather(-1, column_n.unsqueeze(-1)).squeeze(-1).masked_fill(~here_n, 0.0)
+            if formula.smoothing:
+                total_n += logits_nk.sum(-1)
+        if parts.group.size > 1:
+            largest_n = sum_over(log_sum_n.clone(), parts.group, op=dist.ReduceOp.MAX)
+            picked_n, total_n, z_n = sum_over(torch.stack((picked_n, total_n, (log_sum_n - largest_n).exp_())), parts.group)
+            log_sum_n = largest_n + z_n.log()
+        ctx.save_for_backward(x_nh, target_n, counted_n, log_sum_n)
+        ctx.parts, ctx.formula = parts, formula
+        return formula.value(log_sum_n, picked_n, [total_n], log_sum_n).masked_fill(~counted_n, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
+        x_nh, target_n, counted_n, log_sum_n = ctx.saved_tensors
+        parts, formula, (wants_x, wants_weight, wants_bias, *_) = ctx.parts, ctx.formula, ctx.needs_input_grad
+        # Not a product with 0: the mean of no targets at all has an infinite gradient.
+        grad_n = torch.where(counted_n, grad_n, 0.0)
+        grad_x = torch.zeros_like(x_nh, dtype=log_sum_n.dtype) if wants_x else None
+        adds = wants_weight and parts.weight.grad is not None and adds_to_gradient(parts.weight)
+        grad_weight = parts.weight.grad if adds else torch.zeros_like(parts.weight) if wants_weight else None
+        grad_bias = torch.zeros_like(parts.bias) if wants_bias else None
+        with torch.autocast(x_nh.device.type, enabled=False):
+            for part in parts:
+                shifted_nk = parts.logits(part, x_nh).sub_(log_sum_n.unsqueeze(-1))
+                formula.into_gradient(shifted_nk, grad_n, log_sum_n, *parts.place(formula, part, target_n, counted_n))
+                grad_nk = shifted_nk.to(x_nh.dtype)
+                if grad_bias is not None:
+                    grad_bias[part] = bias_gradient(shifted_nk)
+                del shifted_nk
+                if grad_x is not None:
+                    add_product(grad_x, grad_nk, parts.product(part, x_nh).matrix)
+                if grad_weight is not None:
+                    add_product(grad_weight[part], grad_nk.t(), x_nh)
+        return None if grad_x is None else grad_x.to(x_nh.dtype), None if adds else grad_weight, grad_bias, None, None, None, None
