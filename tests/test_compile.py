@@ -17,8 +17,9 @@ from tests import parity
 from tests.parity import LitTiny, Run, assert_same, fit, gpt_config
 from tests.pool import Pool
 
-T, P, V, M, S, R = (
+T, C, P, V, M, S, R = (
     "tensor_parallel_size",
+    "context_parallel_size",
     "pipeline_parallel_size",
     "virtual_pipeline_size",
     "num_microbatches",
@@ -29,6 +30,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], bool]] = {
     "d2 sharded": ({"shard_optimizer": True}, True),
     "t2": ({T: 2}, True),
     "t2sp": ({T: 2, "sequence_parallel": True}, True),
+    "c2": ({C: 2}, True),
+    "c2 all to all": ({C: 2, "context_parallel_attention": "all_to_all"}, True),
     "p2v2 full": ({P: 2, V: 2, M: 4, R: "full"}, True),
     "p2 zb_h1": ({P: 2, M: 4, S: "zb_h1"}, True),
     "p2 zb_h1 full": ({P: 2, M: 4, S: "zb_h1", R: "full"}, False),

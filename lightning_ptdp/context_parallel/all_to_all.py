@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_ptdp._torch import start_traced, wait_traced
 from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.sharding import chunk_order
 from lightning_ptdp.world.mesh import Group
@@ -120,6 +121,10 @@ def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...
 def _trade(sent: list[list[Tensor]], group: Group) -> list[Tensor]:
     """Send each rank its two parts of several tensors, each given in the order of the ranks; what they sent here."""
     sources = [torch.stack(parts) for parts in sent]
+    if torch.compiler.is_compiling():
+        splits = [2] * group.size
+        started = [start_traced("all_to_all_single", source, splits, splits, group.name) for source in sources]
+        return [wait_traced(result) for result in started]
     received = [torch.empty_like(source) for source in sources]
     under_way = [
         dist.all_to_all_single(result, source, group=group.handle, async_op=True)

@@ -163,7 +163,7 @@ class ContextParallel(Surrounding):
             )
 
     def _check(self, running: ContextForward, expects_attention: bool) -> None:
-        if expects_attention and not running.attention_calls:
+        if expects_attention and not running.attended:
             raise ContextParallelError(
                 "the step called no attention that context parallelism could replace, so every rank attended to its slice only. It "
                 "replaces torch.nn.functional.scaled_dot_product_attention: let the model use it (Hugging Face: "

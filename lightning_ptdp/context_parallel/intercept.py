@@ -46,7 +46,7 @@ class Interceptor:
         length: s, tokens of the whole sequence.
         padded: The batch holds padding, on whatever rank (``batch.is_padded``).
         differentiates: The forward began with gradients enabled.
-        attention_calls: Those that were replaced so far.
+        attended: A call was replaced.
     """
 
     kind: AttentionKind
@@ -54,7 +54,7 @@ class Interceptor:
     length: int
     padded: bool
     differentiates: bool
-    attention_calls: int = 0
+    attended: bool = False
 
     def mode(self) -> Replacing:
         """The mode under which calls are intercepted."""
@@ -83,7 +83,7 @@ class Interceptor:
             ContextParallelError: The call has no meaning for a slice of the sequence.
         """
         self._check(query, key, value)
-        self.attention_calls += 1
+        self.attended = True
         if query.dim() == 3:
             # Samples and heads in one dimension: as good as heads.
             query, key, value = query[None], key[None], value[None]

@@ -60,10 +60,10 @@ def ring_attention(
     Returns:
         (b, n, s/c, e), in the dtype of ``q``. Queries that see no key give 0.
     """
-    seed = int(torch.randint(2**62, ())) if dropout_p else 0
+    seed = torch.randint(2**62, ()) if dropout_p else None
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     scale = q.size(-1) ** -0.5 if scale is None else scale
-    return _Ring.apply(q, k, v, mask, _Options(group=group, causal=causal, scale=scale, dropout_p=dropout_p, seed=seed))
+    return _Ring.apply(q, k, v, mask, seed, _Options(group=group, causal=causal, scale=scale, dropout_p=dropout_p))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,19 @@ class _Options:
     causal: bool
     scale: float
     dropout_p: float
-    seed: int
 
-    def steps(self, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, slice, slice, Block, list[Tensor]]]:
+    @property
+    def traced(self) -> tuple[bool, float, float, str]:
+        """As a compiler's graph holds them."""
+        return self.causal, self.scale, self.dropout_p, self.group.name
+
+    def steps(
+        self, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None
+    ) -> Iterator[tuple[int, slice, slice, Block, list[Tensor]]]:
         """(step, rows of the queries, columns, how they attend, the columns of the keys and values that are here), while the next
         keys and values are on their way."""
         travelling, length, rank, size = _Travelling((k, v), self.group), k.size(2), self.group.rank, self.group.size
+        run = 0 if seed is None else int(seed)
         for step in range(size):
             visiting = travelling.here()
             if step < size - 1:
@@ -85,9 +92,9 @@ class _Options:
             source = (rank - step) % size  # whose keys and values are here
             rows, columns = self._seen(step, source, length)
             bias = None if mask is None else _bias(mask, rows, columns, source, size)
-            seed = derive_seed(self.seed, rank, source) if self.dropout_p else 0
+            own = derive_seed(run, rank, source) if self.dropout_p else 0
             causal = self.causal and step == 0
-            block = Block(scale=self.scale, causal=causal, bias=bias, dropout_p=self.dropout_p, seed=seed)
+            block = Block(scale=self.scale, causal=causal, bias=bias, dropout_p=self.dropout_p, seed=own)
             yield step, rows, columns, block, [x[:, :, columns] for x in visiting]
             travelling.finish()
 
@@ -101,45 +108,105 @@ class _Options:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-        out = lse = torch.empty(0)
-        with torch.autocast(q.device.type, enabled=False):
-            for step, rows, _, block, (visiting_k, visiting_v) in options.steps(k, v, mask):
-                more, more_lse = attend(q[:, :, rows], visiting_k, visiting_v, block)
-                if step == 0:
-                    out, lse = _like(q, more, more_lse.dtype), more_lse.contiguous()
-                else:
-                    _merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
-        out = out.to(q.dtype)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, options: _Options) -> Tensor:
+        if torch.compiler.is_compiling():
+            out, lse = torch.ops.lightning_ptdp.ring(q, k, v, mask, seed, *options.traced)
+        else:
+            out, lse = _attend(options, q, k, v, mask, seed)
         # The empty tensor makes the number of saved tensors differ from plain attention's: a recomputation (activation checkpointing)
         # that is not intercepted then fails in torch's own check instead of giving wrong gradients.
-        ctx.save_for_backward(q, k, v, out, lse, mask, q.new_empty(0))
+        ctx.save_for_backward(q, k, v, out, lse, mask, seed, q.new_empty(0))
         ctx.options = options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, mask, _ = ctx.saved_tensors
-        options = ctx.options
-        dq, own = torch.empty(0), [torch.empty(0)]
-        gradients = _Travelling([torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v)], options.group)
-        with torch.autocast(q.device.type, enabled=False):
-            for step, rows, columns, block, (visiting_k, visiting_v) in options.steps(k, v, mask):
-                grad_rows, out_rows, lse_rows = grad[:, :, rows], out[:, :, rows], lse[:, :, rows]
-                dq_part, *dkv_part = attend_backward(grad_rows, q[:, :, rows], visiting_k, visiting_v, out_rows, lse_rows, block)
-                if step == 0:
-                    dq, own = dq_part.to(lse.dtype), [x.to(lse.dtype) for x in dkv_part]
-                else:
-                    dq[:, :, rows] += dq_part
-                    gradients.finish()
-                    for total, part in zip(gradients.here(), dkv_part, strict=True):
-                        total[:, :, columns] += part
-                    gradients.start()  # behind the keys and values that they are of
-        gradients.finish()
-        for mine, home in zip(own, gradients.here(), strict=True):
-            mine += home
-        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None
+        *saved, _ = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            return *torch.ops.lightning_ptdp.ring_backward(grad, *saved, *ctx.options.traced), None, None, None
+        return *_attend_backward(ctx.options, grad, *saved), None, None, None
+
+
+def _attend(
+    options: _Options, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of its rows."""
+    out = lse = torch.empty(0)
+    with torch.autocast(q.device.type, enabled=False):
+        for step, rows, _, block, (visiting_k, visiting_v) in options.steps(k, v, mask, seed):
+            more, more_lse = attend(q[:, :, rows], visiting_k, visiting_v, block)
+            if step == 0:
+                out, lse = _like(q, more, more_lse.dtype), more_lse.contiguous()
+            else:
+                _merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
+    return out.to(q.dtype), lse
+
+
+def _attend_backward(
+    options: _Options,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v."""
+    dq, own = torch.empty(0), [torch.empty(0)]
+    gradients = _Travelling([torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v)], options.group)
+    with torch.autocast(q.device.type, enabled=False):
+        for step, rows, columns, block, (visiting_k, visiting_v) in options.steps(k, v, mask, seed):
+            grad_rows, out_rows, lse_rows = grad[:, :, rows], out[:, :, rows], lse[:, :, rows]
+            dq_part, *dkv_part = attend_backward(grad_rows, q[:, :, rows], visiting_k, visiting_v, out_rows, lse_rows, block)
+            if step == 0:
+                dq, own = dq_part.to(lse.dtype), [x.to(lse.dtype) for x in dkv_part]
+            else:
+                dq[:, :, rows] += dq_part
+                gradients.finish()
+                for total, part in zip(gradients.here(), dkv_part, strict=True):
+                    total[:, :, columns] += part
+                gradients.start()  # behind the keys and values that they are of
+    gradients.finish()
+    for mine, home in zip(own, gradients.here(), strict=True):
+        mine += home
+    return tuple(total.to(x.dtype) for total, x in zip((dq, *own), (q, k, v), strict=True))
+
+
+_OPTIONS = "bool causal, float scale, float dropout_p, str group"
+_INPUTS = f"Tensor q, Tensor k, Tensor v, {{}}Tensor? mask, Tensor? seed, {_OPTIONS}"
+torch.library.define("lightning_ptdp::ring", f"({_INPUTS.format('')}) -> (Tensor, Tensor)")
+torch.library.define(
+    "lightning_ptdp::ring_backward", f"(Tensor grad, {_INPUTS.format('Tensor out, Tensor lse, ')}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _options(causal: bool, scale: float, dropout_p: float, group: str) -> _Options:
+    return _Options(group=Group.named(group), causal=causal, scale=scale, dropout_p=dropout_p)
+
+
+@torch.library.impl("lightning_ptdp::ring", "default")
+def _traced(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return _attend(_options(*inputs[5:]), *inputs[:5])
+
+
+@torch.library.impl("lightning_ptdp::ring_backward", "default")
+def _traced_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    gradients = _attend_backward(_options(*inputs[8:]), *inputs[:8])
+    return tuple(torch.empty_like(x).copy_(gradient) for x, gradient in zip(inputs[1:4], gradients, strict=True))
+
+
+@torch.library.register_fake("lightning_ptdp::ring")
+def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q) if v.size(-1) == q.size(-1) else q.new_empty((*q.shape[:3], v.size(-1)))
+    return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.register_fake("lightning_ptdp::ring_backward")
+def _shape_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class _Travelling:

@@ -53,7 +53,7 @@ def spread(
     with surroundings.around(running):
         got = step(model, running.batch)
     assert isinstance(running.part, ContextForward)
-    assert running.part.attention_calls == 2
+    assert running.part.attended
     got.backward(own(upstream, 1, group))
     seen = own(valid, 1, group)
     assert_close(got.detach()[seen], own(expected.detach(), 1, group)[seen])
