@@ -40,10 +40,17 @@ class Conv1D(nn.Module):
 Conv1D.__module__ = "transformers.pytorch_utils"
 
 
+def spread(x: Tensor, *, first: int = -3) -> Tensor:
+    """Magnitudes so far apart, along both dimensions, that each row and column needs a scale of its own."""
+    rows, columns = torch.logspace(first, -first, x.numel() // x.size(-1)), torch.logspace(2, -2, x.size(-1))
+    return x * rows.view(*x.shape[:-1], 1) * columns
+
+
 def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.detach().clone().requires_grad_()
     y = layer(x)
-    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    # Small where the input is large, so that what is summed over tokens counts alike.
+    (y * spread(torch.linspace(-1, 1, y.numel()).view_as(y), first=3)).sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
@@ -62,7 +69,9 @@ def test_a_linear_layer_computes_what_torchaos_does(scaling: Any, shape: tuple[i
     config = Float8LinearConfig.from_recipe_name(scaling)
     object.__setattr__(config, "emulate", True)
     peer = Float8Linear.from_float(plain, config)
-    x = torch.randn(shape)
+    with torch.no_grad():
+        plain.weight.copy_(spread(plain.weight))
+    x = spread(torch.randn(shape))
     expected = results(peer, x)
     plain.zero_grad()
     turned = Conv1D(32, 48)

@@ -58,6 +58,36 @@ def _start(saver: BackgroundSaver, path: Path, tensor: torch.Tensor, then: Calla
     )
 
 
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_pinned_memory_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By count, over three saves: one buffer a tensor, one more where a shape has changed; and never one that is being written."""
+    empty, pinned, waited = torch.empty, [], []
+
+    def counted(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        if pin_memory:
+            pinned.append(tuple(made.shape))
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(threading.current_thread()))
+    saver = BackgroundSaver(limit=LIMIT)
+    for step, last in enumerate((3, 3, 5)):
+        values = {"model/a": torch.full((4,), float(step)), "optimizer/a": torch.full((last,), float(step))}
+        tensors = {name: (value.as_subclass(OnGPU), Sharding.replicated(tuple(value.shape))) for name, value in values.items()}
+        saver.save(tmp_path / str(step), tensors=tensors, state={}, metadata={}, then=lambda: None)
+    saver.close()
+    assert pinned == [(4,), (3,), (5,)]
+    assert waited == [threading.main_thread()] * 3, "once a save, before the parameters may change"
+    for step in range(3):
+        assert torch.equal(read_full(tmp_path / str(step))["a"], torch.full((4,), float(step)))
+
+
 def test_the_values_at_the_time_of_the_save_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, saver, tensor = Gate(monkeypatch), BackgroundSaver(limit=LIMIT), torch.ones(4)
     _start(saver, tmp_path / "a", tensor)
