@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.layers import AttentionCore, GeluMLP, NormalEmbedding, NormalLinear, TiedLinear, Transformer
+from lightning_ptdp.models.lean import RMSNorm, swiglu
 from lightning_ptdp.models.rotary import Rotary
 
 __all__ = ["GPT", "Attention", "Block", "GPTConfig", "SwiGLU"]
@@ -107,12 +107,11 @@ class Attention(nn.Module):
         self.projection = residual_projection(config, config.hidden_size)
 
     def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        qkv = self.qkv(x_bsh)
-        kv_width = qkv.size(-1) // (self.queries_per_kv + 2)
-        parts = qkv.split((self.queries_per_kv * kv_width, kv_width, kv_width), dim=-1)
-        q_bsnd, k_bsnd, v_bsnd = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        heads_bsnd = self.qkv(x_bsh).unflatten(-1, (-1, self.head_dim))
+        kv_heads = heads_bsnd.size(2) // (self.queries_per_kv + 2)
         if self.rotary is not None:
-            q_bsnd, k_bsnd = self.rotary(q_bsnd, k_bsnd, position_ids)
+            heads_bsnd = self.rotary(heads_bsnd, position_ids, turned=heads_bsnd.size(2) - kv_heads)
+        q_bsnd, k_bsnd, v_bsnd = heads_bsnd.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2)
         return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd).flatten(2))
 
 
@@ -125,8 +124,7 @@ class SwiGLU(nn.Module):
         self.down = residual_projection(config, config.ffn_size)
 
     def forward(self, x_bsh: Tensor) -> Tensor:
-        gate_bsf, up_bsf = self.gate_up(x_bsh).chunk(2, dim=-1)
-        return self.down(F.silu(gate_bsf) * up_bsf)
+        return self.down(swiglu(self.gate_up(x_bsh)))
 
 
 def gelu_mlp(config: GPTConfig) -> GeluMLP:
@@ -142,7 +140,7 @@ def make_linear(config: GPTConfig, out_features: int) -> NormalLinear:
 def make_norm(config: GPTConfig) -> nn.Module:
     """The norm that ``config`` asks for."""
     if config.norm == "rms":
-        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        return RMSNorm(config.hidden_size, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.bias)
 
 

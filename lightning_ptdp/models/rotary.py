@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 __all__ = ["Rotary"]
 
@@ -21,12 +24,15 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_dim, self.base = head_dim, base
 
-    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Queries and keys (b, s, heads, d), rotated by ``position_ids`` (s), (1, s) or (b, s); None: 0 .. s-1."""
+    def forward(self, heads_bsnd: Tensor, position_ids: Tensor | None = None, *, turned: int) -> Tensor:
+        """Queries, keys and values (b, s, heads, d), of which the first ``turned`` are rotated by ``position_ids`` (s), (1, s) or (b, s);
+        None: 0 .. s-1. All in one new tensor, so that of what came in nothing has to be kept."""
         if position_ids is None:
-            position_ids = torch.arange(q_bsnd.size(1), device=q_bsnd.device)
-        cos, sin = (table.unsqueeze(-2).to(q_bsnd.dtype) for table in self.tables(position_ids))
-        return rotate(q_bsnd, cos, sin), rotate(k_bsnd, cos, sin)
+            position_ids = torch.arange(heads_bsnd.size(1), device=heads_bsnd.device)
+        cos, sin = (table.unsqueeze(-2).to(heads_bsnd.dtype) for table in self.tables(position_ids))
+        if torch.compiler.is_compiling():
+            return _composed(heads_bsnd, cos, sin, turned)
+        return _Turn.apply(heads_bsnd, cos, sin, turned)
 
     def tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (..., d/2), float32 whatever the model's dtype: bf16 cannot tell late positions apart."""
@@ -35,7 +41,34 @@ class Rotary(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (first half, second half) of channels."""
-    first, second = x_bsnd.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+class _Turn(torch.autograd.Function):
+    """Turned back in the backward, which needs the angles alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x_bsnd: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.turned = turned
+        return _turn(x_bsnd, cos, sin, turned)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin, ctx.turned), None, None, None
+
+
+def _turn(x_bsnd: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    """Each pair (first half, second half) of the channels of the first heads."""
+    result = torch.empty_like(x_bsnd)
+    (first, second), (to_first, to_second) = (tensor[:, :, :turned].chunk(2, dim=-1) for tensor in (x_bsnd, result))
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+    result[:, :, turned:] = x_bsnd[:, :, turned:]
+    return result
+
+
+def _composed(x_bsnd: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    """The same for a compiler, which writes its own loop and chooses by itself what to keep."""
+    first, second = x_bsnd[:, :, :turned].chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rotated, x_bsnd[:, :, turned:]), dim=2)

@@ -7,13 +7,11 @@ queries and of the keys, in elements::
 
     everywhere alike, 1/t with sequence parallelism     split over t anyway
     2 n h   inputs of the two norms                     n (q + 2 k)  queries, keys and values
-    2 n h   their outputs                               n (q + k)    rotated queries and keys (rotary positions only)
-    2 n h   masks of the two dropouts, 1 byte each      n q          output of the attention, and n a fp32 log-sum-exps
-                                                        2 n f        before and after GELU, or 4 n f: gate and up, SiLU, product
+    2 n h   their outputs                               n q          output of the attention, and n a fp32 log-sum-exps
+    2 n h   masks of the two dropouts, 1 byte each      2 n f        before and after GELU, or 3 n f: gate and up, their product
 
-It is what the kernels for CUDA keep, and with ``fused_rms_norm=False`` and ``dropout=0`` what torch keeps on a CPU: there RMSNorm is
-made of parts that keep its input and its normalized input in fp32, dropout keeps a mask of the activation's dtype, and attention with
-dropout keeps its scores.
+It is what the kernels for CUDA keep, and with ``dropout=0`` what our blocks keep on a CPU: there dropout keeps a mask of the activation's
+dtype, and attention with dropout keeps its scores.
 """
 
 from __future__ import annotations
@@ -50,15 +48,14 @@ class LayerActivations:
         return self.kept + self.cast_weights
 
 
-def layer_activations(job: Job, choice: Choice, *, fused_rms_norm: bool = True) -> LayerActivations:
+def layer_activations(job: Job, choice: Choice) -> LayerActivations:
     """What one layer keeps of one microbatch.
 
     Args:
         job: Model and precision.
         choice: Layout, microbatch and recomputation.
-        fused_rms_norm: RMSNorm is one kernel, which keeps its input and one number a token.
     """
-    everything = _everything(job, choice, fused_rms_norm)
+    everything = _everything(job, choice)
     cast = 0.0
     if job.precision.casts and choice.layout.tensor_parallel_size == 1:
         cast = matrix_elements(job.model, 1) * job.precision.compute
@@ -89,22 +86,18 @@ def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
     return logits * kept + norm, logits * (made + (width if made != width else 0))
 
 
-def _everything(job: Job, choice: Choice, fused_rms_norm: bool) -> float:
+def _everything(job: Job, choice: Choice) -> float:
     model, precision, t = job.model, job.precision, choice.layout.tensor_parallel_size
     tokens, h = choice.tokens(job), model.hidden_size
     (qkv, _), (_, q), _, (_, f) = layer_matrices(model, t)
 
-    norm_input, statistics = h * precision.residual, 2 * _STATISTIC
-    if model.norm == "rms":
-        norm_input, statistics = (norm_input if fused_rms_norm else 2 * h * 4), _STATISTIC
-    norm = norm_input + statistics + h * precision.compute
+    statistics = _STATISTIC * (1 if model.norm == "rms" else 2)
+    norm = h * precision.residual + statistics + h * precision.compute
     masks = 2 * h if model.dropout else 0
     alike = (2 * norm + masks) / (t if choice.layout.sequence_parallel else 1)
 
-    # The values are a view of the fused product, so that rotated queries and keys come on top of the whole of it.
-    attention = qkv + ((qkv + q) / 2 if model.position == "rope" else 0) + q
-    inner = 2 * f if model.mlp == "gelu" else 4 * f
-    split = (attention + inner) * precision.compute + model.num_heads // t * _LOG_SUM_EXP
+    inner = 2 * f if model.mlp == "gelu" else 3 * f
+    split = (qkv + q + inner) * precision.compute + model.num_heads // t * _LOG_SUM_EXP
     return tokens * (alike + split) + _rotary_tables(job, choice)
 
 
