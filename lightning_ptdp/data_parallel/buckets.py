@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -53,6 +53,12 @@ class Bucket:
     def reduction(self) -> Reduction:
         """How it is summed."""
         return self.entries[0].reduction
+
+    @cached_property
+    def next_begins(self) -> dict[int, int]:
+        """By where an entry ends, where the next one begins, or would."""
+        ends = {offset + entry.parameter.numel() for entry, offset in zip(self.entries, self.offsets, strict=True)}
+        return {end: _aligned(end) for end in ends}
 
     def mine(self) -> Tensor:
         """The part of the buffer that holds the sums after ``finish``."""
@@ -232,6 +238,23 @@ class GradientBuckets:
         """What there is of gradients, in few tensors."""
         return (bucket.buffer for bucket in self.buckets())
 
+    def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """The same elements in few flat tensors: neighbours in a buffer are one, with the zeros between them."""
+        homes = {bucket.buffer.untyped_storage().data_ptr(): bucket for bucket in self.buckets() if bucket.buffer.numel()}
+        homes.pop(0, None)  # where all of the meta device's are
+        inside: dict[int, list[tuple[int, int]]] = {}
+        found = []
+        for gradient in gradients:
+            home, first = gradient.untyped_storage().data_ptr(), int(gradient.storage_offset())
+            if home in homes and gradient.is_contiguous():
+                stop = first + gradient.numel()
+                inside.setdefault(home, []).append((first, homes[home].next_begins.get(stop, stop)))
+            else:
+                found.append(gradient)
+        for home, ranges in inside.items():
+            found += [homes[home].buffer[first:stop] for first, stop in _united(ranges)]
+        return found
+
     def buckets(self) -> Iterator[Bucket]:
         """All buckets, in backward order within each chunk."""
         return chain.from_iterable(self._buckets.values())
@@ -264,7 +287,7 @@ class GradientBuckets:
         return torch.float32 if self.widen and entry.parameter.dtype in HALF else entry.parameter.dtype
 
     def _allocate(self, entries: list[BucketEntry]) -> Bucket:
-        *offsets, total = accumulate((-(-e.parameter.numel() // _ALIGNMENT) * _ALIGNMENT for e in entries), initial=0)
+        *offsets, total = accumulate((_aligned(e.parameter.numel()) for e in entries), initial=0)
         multiple = _ALIGNMENT * entries[0].reduction.parts
         dtype, device = self._dtype(entries[0]), entries[0].parameter.device
         buffer = torch.zeros(-(-total // multiple) * multiple, dtype=dtype, device=device)
@@ -295,3 +318,18 @@ class GradientBuckets:
         if self.launched is not None:
             self.launched(bucket.entries[0].chunk, pending)
         self._beside.launch(pending, shares=bucket.reduction.outer.size == 1)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(first, stop), ascending, of ranges of which one may begin where another stops."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if found and found[-1][1] >= first:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((first, stop))
+    return found

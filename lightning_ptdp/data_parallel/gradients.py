@@ -206,7 +206,16 @@ class Gradients:
             if chosen is None or entry.value in chosen
             for part in entry.placed(record.sharding).counted(entry.value.grad)
         ]
-        return global_norm(counted, group=self._mesh.world if sharded else self._mesh.group("shards"), device=self._device)
+        return global_norm(
+            self._joined(counted), group=self._mesh.world if sharded else self._mesh.group("shards"), device=self._device
+        )
+
+    def clip(self, gradients: Iterable[Tensor], limit: float, *, norm: Tensor) -> None:
+        """Scale ``gradients``, whose 2-norm over all ranks is ``norm``, to ``limit`` if that is less."""
+        torch.nn.utils.clip_grads_with_norm_(map(_holder, self._joined(gradients)), limit, norm)
+
+    def _joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        return list(gradients) if self._kept is None else self._kept.joined(gradients)
 
     def _show(self) -> None:
         """Give the optimizer the gradients, which are complete, and what was left of those before."""
@@ -247,6 +256,13 @@ class Gradients:
         """Somebody is about to read the parameters: wait until those of the last step are here."""
         if self.stepped is not None:
             self.stepped.wait()
+
+
+def _holder(gradient: Tensor) -> Tensor:
+    """What torch can ask for its ``.grad``."""
+    holder = gradient.detach()
+    holder.grad = gradient
+    return holder
 
 
 def _gradients(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:

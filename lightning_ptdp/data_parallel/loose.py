@@ -5,7 +5,7 @@ Autograd then hands over the first microbatch's gradients as they are, where a b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -101,6 +101,10 @@ class LooseGradients:
     def local(self) -> Iterator[Tensor]:
         """What there is of gradients."""
         return (entry.parameter.grad for entry in self.entries if entry.parameter.grad is not None)
+
+    def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """Themselves: each is a tensor of its own."""
+        return list(gradients)
 
     def close(self) -> None:
         """Detach from the parameters."""

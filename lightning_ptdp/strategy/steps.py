@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -124,5 +123,5 @@ class ScheduledSteps(RunningStrategy):
     def _clip_by_norm(self, plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
         with self._during("gradient norm of step"):
             self.gradient_norm = self.engine.gradients.norm(optimizer)
-        parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm)
+        gradients = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
+        self.engine.gradients.clip(gradients, clip_val, norm=self.gradient_norm)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, Reduction, global_norm
 from lightning_ptdp.data_parallel.beside import Beside
@@ -173,6 +173,32 @@ def test_a_bucket_is_no_larger_than_asked_in_what_gradients_are_kept_in(widen: b
     parameters = [nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for _ in range(16)]
     buckets = GradientBuckets([BucketEntry(p, chunk=0) for p in parameters], bucket_bytes=1024, widen=widen)
     assert [bucket.buffer.nbytes for bucket in buckets.buckets()] == [1024] * (4 if widen else 2)
+
+
+def test_neighbours_in_a_bucket_are_clipped_as_one() -> None:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((5, 7), (3,), (64,), (2, 2))]
+    buckets = GradientBuckets([BucketEntry(p, chunk=0) for p in parameters])
+    buckets.install()
+    (bucket,) = buckets.buckets()
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.normal_()
+    foreign = torch.randn(4)
+    every = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    whole, other = sorted(buckets.joined([*every, foreign]), key=Tensor.numel, reverse=True)
+    assert other is foreign
+    assert whole.data_ptr() == bucket.buffer.data_ptr() and whole.numel() == bucket.buffer.numel()
+    assert len(buckets.joined(every[:1] + every[2:])) == 2, "what is left out is left out"
+    part = every[0][1:4]  # as of a matrix that other ranks hold too, in part
+    assert [x.tolist() for x in buckets.joined([part])] == [part.flatten().tolist()]
+    expected = nn.utils.get_total_norm(every)
+    assert float(global_norm(buckets.joined(every), group=Group(), device=torch.device("cpu"))) == pytest.approx(float(expected))
+
+
+def test_the_norm_of_millions_is_exact_to_the_sixth_digit() -> None:
+    gradient = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
+    found = global_norm([gradient], group=Group(), device=torch.device("cpu"))
+    assert float(found) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
 
 
 def test_what_a_wait_raises_is_raised_at_the_end() -> None:

@@ -54,6 +54,13 @@ def test_a_group_may_be_empty_and_frozen_parameters_are_left_out() -> None:
     assert decay_groups(linear.named_parameters(), 0.1)[0]["params"] == []
 
 
+def test_the_step_is_fused_where_torch_has_it_and_no_loss_scale_is_in_its_way() -> None:
+    linear = nn.Linear(2, 2)
+    assert build_adamw(linear, AdamWConfig()).defaults["fused"]
+    assert not build_adamw(linear, AdamWConfig(), scaled=True).defaults["fused"]
+    assert not build_adamw(nn.Linear(2, 2, device="meta"), AdamWConfig()).defaults["fused"]
+
+
 @pytest.mark.parametrize(
     ("step", "expected"),
     [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (35, 0.2 + 0.8 * 0.8535533906), (60, 0.6), (110, 0.2), (5000, 0.2)],
