@@ -3,6 +3,8 @@
 from lightning_ptdp.callbacks.gradient_norm import GradientNorm
 from lightning_ptdp.callbacks.init_from import InitFrom
 from lightning_ptdp.callbacks.layout_summary import LayoutSummary
+from lightning_ptdp.callbacks.learning_rate import LearningRate
+from lightning_ptdp.callbacks.log_datasets import LogDatasets
 from lightning_ptdp.callbacks.perplexity import TrainPerplexity
 from lightning_ptdp.callbacks.predictions import PredictionWriter
 from lightning_ptdp.callbacks.progress import StepProgress
@@ -17,6 +19,8 @@ __all__ = [
     "GradientNorm",
     "InitFrom",
     "LayoutSummary",
+    "LearningRate",
+    "LogDatasets",
     "PipelineTimeline",
     "PredictionWriter",
     "RunRecord",

@@ -25,6 +25,7 @@ class RunRecord:
         best_checkpoint: The best one by the monitored metric, "" if nothing is monitored.
         tracking_uri: MLflow store, "" if the run is not logged to MLflow.
         run_id: MLflow run.
+        url: Where a browser shows it.
         finished: Whether training ended well.
     """
 
@@ -34,6 +35,7 @@ class RunRecord:
     best_checkpoint: str = ""
     tracking_uri: str = ""
     run_id: str = ""
+    url: str = ""
     finished: bool = False
 
     def lines(self) -> list[str]:
@@ -44,8 +46,9 @@ class RunRecord:
         if self.best_checkpoint and self.best_checkpoint != self.checkpoint:
             found.append(f"best:        {self.best_checkpoint}")
         if self.run_id:
-            found.append(f"MLflow run:  {self.run_id}")
-            found.append(f"             mlflow ui --backend-store-uri {self.tracking_uri}")
+            found.append(f"MLflow run:  {self.url or self.run_id}")
+            if not self.tracking_uri.startswith("http"):
+                found.append(f"             after mlflow ui --backend-store-uri {self.tracking_uri}")
         return found
 
 
@@ -96,5 +99,6 @@ def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
         best_checkpoint=next((c.best_model_path for c in callbacks if c.monitor), ""),
         tracking_uri=str(tracked[0].tracking_uri) if tracked else "",
         run_id=str(tracked[0].run_id) if tracked else "",
+        url=str(getattr(tracked[0], "url", "")) if tracked else "",
         finished=finished,
     )

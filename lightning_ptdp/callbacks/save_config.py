@@ -1,9 +1,10 @@
-"""Keep the resolved configuration beside the run."""
+"""Keep the resolved configuration with the run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptdp.callbacks.folder import run_folder
@@ -12,7 +13,8 @@ __all__ = ["SaveResolvedConfig"]
 
 
 class SaveResolvedConfig(Callback):
-    """Write ``config.yaml`` into the run folder once, and as an artifact where the logger has artifacts.
+    """Write ``config.yaml`` into the run folder once; where the logger has artifacts, as an artifact too, and the Trainer's and the
+    strategy's keys as parameters, beside those of the module and the data, which Lightning logs.
 
     A run that is resumed in the same folder with another configuration writes ``config-1.yaml`` and so on; nothing is
     overwritten.
@@ -34,6 +36,22 @@ class SaveResolvedConfig(Callback):
         for logger in trainer.loggers:
             if hasattr(logger, "log_text"):
                 logger.log_text(self.text, path.name)
+                logger.log_hyperparams(_parameters(self.text))
+
+
+_OBJECTS = ("callbacks", "logger", "plugins", "profiler", "strategy")
+"""Keys of the Trainer that are no values."""
+
+
+def _parameters(text: str) -> dict[str, object]:
+    config = yaml.safe_load(text)
+    trainer = config.get("trainer") or {}
+    strategy = trainer.get("strategy")
+    return {
+        "seed_everything": config.get("seed_everything"),
+        "trainer": {key: value for key, value in trainer.items() if key not in _OBJECTS},
+        "strategy": strategy.get("init_args", strategy) if isinstance(strategy, dict) else strategy,
+    }
 
 
 def _unused(folder: Path, text: str) -> Path:

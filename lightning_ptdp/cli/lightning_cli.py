@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader
-from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
@@ -17,6 +17,8 @@ from lightning_ptdp.callbacks import (
     GradientNorm,
     InitFrom,
     LayoutSummary,
+    LearningRate,
+    LogDatasets,
     RunReport,
     SaveOnSignal,
     SaveResolvedConfig,
@@ -89,9 +91,6 @@ class PTDPCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             raise UserError(readable(str(error), ())) from error
-        if not self.trainer.loggers:
-            # The recipes have it, and it refuses to run without a logger.
-            self.trainer.callbacks = [one for one in self.trainer.callbacks if not isinstance(one, LearningRateMonitor)]
 
     def before_instantiate_classes(self) -> None:
         """The callbacks that every training gets, beside those of the configuration."""
@@ -101,6 +100,8 @@ class PTDPCLI(LightningCLI):
             self.trainer_defaults["callbacks"] = [
                 self.report,
                 LayoutSummary(),
+                LogDatasets(),
+                LearningRate(),
                 GradientNorm(),
                 TrainPerplexity(),
                 ValidateAtEnd(),

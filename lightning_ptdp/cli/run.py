@@ -21,6 +21,7 @@ from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.cli.resume import find_newest
 from lightning_ptdp.loggers import MLFlowLogger
+from lightning_ptdp.loggers.connection import keep_text
 from lightning_ptdp.loggers.store import check_writable_folder
 
 __all__ = ["run"]
@@ -77,6 +78,10 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
 
 
 def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
+    layout = getattr(cli.trainer.strategy, "layout", None)
+    for logger in cli.trainer.loggers:
+        if isinstance(logger, MLFlowLogger) and layout is not None:
+            logger.set_layout(layout.describe())
     with tempfile.TemporaryDirectory() as folder:
         cli.report.file = str(Path(folder) / "record.json")
         try:
@@ -138,6 +143,8 @@ def _sample(cli: PTDPCLI, record: RunRecord) -> None:
         print(f"no sample: {error}", flush=True)
         return
     print(f"\nsample (--sample.prompt {options.prompt!r}):\n{text}", flush=True)
+    if record.run_id:
+        keep_text(text, "sample.txt", tracking_uri=record.tracking_uri, run_id=record.run_id)
 
 
 def _tell_what_is_left(record: RunRecord | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
 from lightning_ptdp.data.errors import StoreError
-from lightning_ptdp.data.manifest import SplitName, verify_store
+from lightning_ptdp.data.manifest import Manifest, SplitName, verify_store
 from lightning_ptdp.data.prepare import check_prepare, prepare
 from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream import SampleStream, TokenStream
@@ -136,6 +136,12 @@ class TextDataModule(StreamDataModule):
                 f"data_dir={self.data_dir} has a vocabulary of {manifest.vocabulary_size}, not vocabulary_size={wanted}: use "
                 "that number, another folder, or overwrite (--overwrite)"
             )
+
+    def _places(self) -> list[str]:
+        return [str(self.data_dir)]
+
+    def _text(self) -> list[str]:
+        return Manifest.read(self.data_dir).corpus.source
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         return TokenStream(self.data_dir, split=split, sequence_length=self.sequence_length, max_samples=max_samples)

@@ -64,6 +64,9 @@ class IndexedDataModule(StreamDataModule):
             if prefix is not None and self.verify_tokens:
                 IndexedFile(prefix).check_tokens(self.vocabulary_size)
 
+    def _places(self) -> list[str]:
+        return [prefix for prefix in (self.data_prefix, self.validation_prefix) if prefix is not None]
+
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         apart = self.validation_prefix is not None
         return IndexedStream(

@@ -101,6 +101,9 @@ class MixtureDataModule(StreamDataModule):
                 f"{self.vocabulary_size}: use that number"
             )
 
+    def _places(self) -> list[str]:
+        return [corpus["data_dir"] for corpus in self.corpora]
+
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         streams = [TokenStream(corpus["data_dir"], split=split, sequence_length=self.sequence_length) for corpus in self.corpora]
         weights = [corpus["weight"] for corpus in self.corpora]

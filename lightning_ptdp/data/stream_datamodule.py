@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -13,6 +14,7 @@ from lightning_ptdp.data.batch_options import BatchOptions
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import SampleStream
+from lightning_ptdp.data_record import DatasetRecord
 from lightning_ptdp.option_types import Count, Size, check_arguments
 
 __all__ = ["StreamDataModule", "replica_of"]
@@ -93,6 +95,24 @@ class StreamDataModule(LightningDataModule):
         TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas)
         self._stream("validation")
 
+    def datasets(self) -> list[DatasetRecord]:
+        """What is trained and validated on."""
+        places = [str(Path(place).absolute()) for place in self._places()]
+        streams = {
+            "training": self._stream("train"),
+            "validation": self._stream("validation", max_samples=self.validation_samples),
+        }
+        return [
+            DatasetRecord(
+                name=" + ".join(Path(place).name for place in places),
+                context=context,
+                digest=stream.fingerprint,
+                source={"places": places, "text": self._text()},
+                profile={"samples": len(stream), "tokens": len(stream) * self.sequence_length},
+            )
+            for context, stream in streams.items()
+        ]
+
     def train_dataloader(self) -> TokenLoader:
         """Shuffled batches of this replica, from the checkpoint's position on.
 
@@ -142,6 +162,14 @@ class StreamDataModule(LightningDataModule):
             self._train.load_state_dict(state_dict)
         else:
             self._saved = dict(state_dict)
+
+    @abstractmethod
+    def _places(self) -> list[str]:
+        """Folders, or prefixes of files, of the data."""
+
+    def _text(self) -> list[str]:
+        """What they were made from, where that is known."""
+        return []
 
     @abstractmethod
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:

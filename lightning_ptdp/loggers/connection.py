@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning_ptdp.loggers.store import sqlite_path
 from lightning_ptdp.turns import one_at_a_time
 
-__all__ = ["LIMIT_S", "RunOptions", "connect", "quiet"]
+__all__ = ["LIMIT_S", "RunOptions", "connect", "keep_text", "quiet"]
 
 LIMIT_S = 30.0
 _CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow")
@@ -22,7 +23,13 @@ _CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pyt
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What Lightning's logger is told of a run; see ``MLFlowLogger``."""
+    """What Lightning's logger is told of a run; see ``MLFlowLogger``.
+
+    Attributes:
+        run_name: None: made of the experiment's name, the layout and the time. MLflow would make one up, from draws that a seed makes
+            the same in every run.
+        layout: As far as it is known.
+    """
 
     experiment_name: str
     tracking_uri: str
@@ -30,6 +37,7 @@ class RunOptions:
     tags: dict[str, object]
     artifact_location: str | None
     log_model: bool | str
+    layout: str = ""
 
 
 def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> LightningMLFlowLogger:
@@ -67,7 +75,11 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
 def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
     from mlflow.exceptions import MlflowException
 
-    inner = LightningMLFlowLogger(**asdict(options), run_id=run_id)
+    name = options.run_name or f"{options.experiment_name} {options.layout} {time.strftime('%Y-%m-%d %H:%M:%S')}".replace(
+        "  ", " "
+    )
+    given = {key: value for key, value in asdict(options).items() if key != "layout"}
+    inner = LightningMLFlowLogger(**{**given, "run_name": name}, run_id=run_id)
     try:
         client = inner.experiment
         if run_id is not None and (stage := client.get_run(run_id).info.lifecycle_stage) != "active":
@@ -77,6 +89,18 @@ def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
             raise
         raise ValueError(f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run") from error
     return inner
+
+
+def keep_text(text: str, artifact_file: str, *, tracking_uri: str, run_id: str) -> None:
+    """Store ``text`` with a run that has ended; a store that is away is a warning."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow import MlflowClient
+
+    try:
+        with quiet(*_CHATTY):
+            MlflowClient(tracking_uri).log_text(run_id, text, artifact_file)
+    except Exception as error:
+        warnings.warn(f"{artifact_file} is not kept with run {run_id} in {tracking_uri}: {error}", stacklevel=2)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
@@ -25,7 +25,10 @@ from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_ptdp.loggers.connection import LIMIT_S, RunOptions, connect, quiet
+from lightning_ptdp.data_record import DatasetRecord
+from lightning_ptdp.loggers.connection import LIMIT_S, RunOptions, connect
+from lightning_ptdp.loggers.datasets import as_input
+from lightning_ptdp.loggers.monitor import finish_monitor, start_monitor
 from lightning_ptdp.loggers.names import allowed_name, flat_parameters
 from lightning_ptdp.loggers.store import check_store, check_writable_folder
 from lightning_ptdp.loggers.unwritten import keep_metrics
@@ -41,7 +44,6 @@ __all__ = ["MLFlowLogger"]
 _PARAMS_PER_BATCH = 100
 _MAX_LISTED = 5
 _TOLD_TO_END = ("KeyboardInterrupt", "SIGTERMException", "Terminated")  # Lightning's has two namespaces; the command line's own
-_MONITOR = "mlflow.system_metrics.system_metrics_monitor"
 
 
 @dataclass
@@ -67,7 +69,7 @@ class MLFlowLogger(Logger):
 
     Args:
         experiment_name: Groups runs.
-        run_name: Shown in MLflow's list of runs; None: MLflow makes one up.
+        run_name: Shown in MLflow's list of runs; None: the experiment's name and the time (``ptdp fit``: recipe, layout and time).
         save_dir: Folder of the database, of artifacts and of the checkpoints.
         tracking_uri: Store or server; None: ``sqlite:///<save_dir>/mlflow.db``.
         tags: Set on the run.
@@ -111,6 +113,7 @@ class MLFlowLogger(Logger):
         )
         self._log_system_metrics = log_system_metrics
         self._run: _Run | None = None
+        self._epoch = 0.0
 
     @property
     def tracking_uri(self) -> str:
@@ -138,6 +141,18 @@ class MLFlowLogger(Logger):
         if rank_zero_only.rank == 0:
             self._open()
         return self._run_id
+
+    @property
+    def url(self) -> str:
+        """Where a browser shows the run, in MLflow's view for training: on the server, or on that of ``mlflow ui`` where the store is a
+        file. Global rank 0 only."""
+        server = self.tracking_uri if self.tracking_uri.startswith("http") else "http://127.0.0.1:5000"
+        page = f"experiments/{self._open().inner.experiment_id}/runs/{self.run_id}"
+        return f"{server.rstrip('/')}/#/{page}?workflowType=machine_learning"
+
+    def set_layout(self, layout: str) -> None:
+        """A run that is not given a name has the layout in it, if this comes before the run."""
+        self._options = replace(self._options, layout=layout)
 
     @property
     @rank_zero_experiment
@@ -174,6 +189,10 @@ class MLFlowLogger(Logger):
         now_ms = int(time.time() * 1000)
         prefix = f"{self._prefix}-" if self._prefix else ""
         for name, value in metrics.items():
+            if name == "epoch":  # Lightning's, beside every metric
+                if value == self._epoch:
+                    continue
+                self._epoch = value
             writer.put(Metric(allowed_name(f"{prefix}{name}"), float(value), now_ms, step or 0))
 
     @rank_zero_only
@@ -209,6 +228,12 @@ class MLFlowLogger(Logger):
         self._open().writer.later(lambda: client.log_text(run_id, text, artifact_file), limit_s=LIMIT_S)
 
     @rank_zero_only
+    def log_dataset(self, dataset: DatasetRecord) -> None:
+        """Note what a run reads, as MLflow's pages show datasets."""
+        client, run_id = self.experiment, self.run_id
+        self._open().writer.later(lambda: client.log_inputs(run_id, datasets=[as_input(dataset)]), limit_s=LIMIT_S)
+
+    @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         """Copy the checkpoint to the artifacts if ``log_model`` asks for it; where that fails there is a warning, and training goes on."""
         if self._options.log_model:
@@ -237,7 +262,7 @@ class MLFlowLogger(Logger):
             ended = "KILLED" if _told_to_end(sys.exc_info()[1]) else "failed"
         if run.monitor is not None:
             # In the thread: it asks the store, which may not answer.
-            run.writer.later(partial(_finish, run.monitor), limit_s=0.0)
+            run.writer.later(partial(finish_monitor, run.monitor), limit_s=0.0)
             run.monitor = None
         try:
             run.writer.run(lambda: run.inner.finalize(ended), limit_s=LIMIT_S)
@@ -259,7 +284,7 @@ class MLFlowLogger(Logger):
             run = self._run = _Run(
                 inner=inner,
                 writer=BackgroundWriter(lambda metrics: inner.experiment.log_batch(inner.run_id, metrics=metrics)),
-                monitor=_start_monitor(inner.run_id, self.tracking_uri) if self._log_system_metrics else None,
+                monitor=start_monitor(inner.run_id, self.tracking_uri) if self._log_system_metrics else None,
             )
             if multiprocessing.parent_process() is not None:
                 # A worker that fails ends without Lightning's finalize, and without Python's atexit.
@@ -282,18 +307,3 @@ def _told_to_end(error: BaseException | None) -> bool:
             return True
         error = error.__context__
     return False
-
-
-def _start_monitor(run_id: str | None, tracking_uri: str) -> SystemMetricsMonitor:
-    """MLflow's thread that logs what the machine does; a run that goes on counts its samples on."""
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-    with quiet(_MONITOR):
-        monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=tracking_uri)
-        monitor.start()
-    return monitor
-
-
-def _finish(monitor: SystemMetricsMonitor) -> None:
-    with quiet(_MONITOR):
-        monitor.finish()

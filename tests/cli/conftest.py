@@ -56,7 +56,6 @@ def tiny(corpus: Path, data_dir: Path, folder: Path) -> str:
             },
             "callbacks": [
                 {"class_path": "ModelCheckpoint", "init_args": {"save_last": True, "monitor": "val_loss"}},
-                {"class_path": "LearningRateMonitor"},
             ],
         },
         "model": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import zipfile
@@ -21,7 +22,7 @@ from tests.processes import session
 Run = Callable[..., tuple[int, str, str]]
 
 LOGGED = {
-    "train_loss", "train_perplexity", "val_loss", "val_perplexity", "grad_norm", "lr-AdamW/pg1", "tokens_per_s", "samples_per_s",
+    "train_loss", "train_perplexity", "val_loss", "val_perplexity", "grad_norm", "learning_rate", "tokens_per_s", "samples_per_s",
     "model_tflops_per_s",
 }  # fmt: skip
 
@@ -46,7 +47,7 @@ def test_fit_then_validate_then_generate(ptdp: Run, config: str, tmp_path: Path,
     assert "sample (--sample.prompt 'the stage'):\nthe stage" in out
     if not layout:  # pytest sees what this process prints, not what its children do
         assert f"checkpoint:  {checkpoint}" in out
-        assert f"MLflow run:  {run.name}" in out
+        assert re.search(rf"MLflow run:  http://\S+/#/experiments/\d+/runs/{run.name}\?", out)
 
     tracked = mlflow_run(tmp_path, run.name)
     assert tracked.info.status == "FINISHED"
@@ -55,7 +56,9 @@ def test_fit_then_validate_then_generate(ptdp: Run, config: str, tmp_path: Path,
     assert tracked.data.tags["checkpoint"] == str(checkpoint)
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 4
     artifacts = {path.name for path in Path(tracked.info.artifact_uri.removeprefix("file://")).iterdir()}
-    assert "config.yaml" in artifacts
+    assert artifacts >= {"config.yaml", "sample.txt"}
+    assert [entry.dataset.name for entry in tracked.inputs.dataset_inputs] == ["data"] * 2
+    assert (tracked.data.params["trainer.max_steps"], tracked.info.run_name[:5]) == ("4", "tiny ")
     if layout:
         assert tracked.data.tags["layout"] == "t2 p2 v2 d1"
         assert "layout.txt" in artifacts

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import signal
 import sqlite3
@@ -23,6 +24,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_ptdp.data_record import DatasetRecord
 from lightning_ptdp.loggers import MLFlowLogger, mlflow
 from lightning_ptdp.loggers.writer import BackgroundWriter
 from lightning_ptdp.models import GPTConfig
@@ -84,12 +86,45 @@ def test_everything_is_flushed(save_dir: Path) -> None:
 
 def test_parameters_of_any_shape_and_length(save_dir: Path) -> None:
     logger = MLFlowLogger(save_dir=str(save_dir))
-    logger.log_hyperparams({"config": GPTConfig(num_layers=3), "list[0]": [1, 2], "long": "x" * 7000, "none": None})
+    logger.log_hyperparams(
+        {"config": GPTConfig(num_layers=3), "list[0]": [1, 2], "long": "x" * 7000, "none": None, "_instantiator": "x"}
+    )
     parameters = client_of(logger).get_run(logger.run_id).data.params
     assert parameters["config.num_layers"] == "3"
     assert parameters["list_0_"] == "[1, 2]"
     assert len(parameters["long"]) == 500
-    assert parameters["none"] == "None"
+    assert not parameters.keys() & {"none", "_instantiator"}
+
+
+def test_a_run_says_which_and_when_it_is(save_dir: Path) -> None:
+    named, unnamed = MLFlowLogger(save_dir=str(save_dir), run_name="mine"), MLFlowLogger(save_dir=str(save_dir))
+    for logger in (named, unnamed):
+        logger.set_layout("t2 p2 v1 d1")
+    client, run = client_of(unnamed), client_of(unnamed).get_run(unnamed.run_id)
+    assert re.fullmatch(r"lightning-ptdp t2 p2 v1 d1 \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", run.info.run_name)
+    assert client.get_run(named.run_id).info.run_name == "mine"
+    page = f"experiments/{run.info.experiment_id}/runs/{unnamed.run_id}?workflowType=machine_learning"
+    assert unnamed.url == f"http://127.0.0.1:5000/#/{page}"
+
+
+def test_an_epoch_is_logged_when_it_changes(save_dir: Path) -> None:
+    logger = MLFlowLogger(save_dir=str(save_dir))
+    for step, epoch in enumerate([0.0, 0.0, 1.0, 1.0, 2.0]):
+        logger.log_metrics({"loss": 1.0, "epoch": epoch}, step)
+    logger.finalize("success")
+    assert history(logger, "epoch") == [(2, 1.0), (4, 2.0)]
+
+
+def test_the_data_of_a_run(save_dir: Path) -> None:
+    record = DatasetRecord(name="web", context="training", digest="f" * 64, source={"places": ["/web"]}, profile={"tokens": 7})
+    logger = MLFlowLogger(save_dir=str(save_dir))
+    logger.log_dataset(record)
+    logger.finalize("success")
+    (found,) = client_of(logger).get_run(logger.run_id).inputs.dataset_inputs
+    assert (found.dataset.name, found.dataset.digest) == ("web", "f" * 36)
+    assert json.loads(found.dataset.source) == record.source
+    assert json.loads(found.dataset.profile) == record.profile
+    assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
 def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:

@@ -1,0 +1,22 @@
+"""What a run reads, kept with it."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+__all__ = ["LogDatasets"]
+
+
+class LogDatasets(Callback):
+    """Tell loggers that know datasets (``MLFlowLogger.log_dataset``) which data are trained and validated on: name, source, hash, samples
+    and tokens of every split, if the data module can say so (``datasets()``, as those of ``lightning_ptdp.data`` can)."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell them, on global rank 0."""
+        describe = getattr(getattr(trainer, "datamodule", None), "datasets", None)
+        loggers = [logger for logger in trainer.loggers if hasattr(logger, "log_dataset")]
+        if describe is None or not loggers or not trainer.is_global_zero:
+            return
+        for dataset in describe():
+            for logger in loggers:
+                logger.log_dataset(dataset)

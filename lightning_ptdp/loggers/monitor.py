@@ -1,0 +1,30 @@
+"""MLflow's own thread that logs what the machine does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_ptdp.loggers.connection import quiet
+
+if TYPE_CHECKING:  # imported when it is used
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+__all__ = ["finish_monitor", "start_monitor"]
+
+_MONITOR = "mlflow.system_metrics.system_metrics_monitor"
+
+
+def start_monitor(run_id: str | None, tracking_uri: str) -> SystemMetricsMonitor:
+    """Begin; a run that goes on counts its samples on."""
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    with quiet(_MONITOR):
+        monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=tracking_uri)
+        monitor.start()
+    return monitor
+
+
+def finish_monitor(monitor: SystemMetricsMonitor) -> None:
+    """End it, quietly."""
+    with quiet(_MONITOR):
+        monitor.finish()
