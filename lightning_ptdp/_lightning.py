@@ -175,12 +175,19 @@ def replace_signal_handlers(
     trainer: Trainer, *, sigterm: Callable[[int, FrameType | None], None] | None, register: Callable[[], None]
 ) -> None:
     """Have ``trainer`` call ``register`` where it registers its handlers, which it does after the strategy's ``setup``, and use ``sigterm``
-    for its own notifier of SIGTERM (None: that one)."""
+    for its own notifier of SIGTERM (None: that one). Ranks then need not tell each other before every batch and wait for it."""
     connector = trainer._signal_connector
     assert hasattr(connector, "_sigterm_notifier_fn") and hasattr(connector, "register_signal_handlers")
     connector.register_signal_handlers = register
     if sigterm is not None:
         connector._sigterm_notifier_fn = sigterm
+        vars(trainer.fit_loop.epoch_loop)[_TELLS_OF_SIGTERM] = _nothing
+
+
+_TELLS_OF_SIGTERM = "_broadcast_sigterm_tensor"
+
+
+def _nothing() -> None: ...
 
 
 def register_signal_handlers(trainer: Trainer) -> None:

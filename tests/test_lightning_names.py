@@ -28,6 +28,12 @@ def test_names_exist_and_take_what_we_pass(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
+def test_loops_tell_of_sigterm_where_we_silence_them(namespace: str) -> None:
+    loop = importlib.import_module(f"{namespace}.loops.training_epoch_loop")._TrainingEpochLoop
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
 def test_validation_by_the_clock_is_decided_by_what_we_set(namespace: str) -> None:
     loop = importlib.import_module(f"{namespace}.loops.training_epoch_loop")
     text = inspect.getsource(loop._TrainingEpochLoop._should_check_val_fx)

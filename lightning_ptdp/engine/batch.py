@@ -77,6 +77,7 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     total = sum(weights)
     dtype = values[0].dtype if values[0].is_floating_point() else torch.float32
     stacked = torch.stack([v.detach().to(torch.float64) for v in values])
-    scale = torch.tensor([w / total if total else 1 / len(values) for w in weights], dtype=torch.float64, device=stacked.device)
+    scale = torch.tensor([w / total if total else 1 / len(values) for w in weights], dtype=torch.float64)
+    scale = scale.to(stacked.device, non_blocking=True)
     # A microbatch without a single counted token weighs nothing, whatever its value (its mean may be 0/0).
     return torch.where(scale > 0, stacked * scale, torch.zeros_like(stacked)).sum().to(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,70 +11,94 @@ from torch import Tensor
 
 from lightning_ptdp._torch import all_gather_single
 from lightning_ptdp.context_parallel import ContextParallelError, gather_sequence
-from lightning_ptdp.engine.report import LogCall, StepReport, numbers_of, reduce_values
+from lightning_ptdp.engine.report import StepReport, numbers_on, reduce_values
 from lightning_ptdp.nested import Nested, map_tensors
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["merge_reports", "whole_outputs"]
+__all__ = ["PartReports", "whole_outputs"]
 
 
-def merge_reports(report: StepReport, *, weight: float, group: Group, device: torch.device) -> list[float]:
-    """Make the loss and the logged values of this rank's slice those of the whole sequence, in place; collective.
+_CAPACITY = 64  # numbers that are gathered without asking who logs how many
+
+
+class PartReports:
+    """Makes the loss and the logged values of this rank's slice those of the whole sequence, in place, on the device; collective.
 
     Args:
         report: Of this rank. Losses that count their tokens are left alone: they are summed with the replicas'.
-        weight: This rank's share in its logged values: its tokens, or what stands for them.
+        weight: This rank's share in its logged values, (): its tokens, or what stands for them.
         group: The context group.
         device: Where collectives take their tensors.
 
-    Returns:
-        The ranks' weights.
-
-    Raises:
-        ContextParallelError: The ranks logged different names.
+    Attributes:
+        numbers: (n) float64, to be read and given to ``read``.
     """
-    names = "\n".join(call.name for call in report.calls)
-    heads = _gather([float(zlib.crc32(names.encode())), report.loss, weight], group, device)
-    if any(head[0] != heads[0][0] for head in heads):
-        raise ContextParallelError(
-            f"self.log was called with different names on different context ranks (on rank {group.rank} of the group: "
-            f"{names.split()}); what a step logs may not depend on which part of the sequence it sees"
-        )
-    if not report.counted:
-        report.loss = sum(head[1] for head in heads) / group.size
-    calls, weights = report.calls, [head[2] for head in heads]
-    if calls:
-        sizes = [float(call.options.get("batch_size") or 0) for call in calls]
-        columns = list(zip(*_gather(numbers_of(calls) + sizes, group, device), strict=True))
-        of_calls = zip(calls, columns[: len(calls)], columns[len(calls) :], strict=True)
-        report.calls = [_merged(call, values, sizes, weights) for call, values, sizes in of_calls]
-    return weights
+
+    def __init__(self, report: StepReport, *, weight: Tensor, group: Group, device: torch.device) -> None:
+        self._group, calls = group, report.calls
+        self._names = "\n".join(call.name for call in calls)
+        sizes = [call.options.get("batch_size") or 0 for call in calls]
+        numbers = [zlib.crc32(self._names.encode()), report.loss, weight, *(call.value for call in calls), *sizes]
+        own = numbers_on(device, numbers)
+        # A rank that logs other names must find others in the same collective.
+        everyone = _gather(torch.nn.functional.pad(own[:_CAPACITY], (0, max(0, _CAPACITY - len(own)))), group)
+        if len(own) > _CAPACITY:
+            self._check(everyone[:, 0].tolist())
+            everyone = torch.cat([everyone, _gather(own[_CAPACITY:], group)], 1)
+        values, places = everyone[:, 3 : 3 + len(calls)], range(len(calls))
+        if not report.counted:
+            report.loss = everyone[:, 1].mean()
+        of_ranks = everyone[:, 2]
+        report.calls = [
+            call if call.value is None else replace(call, value=reduce_values(values[:, i], of_ranks, call.reduction))
+            for i, call in zip(places, calls, strict=True)
+        ]
+        totals = everyone[:, 3 + len(calls) : len(own)].sum(0)
+        self.numbers = torch.cat([everyone[:, 0], of_ranks, totals])
+
+    def read(self, report: StepReport, numbers: Sequence[float]) -> list[float]:
+        """Tell ``report`` what was read; returns the ranks' weights.
+
+        Raises:
+            ContextParallelError: The ranks logged different names.
+        """
+        size = self._group.size
+        names, weights, totals = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+        self._check(names)
+        report.calls = [
+            call if call.options.get("batch_size") is None else replace(call, options={**call.options, "batch_size": int(total)})
+            for call, total in zip(report.calls, totals, strict=True)
+        ]
+        return list(weights)
+
+    def _check(self, names: Sequence[float]) -> None:
+        if any(name != names[0] for name in names):
+            raise ContextParallelError(
+                f"self.log was called with different names on different context ranks (on rank {self._group.rank} of the group: "
+                f"{self._names.split()}); what a step logs may not depend on which part of the sequence it sees"
+            )
 
 
-def _merged(call: LogCall, values: Sequence[float], sizes: Sequence[float], weights: Sequence[float]) -> LogCall:
-    sized = {} if call.options.get("batch_size") is None else {"batch_size": int(sum(sizes))}
-    value = None if call.value is None else reduce_values(values, weights, call.reduction)
-    return replace(call, value=value, options={**call.options, **sized})
-
-
-def _gather(values: Sequence[float], group: Group, device: torch.device) -> list[list[float]]:
-    own = torch.tensor(values, dtype=torch.float64, device=device)
+def _gather(own: Tensor, group: Group) -> Tensor:
+    """Everyone's numbers, (n) -> (c, n)."""
     everyone = own.new_empty((group.size * own.numel(),))
-    all_gather_single(everyone, own, group.handle)
-    rows: list[list[float]] = everyone.view(group.size, -1).tolist()
-    return rows
+    all_gather_single(everyone, own.contiguous(), group.handle)
+    return everyone.view(group.size, -1)
 
 
-def whole_outputs(outputs: Nested, *, length: int, weights: Sequence[float], group: Group, device: torch.device) -> Nested:
+def whole_outputs(
+    outputs: Nested, *, length: int, weights: Sequence[float], tokens: float | None, group: Group, device: torch.device
+) -> Nested:
     """A step's outputs for the whole sequence; collective.
 
-    Tensors (b, s/c, ...) are put together along time. Floating-point scalars are averaged by the ranks' weights, ``num_tokens`` is
-    summed. Whatever else is a tensor must be equal on all ranks.
+    Tensors (b, s/c, ...) are put together along time. Floating-point scalars are averaged by the ranks' weights. Whatever else is a
+    tensor must be equal on all ranks.
 
     Args:
         outputs: Nested mappings and sequences of this rank.
         length: s, tokens of the whole sequence.
         weights: The ranks' shares in averages.
+        tokens: What ``num_tokens`` is for the whole sequence, if the step counts them.
         group: The context group.
         device: Where collectives take their tensors.
 
@@ -82,18 +106,16 @@ def whole_outputs(outputs: Nested, *, length: int, weights: Sequence[float], gro
         ContextParallelError: A tensor is neither, so that nothing can be said about the whole sequence.
     """
 
-    def scalar(tensor: Tensor, how: Callable[[Sequence[float]], float]) -> Tensor:
-        return tensor.new_tensor(how([row[0] for row in _gather([float(tensor)], group, device)]))
+    of_ranks = numbers_on(device, weights)
 
     def whole(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 and tensor.is_floating_point():
-            return scalar(tensor, lambda values: reduce_values(values, weights, "mean"))
+            values = _gather(numbers_on(device, [tensor]), group)[:, 0]
+            return reduce_values(values, of_ranks, "mean").to(tensor.device, tensor.dtype, non_blocking=tensor.is_cuda)
         if tensor.dim() > 1 and tensor.size(1) == length // group.size:
             return gather_sequence(tensor.to(device), 1, group=group).to(tensor.device)
-        rows = _gather(
-            [float(zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()))], group, device
-        )
-        if any(row != rows[0] for row in rows):
+        content = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if len(set(_gather(numbers_on(device, [content]), group)[:, 0].tolist())) > 1:
             raise ContextParallelError(
                 f"an output {tuple(tensor.shape)} of the step differs between context ranks, and nothing says how to put it together: "
                 "return tensors (batch, sequence, ...), which are joined along time, or scalars, which are averaged; sums over the "
@@ -101,8 +123,7 @@ def whole_outputs(outputs: Nested, *, length: int, weights: Sequence[float], gro
             )
         return tensor
 
-    if isinstance(outputs, dict) and "num_tokens" in outputs:
-        tokens = torch.as_tensor(outputs["num_tokens"])
+    if isinstance(outputs, dict) and "num_tokens" in outputs and tokens is not None:
         rest = map_tensors({key: value for key, value in outputs.items() if key != "num_tokens"}, whole)
-        return {**rest, "num_tokens": scalar(tokens, sum)}
+        return {**rest, "num_tokens": torch.tensor(tokens).to(device, torch.int64, non_blocking=True)}
     return map_tensors(outputs, whole)

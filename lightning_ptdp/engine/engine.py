@@ -150,7 +150,9 @@ class Engine:
 
     # ---- training -----------------------------------------------------------------------------------------------------
 
-    def training_step(self, context: MakesContext, args: Sequence[Nested], *, clears: bool, loss_scale: float = 1.0) -> Nested:
+    def training_step(
+        self, context: MakesContext, args: Sequence[Nested], *, clears: bool, loss_scale: Tensor | float = 1.0
+    ) -> Nested:
         """One batch of one replica.
 
         Args:
@@ -167,7 +169,7 @@ class Engine:
             return self._scheduled_training_step(context, args, loss_scale)
         return self._straight_step("training_step", context, args)
 
-    def _scheduled_training_step(self, context: MakesContext, args: Sequence[Nested], loss_scale: float) -> Nested:
+    def _scheduled_training_step(self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float) -> Nested:
         buckets, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
         job = self._job(
             "training_step",
@@ -191,7 +193,7 @@ class Engine:
 
     def _training_output(self, report: StepReport) -> Nested:
         mean = report.loss / report.weight if report.weight else 0.0
-        loss = torch.tensor(mean, dtype=torch.float32, device=self._device)
+        loss = torch.tensor(mean, dtype=torch.float32).to(self._device, non_blocking=True)
         if not report.counted and report.extras is None:
             return loss
         counted = {"num_tokens": torch.tensor(report.weight).to(torch.int64)} if report.counted else {}
@@ -243,16 +245,18 @@ class Engine:
         self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
         pipeline, last, own = self._mesh.group("pipeline"), self._mesh.layout.last_stage_rank, None
         if pipeline.rank == last:
-            own = job.report()
-            if own.counted and self._weighs(hook):
-                weight = torch.tensor(own.weight, dtype=torch.float64, device=self._device)
-                sums = weigh_over_replicas(own.calls, weight, own.loss, group=self._mesh.group("replica_sum"))
-                own.weight, own.loss = sums.tolist()
+            own = job.report(self._weigh if self._weighs(hook) else None)
         report = share_report(own, group=pipeline, source=last, memory=self._memory, device=self._device)
         if own is None:
             apply_changes(self._module, report.changes)
         replay(report.calls, self._module)
         return report
+
+    def _weigh(self, report: StepReport) -> None:
+        """Make the numbers of this replica those of all."""
+        assert isinstance(report.weight, Tensor)
+        group = self._mesh.group("replica_sum")
+        report.weight, report.loss = weigh_over_replicas(report.calls, report.weight, report.loss, group=group)
 
     def _weighs(self, hook: str) -> bool:
         """Whether the replicas agree on what they log in a step, by their tokens."""

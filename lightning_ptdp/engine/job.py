@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.data_parallel import GradientBuckets
 from lightning_ptdp.engine.batch import merge_outputs, signature
-from lightning_ptdp.engine.context_report import merge_reports, whole_outputs
+from lightning_ptdp.engine.context_report import PartReports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
-from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, read_numbers
+from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.nested import Nested, map_tensors
 from lightning_ptdp.random import derive_seed, seeded
@@ -94,7 +94,7 @@ class LightningJob:
     owners: Sequence[Owner]
     buckets: GradientBuckets | None = None
     scale: float = 1.0
-    loss_scale: float = 1.0
+    loss_scale: Tensor | float = 1.0
     reduces: bool = False
     may_skip: bool = False
     losses: list[Tensor] = field(default_factory=list, init=False)
@@ -199,27 +199,47 @@ class LightningJob:
         if self.reduces and self.buckets is not None:
             self.buckets.reduce(stage)
 
-    def report(self) -> StepReport:
-        """What the last stage has to say, after all microbatches have run."""
-        counted, cut = all(tokens is not None for tokens in self._tokens), self._part is not None
-        logged = [call.value for calls in self._calls for call in calls]
-        weights, parts, losses, numbers = read_numbers(
-            self._tokens if counted else self.sizes, self._shares if cut else (), self.losses, logged
-        )
-        shares = weights if counted or not cut else [w * part for w, part in zip(weights, parts, strict=True)]
-        calls = average_calls(self._calls, numbers, shares, metric_path=self._metric_path, counted=counted or cut)
-        report = StepReport(weight=sum(weights), counted=counted, calls=calls)
+    def report(self, weigh: Callable[[StepReport], None] | None = None) -> StepReport:
+        """What the last stage has to say, after all microbatches have run; waits for the device, once.
+
+        Args:
+            weigh: Makes the numbers of a report that counts its tokens those of all replicas.
+        """
+        counted, part = all(tokens is not None for tokens in self._tokens), self._part
+        weights = numbers_on(self.device, self._tokens if counted else self.sizes)
+        shares = weights if counted or part is None else weights * numbers_on(self.device, self._shares)
+        logged = numbers_on(self.device, [call.value for calls in self._calls for call in calls])
+        calls = average_calls(self._calls, logged, shares, metric_path=self._metric_path, counted=counted or part is not None)
+        report = StepReport(weight=weights.sum(), counted=counted, calls=calls)
         self.metrics.settle()
         if self.training and not self.skipped:
-            report.loss = sum(loss * w for loss, w in zip(losses, weights, strict=True) if w)
-        report.extras = self._extras(shares)
-        if self._part is not None:  # what the parts of the microbatches say together; collective over the ranks that have them
-            part, group = self._part, self._part.group
-            weights = merge_reports(report, weight=sum(shares), group=group, device=self.device)
-            report.extras = whole_outputs(report.extras, length=part.length, weights=weights, group=group, device=self.device)
+            losses = numbers_on(self.device, self.losses)
+            report.loss = torch.where(weights != 0, losses * weights, 0.0).sum()
+        parts = None if part is None else PartReports(report, weight=shares.sum(), group=part.group, device=self.device)
+        if counted and weigh is not None:
+            weigh(report)
+        of_microbatches, of_parts = self._read(report, shares, parts)
+        report.extras = self._extras(of_microbatches)
+        if part is not None:
+            tokens = sum(of_parts) if counted else None
+            report.extras = whole_outputs(
+                report.extras, length=part.length, weights=of_parts, tokens=tokens, group=part.group, device=self.device
+            )
         if self._before is not None:
             report.changes = self._before.changes()
         return report
+
+    def _read(self, report: StepReport, shares: Tensor, parts: PartReports | None) -> tuple[list[float], list[float]]:
+        """Wait for the report's numbers, in place; the weights of the microbatches, and of the ranks that saw other parts of them."""
+        own = numbers_on(self.device, [report.loss, report.weight, *(call.value for call in report.calls)])
+        (loss, weight, *values), of_microbatches, of_parts = read_numbers(
+            own, shares, own[:0] if parts is None else parts.numbers
+        )
+        report.loss, report.weight = loss, weight
+        report.calls = [
+            replace(call, value=value) if call.metric is None else call for call, value in zip(report.calls, values, strict=True)
+        ]
+        return of_microbatches, [] if parts is None else parts.read(report, of_parts)
 
     def _extras(self, weights: Sequence[float]) -> Nested:
         outputs = self._outputs
@@ -231,7 +251,7 @@ class LightningJob:
                 return None
         merged = merge_outputs(outputs, self.sizes, weights)
         if isinstance(merged, Mapping) and "num_tokens" in merged and len(outputs) > 1:
-            merged = {**merged, "num_tokens": torch.tensor(sum(weights)).to(torch.int64)}
+            merged = {**merged, "num_tokens": torch.tensor(sum(weights)).to(self.device, torch.int64, non_blocking=True)}
         return merged
 
     def _metric_path(self, metric: object) -> str:

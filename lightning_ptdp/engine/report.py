@@ -2,15 +2,15 @@
 
 The last stage records the calls of every microbatch; afterwards they are put together over the microbatches, sent to the other stages
 (sharing.py) and replayed everywhere, so that loggers, the progress bar, ModelCheckpoint and EarlyStopping see the same on all ranks.
+Whoever reads a value waits for the device: all is computed there, and read in one go at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import islice
 from numbers import Number, Real
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,14 +26,14 @@ __all__ = [
     "LogRecorder",
     "StepReport",
     "average_calls",
-    "numbers_of",
+    "numbers_on",
     "read_numbers",
     "reduce_values",
     "replay",
     "weigh_over_replicas",
 ]
 
-_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "sum": sum, "min": min, "max": max}
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LogCall:
 
 @dataclass
 class StepReport:
-    """Everything that the last stage says about a step.
+    """Everything that the last stage says about a step. Numbers are tensors () of float64 on the device until they are read.
 
     Attributes:
         loss: Sum over microbatches of weight times loss.
@@ -77,8 +77,8 @@ class StepReport:
         changes: What the step left on the module.
     """
 
-    loss: float = 0.0
-    weight: float = 0.0
+    loss: Tensor | float = 0.0
+    weight: Tensor | float = 0.0
     counted: bool = False
     calls: list[LogCall] = field(default_factory=list)
     extras: Any = None
@@ -121,13 +121,18 @@ class LogRecorder:
 def replay(calls: Sequence[LogCall], module: LightningModule) -> None:
     """Hand the calls to Lightning."""
     for call in calls:
-        module.log(call.name, call.value if call.metric is None else module.get_submodule(call.metric), **call.options)
+        value = call.value if call.metric is None else module.get_submodule(call.metric)
+        if isinstance(value, float):
+            # Stays here, where whoever looks at it need not wait, if Lightning does not share it.
+            device = module.device if call.options.get("sync_dist") else "cpu"
+            value = torch.tensor(value).to(device, non_blocking=True)
+        module.log(call.name, value, **call.options)
 
 
 def average_calls(
     recorded: Sequence[Sequence[LogCall]],
-    numbers: Sequence[float],
-    weights: Sequence[float],
+    numbers: Tensor,
+    weights: Tensor,
     *,
     metric_path: Callable[[object], str],
     counted: bool = False,
@@ -137,8 +142,8 @@ def average_calls(
 
     Args:
         recorded: Calls of every microbatch, in order.
-        numbers: What they log, one microbatch after the other; anything for a metric.
-        weights: Weight of every microbatch.
+        numbers: What they log, one microbatch after the other, (m * calls) float64; anything for a metric.
+        weights: Weight of every microbatch, (m) float64.
         metric_path: Attribute path of a Metric object on the module.
         counted: Whether the weights are token counts; a call's own ``batch_size`` then does not weight its microbatches.
 
@@ -156,7 +161,7 @@ def average_calls(
         own = [call.options.get("batch_size") for call in calls]
         if all(size is not None for size in own):
             options = {**options, "batch_size": sum(own)}
-            shares = weights if counted else own
+            shares = weights if counted else numbers_on(numbers.device, own)
         if is_metric(first.value):
             merged.append(LogCall(first.name, None, options, metric_path(first.value)))
             continue
@@ -172,25 +177,25 @@ def average_calls(
     return merged
 
 
-def numbers_of(calls: Sequence[LogCall]) -> list[float]:
-    """What they log; 0 for a metric."""
-    return read_numbers([call.value for call in calls])[0]
+def numbers_on(device: torch.device, values: Sequence[object]) -> Tensor:
+    """Numbers and tensors of one element as (n) float64 on ``device``, without waiting for it; 0 for what is neither."""
+    numbers = torch.tensor([float(v) if isinstance(v, Real) else 0.0 for v in values], dtype=torch.float64)
+    numbers = numbers.to(device, non_blocking=True)
+    if not any(isinstance(value, Tensor) for value in values):
+        return numbers
+    parts = zip(values, numbers.split(1), strict=True)
+    return torch.cat(
+        [
+            v.detach().to(device, torch.float64, non_blocking=True).reshape(1) if isinstance(v, Tensor) else number
+            for v, number in parts
+        ]
+    )
 
 
-def read_numbers(*rows: Sequence[object]) -> list[list[float]]:
-    """Rows of numbers, of which those of a device are read all in one go, since each reading waits for it; 0 for what is no number."""
-    tensors: dict[torch.device, list[Tensor]] = {}
-    for value in chain(*rows):
-        if isinstance(value, Tensor):
-            tensors.setdefault(value.device, []).append(value.detach().double().flatten())
-    read = {device: iter(torch.cat(values).tolist()) for device, values in tensors.items()}
-
-    def number(value: object) -> float:
-        if isinstance(value, Tensor):
-            return next(read[value.device])
-        return float(value) if isinstance(value, Real) else 0.0
-
-    return [[number(value) for value in row] for row in rows]
+def read_numbers(*rows: Tensor) -> list[list[float]]:
+    """Rows of a device, (n) float64 each, in one go."""
+    numbers = iter(torch.cat(rows).tolist())
+    return [list(islice(numbers, row.numel())) for row in rows]
 
 
 def is_metric(value: object) -> bool:
@@ -198,7 +203,7 @@ def is_metric(value: object) -> bool:
     return hasattr(value, "compute") and hasattr(value, "update")
 
 
-def weigh_over_replicas(calls: list[LogCall], weight: Tensor, loss: float = 0.0, *, group: Group) -> Tensor:
+def weigh_over_replicas(calls: list[LogCall], weight: Tensor, loss: Tensor | float = 0.0, *, group: Group) -> Tensor:
     """Make the logged means that are shared over replicas those of all replicas' tokens, without reading values from the device;
     collective. All replicas then log the same value, which is what Lightning's own mean over them leaves.
 
@@ -215,16 +220,18 @@ def weigh_over_replicas(calls: list[LogCall], weight: Tensor, loss: float = 0.0,
     chosen = [i for i, call in enumerate(calls) if call.is_shared_mean]
     means = [torch.as_tensor(calls[i].value, device=weight.device).detach().double().reshape(()) for i in chosen]
     # Without a token a mean may be 0/0.
-    row = torch.stack([count, torch.full_like(count, loss), *(torch.where(count > 0, mean, 0.0) * count for mean in means)])
+    loss = loss if isinstance(loss, Tensor) else torch.full_like(count, loss)
+    row = torch.stack([count, loss, *(torch.where(count > 0, mean, 0.0) * count for mean in means)])
     dist.all_reduce(row, group=group.handle)
     for i, total, mean in zip(chosen, row[2:], means, strict=True):
         calls[i] = replace(calls[i], value=torch.where(row[0] > 0, total / row[0], mean).float())
     return row[:2]
 
 
-def reduce_values(values: Sequence[float], weights: Sequence[float], reduction: str) -> float:
-    """What logged values of parts of a step say about the whole: their weighted mean, or sum, least or largest."""
-    total = sum(weights)
-    if reduction != "mean" or not total:
+def reduce_values(values: Tensor, weights: Tensor, reduction: str) -> Tensor:
+    """What logged values of parts of a step, (n), say about the whole, (): their weighted mean, or sum, least or largest."""
+    if reduction != "mean":
         return _REDUCTIONS[reduction](values)
-    return sum(v * w for v, w in zip(values, weights, strict=True) if w) / total
+    total = weights.sum()
+    # What weighs nothing may be 0/0.
+    return torch.where(total != 0, torch.where(weights != 0, values * weights, 0.0).sum() / total, values.mean())

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.engine.report import LogCall, StepReport, numbers_of
+from lightning_ptdp.engine.report import LogCall, StepReport
 from lightning_ptdp.engine.step_state import Change
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import Group
@@ -76,13 +76,13 @@ def share_report(
     tensors: list[Tensor] = []
     form_changed: float = False
     if report is not None:
-        numbers = numbers_of(report.calls)
+        numbers = [call.value or 0.0 for call in report.calls]
         form, tensors = _form_of(report, device)
         form_changed = form != memory.form
         first = [report.loss, report.weight, report.counted, form_changed, *numbers[:_CAPACITY]]
         head[: len(first)] = torch.tensor(first, dtype=torch.float64)
         memory.form = form
-    head = head.to(device)
+    head = head.to(device, non_blocking=True)
     dist.broadcast(head, source, group=group.handle)
     if report is None:  # the source knows, and need not read its device
         loss, weight, counted, form_changed, *numbers = head.tolist()
@@ -94,6 +94,7 @@ def share_report(
     tensors = _broadcast_tensors(tensors, content.places, source=source, group=group, device=device)
     if report is not None:
         return report
+    tensors = [tensor.cpu() if place.on_cpu else tensor for tensor, place in zip(tensors, content.places, strict=True)]
     values_of_rows = zip(numbers, content.rows, strict=False)
     calls = [
         LogCall(name, number if metric is None else None, options, metric) for number, (name, options, metric) in values_of_rows
@@ -175,9 +176,13 @@ def _broadcast_tensors(
     """The tensors of rank ``source``, which the others give none of, each with memory of its own; collective."""
     received = []
     for index, place in enumerate(places):
-        tensor = tensors[index].to(device) if tensors else torch.empty(place.shape, dtype=place.dtype, device=device)
+        tensor = (
+            tensors[index].to(device, non_blocking=True)
+            if tensors
+            else torch.empty(place.shape, dtype=place.dtype, device=device)
+        )
         if tensor.numel():
             # As bytes: no backend takes every dtype.
             dist.broadcast(tensor.flatten().view(torch.uint8), source, group=group.handle)
-        received.append(tensor.cpu() if place.on_cpu else tensor)
+        received.append(tensor)
     return received

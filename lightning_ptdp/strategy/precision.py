@@ -52,10 +52,10 @@ def prepare_loss_scaling(plugin: Precision, optimizers: Iterable[Optimizer], *, 
         scaler.unscale_ = partial(_unscale_together, scaler, scaler.unscale_, device)
 
 
-def loss_scale(plugin: Precision) -> float:
-    """What losses are multiplied with before the backward; 1 without a scaler."""
+def loss_scale(plugin: Precision, device: torch.device) -> Tensor | float:
+    """What losses are multiplied with before the backward, which stays on the device, (); 1 without a scaler."""
     scaler = getattr(plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
+    return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 
 
 def _unscale_together(

@@ -30,7 +30,7 @@ class ScheduledSteps(RunningStrategy):
             if self.layout.world_size > 1:
                 self.run.validation_clock.agree(self.reduce_boolean_decision)
             context = partial(self.one_step, "training_step", self.precision_plugin.train_step_context)
-            scale = loss_scale(self.precision_plugin)
+            scale = loss_scale(self.precision_plugin, self.root_device)
             values = (*args, *kwargs.values())
             return self.engine.training_step(context, values, clears=self._clears_gradients(), loss_scale=scale)
 

@@ -15,6 +15,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_ptdp._lightning import Launcher, Trainer, announce_sigterm, register_signal_handlers, replace_signal_handlers
 from lightning_ptdp.signals import SignalNotes, StoppedNow, handled, in_main_thread
@@ -43,12 +44,13 @@ class StopRequest:
     def __init__(self, trainer: Trainer, *, alone: bool) -> None:
         self._trainer = trainer
         self.received = False
+        self._agreed: dict[dist.ProcessGroup, tuple[Tensor, torch.cuda.Event]] = {}
         self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
         replace_signal_handlers(trainer, sigterm=None if alone else self._note, register=self._register)
 
     def heed(self, group: dist.ProcessGroup | None, device: torch.device, *, interrupts: bool = True) -> bool:
         """If any rank of ``group`` got SIGTERM, have Lightning's loop end on all of them after the batch; whether one got Ctrl-C, so that
-        all of them are to end here. Collective, one number.
+        all of them are to end here. Collective, one number; on a GPU that of the call before, since nobody waits for this one's.
 
         Args:
             group: Ranks that work on the same batches; None is this rank alone.
@@ -59,12 +61,23 @@ class StopRequest:
         if interrupts and signal.SIGINT in self._notes.received:
             asked = _INTERRUPT
         if group is not None:
-            agreed = torch.tensor(asked, device=device)
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-            asked = int(agreed)
+            asked = self._agree(asked, group, device)
         if asked == _TERMINATE:
             announce_sigterm(self._trainer)
         return asked == _INTERRUPT
+
+    def _agree(self, asked: int, group: dist.ProcessGroup, device: torch.device) -> int:
+        agreed = torch.tensor(asked).to(device, non_blocking=True)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        if device.type != "cuda":
+            return int(agreed)
+        arrived, before = torch.cuda.Event(), self._agreed.get(group)
+        self._agreed[group] = agreed.to("cpu", non_blocking=True), arrived
+        arrived.record()
+        if before is None:
+            return 0
+        before[1].synchronize()
+        return int(before[0])
 
     def _register(self) -> None:
         """Behind Lightning's own, which takes back at the end of the run what was set meanwhile; before data is read by processes, which

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, numbers_of, read_numbers
+from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 
+CPU = torch.device("cpu")
 SUM = {"reduce_fx": "sum"}
 DTYPES = (torch.int64, torch.int16, torch.bfloat16, torch.float64, torch.bool)
 
@@ -27,23 +28,24 @@ def test_values_are_averaged_by_weight_or_as_reduce_fx_says() -> None:
         [LogCall("loss", torch.tensor(1.0), {}), LogCall("count", 2, SUM), LogCall("worst", 3.0, {"reduce_fx": "max"})],
         [LogCall("loss", torch.tensor(4.0), {}), LogCall("count", 5, SUM), LogCall("worst", 1.0, {"reduce_fx": max})],
     ]
-    numbers = numbers_of([call for calls in recorded for call in calls])
-    calls = average_calls(recorded, numbers, (2.0, 1.0), metric_path=no_metrics)
+    numbers = numbers_on(CPU, [call.value for calls in recorded for call in calls])
+    calls = average_calls(recorded, numbers, numbers_on(CPU, (2.0, 1.0)), metric_path=no_metrics)
     assert [(call.name, call.value) for call in calls] == [("loss", 2.0), ("count", 7.0), ("worst", 3.0)]
 
 
 def test_other_reductions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"self.log\('a', reduce_fx=median\).*torchmetrics.Metric"):
-        average_calls([[LogCall("a", 1.0, {"reduce_fx": torch.median})]], (1.0,), (1.0,), metric_path=no_metrics)
+        average_calls([[LogCall("a", 1.0, {"reduce_fx": torch.median})]], torch.ones(1), torch.ones(1), metric_path=no_metrics)
 
 
 def test_different_names_in_different_microbatches_are_refused() -> None:
     with pytest.raises(ValueError, match="different names"):
-        average_calls([[LogCall("a", 1.0, {})], [LogCall("b", 1.0, {})]], (1.0, 1.0), (1.0, 1.0), metric_path=no_metrics)
+        average_calls([[LogCall("a", 1.0, {})], [LogCall("b", 1.0, {})]], torch.ones(2), torch.ones(2), metric_path=no_metrics)
 
 
 def test_rows_are_read_together() -> None:
-    rows = read_numbers([torch.tensor(3), 2], (), [torch.tensor([0.5]), None, torch.tensor(1.5, dtype=torch.bfloat16)])
+    values = ([torch.tensor(3), 2], (), [torch.tensor([0.5]), None, torch.tensor(1.5, dtype=torch.bfloat16)])
+    rows = read_numbers(*(numbers_on(CPU, row) for row in values))
     assert rows == [[3.0, 2.0], [], [0.5, 0.0, 1.5]]
 
 

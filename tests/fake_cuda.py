@@ -1,0 +1,326 @@
+"""A GPU that is not there: what is put on it has values, which are computed on the CPU, but whoever asks is told "cuda", and whatever would
+make the host wait for the device is noted.
+
+Which tensors are on the device is known by their memory. An operation that takes tensors of both sides is an error, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import lightning_ptdp
+
+__all__ = ["Wait", "Waits", "fake_cuda"]
+
+_TORCH, _MOCK = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(mock.__file__) + os.sep
+_PACKAGE = str(Path(lightning_ptdp.__file__).parent) + os.sep
+_CPU, _DEVICE, _TO = torch.device("cpu"), torch.Tensor.device.__get__, torch.Tensor.to
+_READS = {
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+}
+"""Operations whose results, or the sizes of them, the host has to know."""
+_INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
+_MOVES = {"_to_copy", "copy_"}
+
+
+@dataclass(frozen=True, order=True)
+class Wait:
+    """The host waited for the device.
+
+    Attributes:
+        what: The operation.
+        place: Whose: "engine/report.py read_numbers" of the package; "elsewhere".
+        in_schedule: Between the first and the last action of a schedule.
+    """
+
+    what: str
+    place: str
+    in_schedule: bool = False
+
+
+@dataclass
+class Waits:
+    """What a rank waited for.
+
+    Attributes:
+        batches: One list a batch; the first is what came before.
+    """
+
+    batches: list[list[Wait]] = field(default_factory=lambda: [[]])
+
+    @property
+    def count(self) -> int:
+        """Of all of them."""
+        return sum(map(len, self.batches))
+
+    def note(self, what: str) -> None:
+        """The host waits now."""
+        place, in_schedule, frame = "", False, sys._getframe(1)
+        while frame is not None:
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            ours = file.startswith(_PACKAGE)
+            if not place and file != __file__ and not file.startswith((_TORCH, _MOCK)):
+                if name in ("wait", "advance"):
+                    return  # gloo's own copy, behind a collective
+                place = f"{file[len(_PACKAGE) :] if ours else file} {name}"
+            in_schedule |= ours and file.endswith("pipeline/runtime.py") and name == "run"
+            frame = frame.f_back  # type: ignore[assignment]
+        self.batches[-1].append(Wait(what, place, in_schedule))
+
+
+@dataclass
+class _Memory:
+    """What is on the device, by the memory, which is kept: its address stands for no other tensor."""
+
+    device: torch.device
+    waits: Waits
+    held: dict[int, Any] = field(default_factory=dict)
+    _copies_to_host: int = 0
+
+    def has(self, tensor: object) -> bool:
+        return isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.held
+
+    def move(self, copy: Callable[[], Tensor], *, to_host: bool, waits: bool) -> Tensor:
+        """What ``copy`` makes, on the other side."""
+        if waits:
+            self.waits.note("copy to the host" if to_host else "copy from the host")
+        self._copies_to_host += to_host
+        try:
+            made = copy()
+        finally:
+            self._copies_to_host -= to_host
+        if not to_host:
+            self.put(made)
+        return made
+
+    def put(self, made: object) -> None:
+        if self._copies_to_host:
+            return
+        for tensor in tree_iter(made):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                self.held[storage._cdata] = storage
+
+
+def _claims(memory: _Memory) -> dict[str, Any]:
+    """What a tensor says of itself, and how it moves."""
+
+    def moved(tensor: Tensor, device: torch.device | None, dtype: Any, non_blocking: bool, copy: bool, form: Any) -> Tensor:
+        here, options = memory.has(tensor), {} if form is None else {"memory_format": form}
+        kind = device.type if device is not None else "cuda" if here else "cpu"
+        dtype = tensor.dtype if dtype is None else dtype
+        if "meta" in (kind, _DEVICE(tensor).type) or here == (kind == "cuda"):
+            return _TO(tensor, "meta" if kind == "meta" else _DEVICE(tensor), dtype, non_blocking, copy, **options)
+        return memory.move(lambda: _TO(tensor, dtype, False, True, **options), to_host=here, waits=not non_blocking)
+
+    def to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        if args and isinstance(args[-1], bool) and isinstance(args[-2], bool):
+            *args, copy = args
+        device, dtype, non_blocking, form = torch._C._nn._parse_to(*args, **kwargs)
+        return moved(tensor, device, dtype, non_blocking, copy, form)
+
+    def cuda(tensor: Tensor, *_: Any, non_blocking: bool = False) -> Tensor:
+        return moved(tensor, memory.device, None, non_blocking, False, None)
+
+    def read(name: str) -> Callable[..., Any]:
+        function = getattr(Tensor, name)
+
+        def reading(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if memory.has(tensor):
+                memory.waits.note(name)
+            return function(tensor, *args, **kwargs)
+
+        return reading
+
+    return {
+        "device": property(lambda tensor: memory.device if memory.has(tensor) else _DEVICE(tensor)),
+        "is_cuda": property(memory.has),
+        "is_cpu": property(lambda tensor: not memory.has(tensor) and _DEVICE(tensor).type == "cpu"),
+        "get_device": lambda tensor: memory.device.index if memory.has(tensor) else -1,
+        "to": to,
+        "cuda": cuda,
+        "new_tensor": lambda tensor, data, **options: torch.tensor(
+            data, **{"dtype": tensor.dtype, "device": tensor.device, **options}
+        ),
+        "cpu": lambda tensor: moved(tensor, _CPU, None, False, False, None),
+        **{name: read(name) for name in ("tolist", "numpy", "__repr__", "__array__")},
+    }
+
+
+class _Notes(TorchDispatchMode):
+    """What is made on the device, or of what is there, is there; what waits is noted."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, memory, name = dict(kwargs or {}), self._memory, function.overloadpacket.__name__
+        asked = kwargs.get("device")
+        if on_device := asked is not None and asked.type == "cuda":
+            kwargs["device"] = _CPU
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+        here = [tensor for tensor in tensors if memory.has(tensor)]
+        if name == "_to_copy" and on_device and not here:
+            return memory.move(lambda: function(*args, **kwargs), to_host=False, waits=not kwargs.get("non_blocking"))
+        others = [tensor for tensor in tensors if tensor.dim() and not memory.has(tensor) and tensor.device.type == "cpu"]
+        if here and others:
+            self._mixed(function, args, kwargs)
+        if name in _READS and here:
+            memory.waits.note("item" if name == "_local_scalar_dense" else name)
+        if name in _INDEXES and here and any(isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1]):
+            memory.waits.note("nonzero")
+        made = function(*args, **kwargs)
+        if name != "copy_" and (on_device or (here and (asked is None or name == "_to_copy"))):
+            memory.put(made)
+        return made
+
+    def _mixed(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Tensors of both sides."""
+        name = function.overloadpacket.__name__
+        if name == "copy_":
+            if not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking"):
+                self._memory.waits.note("copy to the host" if self._memory.has(args[1]) else "copy from the host")
+        elif name in _INDEXES:
+            self._memory.waits.note("copy from the host")
+        elif function.namespace != "c10d":
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found both cuda and cpu")
+
+
+@contextlib.contextmanager
+def fake_cuda(rank: int) -> Iterator[Waits]:
+    """In this context there are GPUs: a Trainer with ``accelerator="gpu"`` takes them."""
+    memory = _Memory(torch.device("cuda", rank), Waits())
+    group_tensors = torch._C._group_tensors_by_device_and_dtype
+
+    def grouped(lists: Any, *args: Any) -> Any:
+        groups = group_tensors(lists, *args)
+        return {(found[0][0][0].device, dtype): found for (_, dtype), found in groups.items()}
+
+    with contextlib.ExitStack() as stack:
+        for name, stub in _stubs(memory.device, memory.waits).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stub))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream))
+        stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
+        for name, claim in _claims(memory).items():
+            stack.enter_context(mock.patch.object(Tensor, name, claim))
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(mock.patch.object(torch, name, _made_on_host(getattr(torch, name))))
+        for name in ("broadcast_object_list", "all_gather_object"):
+            stack.enter_context(mock.patch.object(dist, name, _noted(name, memory.waits)))
+        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(_Notes(memory))
+        yield memory.waits
+
+
+def _made_on_host(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch copies what Python has."""
+
+    def make(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        if isinstance(data, Tensor) and function is not torch.tensor:
+            return data.to(data.device if device is None else device, kwargs.get("dtype") or data.dtype)
+        made = function(data, **kwargs)
+        return made if device is None else made.to(device)
+
+    return make
+
+
+def _noted(name: str, waits: Waits) -> Callable[..., Any]:
+    function = getattr(dist, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        waits.note(name)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
+    """What torch.cuda would say."""
+    state = torch.zeros(16, dtype=torch.uint8)
+
+    class Stream:
+        """Or an event, at which all that was queued has run."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.device, self._at = device, -1
+
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def synchronize(self) -> None:
+            if self._at in (-1, waits.count):  # else the host has waited for all of the device since
+                waits.note("synchronize")
+
+        def query(self) -> bool:
+            return True
+
+        def is_capturing(self) -> bool:
+            return False
+
+        def record(self, *_: Any) -> None:
+            self._at = waits.count
+
+        def wait(self, *_: Any) -> None: ...
+
+        def wait_stream(self, *_: Any) -> None: ...
+
+        def wait_event(self, *_: Any) -> None: ...
+
+        def record_event(self, event: Any = None) -> Any:
+            return event or Stream()
+
+        def elapsed_time(self, *_: Any) -> float:
+            return 0.0
+
+    one = Stream()
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 64,
+        "current_device": lambda: device.index,
+        "set_device": lambda *_: None,
+        "device": lambda *_: contextlib.nullcontext(),
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: "fake",
+        "get_device_properties": lambda *_: SimpleNamespace(name="fake", total_memory=80 * 2**30, major=9, minor=0),
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "empty_cache": lambda: None,
+        "get_rng_state": lambda *_: state,
+        "set_rng_state": lambda *_: None,
+        "manual_seed": lambda *_: None,
+        "manual_seed_all": lambda *_: None,
+        "Stream": Stream,
+        "Event": Stream,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "current_stream": lambda *_: one,
+        "default_stream": lambda *_: one,
+        "synchronize": lambda *_: waits.note("synchronize"),
+    }
