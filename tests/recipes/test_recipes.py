@@ -136,6 +136,13 @@ def test_a_recipe_keeps_its_runs_apart(name: str) -> None:
     assert parsed(name)["trainer"]["logger"]["init_args"]["experiment_name"] == name.replace("/", "-")
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_on_a_gpu_weights_are_in_half_precision_and_those_that_are_stepped_on_are_not(name: str) -> None:
+    trainer = parsed(name)["trainer"]
+    assert trainer["precision"] == ("bf16-true" if trainer["accelerator"] == "gpu" else "32-true")
+    assert PTDPStrategy(**trainer["strategy"]["init_args"]).config.master_weights
+
+
 def test_one_device_instead_of_many() -> None:
     """What recipes/common.yaml tells somebody with one GPU, and with none."""
     one = ["--trainer.devices", "1", "--trainer.strategy.num_microbatches", "32", "--data.num_microbatches", "32"]
