@@ -41,6 +41,7 @@ from lightning_ptdp.strategy.checks import (
 )
 from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.launch import make_launcher
+from lightning_ptdp.strategy.memory import explain_memory
 from lightning_ptdp.strategy.options import constructor
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
@@ -232,6 +233,13 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
     def summary(self) -> StrategySummary:
         """What was laid out where; collective, after ``setup``."""
         return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say what took the memory that was missing; the rest as the mixins do."""
+        if isinstance(exception, torch.OutOfMemoryError):
+            with contextlib.suppress(Exception):  # an explanation that fails must not hide what it is about
+                exception.add_note(explain_memory(self))
+        super().on_exception(exception)
 
     # ---- the end ------------------------------------------------------------------------------------------------------
 

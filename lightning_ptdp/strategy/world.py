@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_ptdp._lightning import Launcher
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.strategy.checks.device import check_device
 from lightning_ptdp.strategy.crowd import Crowd
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.joining import join
@@ -90,6 +91,7 @@ class World(RunningStrategy):
         super().setup_environment()
         self.set_world_ranks()
         layout = self.layout
+        check_device(self.root_device, precision=str(self.lightning_module.trainer.precision))
         if layout.world_size > 1 and self.num_nodes == 1:
             self._interfaces = [*self._interfaces, *listen_on_loopback()]
         self._run = self._begin(layout, self._run)

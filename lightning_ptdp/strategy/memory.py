@@ -1,0 +1,163 @@
+"""What a rank that runs out of memory says: what was expected of its parts, which was larger, and what would make it smaller.
+
+Read on the host alone, from sizes and the allocator's own counts: the device that has failed is not asked for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp._lightning import fits
+from lightning_ptdp.columns import columns
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models import GPTConfig
+from lightning_ptdp.planner import CLOSED_FORMS, Choice, Job, Precision, find_device, find_precision, layer_activations
+from lightning_ptdp.planner.memory import rank_memory
+from lightning_ptdp.planner.parameters import stage_parameters
+from lightning_ptdp.schedule.generators import schedule_name
+from lightning_ptdp.strategy.run import RunningStrategy
+from lightning_ptdp.world.layout import ParallelLayout
+
+__all__ = ["explain_memory", "memory_note"]
+
+_ACTIVATIONS = "activations"
+_GIB, _MUCH = 2**30, 1.1
+
+Parts = dict[str, float]
+
+
+def explain_memory(strategy: RunningStrategy) -> str:
+    """What an error of a rank that is out of memory says beside itself."""
+    config, layout, engine = strategy.config, strategy.layout, strategy._engine
+    if engine is None:
+        return f"out of memory while the model was set up: use {_larger_layout(layout)}, so that a rank has less of it"
+    trainer = strategy.lightning_module.trainer
+    batch = getattr(trainer.train_dataloader, "batch_size", None) if fits(trainer) else None
+    b = config.micro_batch_size or (-(-batch // config.microbatches(batch)) if isinstance(batch, int) else None)
+    rank = layout.coordinates(strategy.global_rank)["pipeline"]
+    expected = _expected(strategy.model, config, layout, rank=rank, precision=str(trainer.precision), micro_batch_size=b)
+    optimizers: Sequence[torch.optim.Optimizer] = strategy.optimizers
+    found = _found(strategy.model, engine.gradients.local(), optimizers, device=strategy.root_device)
+    return memory_note(expected, found, config=config, layout=layout)
+
+
+def _expected(
+    module: nn.Module, config: PTDPConfig, layout: ParallelLayout, *, rank: int, precision: str, micro_batch_size: int | None
+) -> Parts:
+    """Of the parameters that are here, their gradients, the state of an Adam, and the activations of a GPT's layers."""
+    try:
+        sizes = find_precision(precision)
+    except ValueError:
+        sizes = find_precision("32-true")
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    shards = layout.size("replica_sum") if config.shard_optimizer else 1
+    parts: Parts = {
+        "parameters": sum(p.nbytes for p in module.parameters()),
+        "gradients": trained * sizes.gradient,
+        "optimizer": trained * sizes.state / shards,
+    }
+    model = next((child.config for child in module.modules() if isinstance(getattr(child, "config", None), GPTConfig)), None)
+    schedule = schedule_name(config.schedule, config.virtual_pipeline_size)
+    if isinstance(model, GPTConfig) and micro_batch_size is not None and schedule in CLOSED_FORMS:
+        parts[_ACTIVATIONS] = _activations(model, config, layout, rank, sizes, micro_batch_size, schedule)
+    return parts
+
+
+def _activations(
+    model: GPTConfig, config: PTDPConfig, layout: ParallelLayout, rank: int, sizes: Precision, b: int, schedule: str
+) -> float:
+    m = config.usual_microbatches or 1
+    job = Job(
+        model=model,
+        world_size=layout.world_size,
+        global_batch_size=b * m * layout.data_parallel_size,
+        device=find_device("cpu"),
+        precision=sizes,
+    )
+    choice = Choice(
+        layout=layout,
+        micro_batch_size=b,
+        num_microbatches=m,
+        schedule=schedule,
+        recompute=config.recompute,
+        distribute_saved_activations=config.distribute_saved_activations,
+    )
+    memory = rank_memory(job, choice, rank, layer_activations(job, choice), stage_parameters(model, layout))
+    return memory.activations + memory.logits + memory.working
+
+
+def _found(
+    module: nn.Module, gradients: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], *, device: torch.device
+) -> Parts:
+    """What is held now; what is neither parameter, gradient nor state are activations, where the allocator knows the peak."""
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    copies = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    shown = [p.grad for p in module.parameters()]
+    kinds: dict[str, list[object]] = {
+        "parameters": [*module.parameters()],
+        "gradients": [*gradients, *shown],
+        "optimizer": [*states, *copies],
+    }
+    seen = set[int]()  # parameters are tied, gradients are views of buckets, and an optimizer may step on views of parameters
+    parts: Parts = {name: _bytes(tensors, seen) for name, tensors in kinds.items()}
+    if device.type == "cuda":
+        parts[_ACTIVATIONS] = max(0.0, torch.cuda.max_memory_allocated(device) - sum(parts.values()))
+    return parts
+
+
+def memory_note(expected: Mapping[str, float], found: Mapping[str, float], *, config: PTDPConfig, layout: ParallelLayout) -> str:
+    """What was expected and what is held of each part, which is larger than expected or else the largest, and what makes it smaller.
+
+    Args:
+        expected: Bytes by part: parameters, gradients, optimizer, and activations if they can be foretold.
+        found: Bytes that were held, likewise.
+        config: The strategy's options.
+        layout: Degrees.
+    """
+    names = list(dict.fromkeys((*expected, *found)))
+    rows = [[name, *(f"{part[name] / _GIB:.2f}" if name in part else "?" for part in (expected, found))] for name in names]
+    over = {name: found[name] - expected[name] for name in expected if found.get(name, 0.0) > _MUCH * expected[name]}
+    if over:
+        part, how = max(over, key=lambda name: over[name]), "more than expected"
+    else:
+        # What was asked for in vain is none of what is held already.
+        every = {_ACTIVATIONS: found.get(_ACTIVATIONS, float("inf")), **expected}
+        part, how = max(every, key=lambda name: every[name]), "the largest part"
+    table = columns([["GiB on this rank", "expected", "held"], *rows], words=(0,))
+    return f"{table}\n{part}: {how}; use {', or '.join(_remedies(part, config, layout))}"
+
+
+def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout) -> list[str]:
+    found = []
+    if part == _ACTIVATIONS:
+        if config.recompute == "none":
+            found.append("recompute='full' or 'offload' (it is 'none')")
+        found.append(_smaller_microbatches(config))
+        if layout.tensor_parallel_size > 1 and not layout.sequence_parallel:
+            found.append("sequence_parallel=True")
+    if part == "optimizer" and not config.shard_optimizer and layout.size("replica_sum") > 1:
+        found.append("shard_optimizer=True")
+    return [*found, _larger_layout(layout)]
+
+
+def _larger_layout(layout: ParallelLayout) -> str:
+    t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    return f"a larger tensor_parallel_size (it is {t}) or pipeline_parallel_size (it is {p})"
+
+
+def _smaller_microbatches(config: PTDPConfig) -> str:
+    if config.micro_batch_size is not None:
+        return f"a smaller micro_batch_size (it is {config.micro_batch_size})"
+    return f"smaller microbatches by a larger num_microbatches (it is {config.usual_microbatches})"
+
+
+def _bytes(tensors: Iterable[object], seen: set[int]) -> float:
+    """Of the storages that have not been seen yet."""
+    total = 0
+    for storage in (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)):
+        total += 0 if storage.data_ptr() in seen else storage.nbytes()
+        seen.add(storage.data_ptr())
+    return float(total)

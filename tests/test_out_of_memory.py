@@ -1,0 +1,136 @@
+"""A rank that runs out of memory says what was expected, which part was larger and what to change; the others end too."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.checks.device import check_gpu
+from lightning_ptdp.strategy.memory import memory_note
+from tests.parity import LitTiny, PaddedTokens, Run
+from tests.pool import Pool
+
+GIB = 2.0**30
+T, P, M = "tensor_parallel_size", "pipeline_parallel_size", "num_microbatches"
+
+
+class LitFull(LitTiny):
+    """Its last block's second forward finds no memory."""
+
+    calls = 0
+
+    def on_train_start(self) -> None:
+        block = self.model.blocks[-1]
+        if list(block.parameters()):  # not a placeholder
+            block.register_forward_pre_hook(self._fill)
+
+    def _fill(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+
+def error_of(rank: int, layout: dict[str, Any], world_size: int) -> tuple[str, list[str], float]:
+    """Type and notes of what fit raises on this rank, and when."""
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(**layout),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        precision="bf16-true",
+    )
+    start = time.monotonic()
+    try:
+        trainer.fit(LitFull(Run()), DataLoader(PaddedTokens(16), batch_size=8))
+    except Exception as error:
+        return type(error).__name__, [str(error), *getattr(error, "__notes__", [])], time.monotonic() - start
+    return "nothing", [], 0.0
+
+
+@pytest.mark.parametrize("layout", [{}, {P: 2, M: 4, "timeout_s": 6}], ids=["1", "p2"])
+def test_in_a_step(layout: dict[str, Any], pool: Pool) -> None:
+    size = layout.get(P, 1)
+    *others, (kind, notes, _) = pool.run(error_of, world_size=size, args=(layout, size))
+    assert kind == "OutOfMemoryError", notes
+    (note,) = [note for note in notes if "GiB on this rank" in note]
+    lines = [line.split() for line in note.splitlines()]
+    assert [line[0] for line in lines[1:5]] == ["parameters", "gradients", "optimizer", "activations"]
+    assert all(len(line) == 3 and line[1] != "?" for line in lines[1:5]), note
+    assert "recompute='full' or 'offload' (it is 'none')" in note or "activations" not in lines[5]
+    assert f"pipeline_parallel_size (it is {size})" in note
+    for kind, _, after in others:
+        assert kind == "PeerError" and after < 30
+
+
+def test_in_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(PTDPStrategy, "model_to_device", full)
+    kind, notes, _ = error_of(0, {}, 1)
+    assert kind == "OutOfMemoryError", notes
+    assert any("while the model was set up: use a larger tensor_parallel_size (it is 1)" in note for note in notes)
+
+
+EXPECTED = {"parameters": 2 * GIB, "gradients": 4 * GIB, "optimizer": 12 * GIB, "activations": 20 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "words"),
+    [
+        ({}, EXPECTED, ["activations: the largest part; use ", "recompute='full' or 'offload'", "num_microbatches (it is 1)"]),
+        (
+            {"recompute": "full", "micro_batch_size": 4, T: 2},
+            {**EXPECTED, "activations": 31 * GIB},
+            [
+                "20.00",
+                "31.00",
+                "activations: more than expected; use a smaller micro_batch_size (it is 4), or sequence_parallel=True, or",
+            ],
+        ),
+        ({}, {**EXPECTED, "optimizer": 14 * GIB}, ["optimizer: more than expected; use shard_optimizer=True, or a larger"]),
+        ({"shard_optimizer": True}, {**EXPECTED, "optimizer": 14 * GIB}, ["optimizer: more than expected; use a larger tensor_"]),
+    ],
+)
+def test_what_is_said(options: dict[str, Any], found: dict[str, float], words: list[str]) -> None:
+    config = PTDPConfig(**options)
+    note = memory_note(EXPECTED, found, config=config, layout=config.layout(4))
+    for word in words:
+        assert word in note, note
+
+
+CUDA_12 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100a", "sm_120", "compute_120")
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"),
+    [((7, 0), False), ((7, 5), True), ((8, 9), True), ((9, 0), True), ((10, 3), False), ((12, 1), True), ((13, 0), True)],
+)
+def test_a_torch_without_kernels_for_the_gpu(capability: tuple[int, int], runs: bool) -> None:
+    if runs:
+        check_gpu("a GPU", capability, kernels=CUDA_12, precision="16-mixed")
+        return
+    with pytest.raises(ValueError, match=r"no kernels for a GPU \(compute capability .*, only sm_75, .*: install a torch"):
+        check_gpu("a GPU", capability, kernels=CUDA_12, precision="16-mixed")
+
+
+def test_a_gpu_without_bf16() -> None:
+    with pytest.warns(UserWarning, match="precision='bf16-true' on Tesla T4 .* is slow: precision='16-true' is fast"):
+        check_gpu("Tesla T4", (7, 5), kernels=CUDA_12, precision="bf16-true")
+
+
+def test_activations_that_nobody_can_foretell_are_suspected() -> None:
+    known = {name: value for name, value in EXPECTED.items() if name != "activations"}
+    note = memory_note(known, known, config=PTDPConfig(), layout=PTDPConfig().layout(1))
+    assert "activations: the largest part; use recompute=" in note
