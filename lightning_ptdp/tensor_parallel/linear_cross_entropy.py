@@ -193,7 +193,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Not a product with 0: the mean of no targets at all has an infinite gradient.
         grad_n = torch.where(counted_n, grad_n, 0.0)
         grad_x = torch.zeros_like(x_nh, dtype=log_sum_n.dtype) if wants_x else None
-        adds = wants_weight and parts.weight.grad is not None and adds_to_gradient(parts.weight)
+        # A graph has no effects beside what it returns.
+        adds = wants_weight and not torch.compiler.is_compiling() and _adds(parts.weight)
         grad_weight = parts.weight.grad if adds else torch.zeros_like(parts.weight) if wants_weight else None
         grad_bias = torch.zeros_like(parts.bias) if wants_bias else None
         with torch.autocast(x_nh.device.type, enabled=False):
@@ -209,3 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_weight is not None:
                     add_product(grad_weight[part], grad_nk.t(), x_nh)
         return None if grad_x is None else grad_x.to(x_nh.dtype), None if adds else grad_weight, grad_bias, None, None, None, None
+
+
+def _adds(weight: Tensor) -> bool:
+    return weight.grad is not None and adds_to_gradient(weight)

@@ -127,6 +127,17 @@ def test_a_head_that_does_more_is_called() -> None:
     assert len(seen) == 2
 
 
+def test_a_compiler_sees_one_graph_that_adds_to_no_gradient() -> None:
+    head, x, target = nn.Linear(_H, _V), _draw(8, _H, seed=3).float(), torch.arange(8)
+    gradients = []
+    for run in (linear_cross_entropy, torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)):
+        head.zero_grad()
+        for _ in range(2):  # the second finds a gradient there
+            run(x, head, target, chunk_mb=4 * _ROWS).backward()
+        gradients.append([parameter.grad.clone() for parameter in head.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
 class _Peak(TorchDispatchMode):
     """The most bytes that tensors made under it take at a time, each storage once."""
 
