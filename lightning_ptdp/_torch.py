@@ -30,6 +30,7 @@ __all__ = [
     "resolve_group",
     "set_gradient_dtype",
     "start_traced",
+    "unscale_before_step",
     "untraced",
     "wait_traced",
 ]
@@ -84,6 +85,12 @@ def wait_traced(x: torch.Tensor) -> torch.Tensor:
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group that torch calls so (a graph holds names; torch's accessor is private)."""
     return dist.distributed_c10d._resolve_process_group(cast(Any, name))
+
+
+def unscale_before_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have a loss scaler divide by the scale before the step, in place; a fused step would do so by itself."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        vars(optimizer)["_step_supports_amp_scaling"] = False
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from lightning_ptdp._torch import (
     resolve_group,
     set_gradient_dtype,
     start_traced,
+    unscale_before_step,
     untraced,
     wait_traced,
 )
@@ -178,6 +179,20 @@ def test_a_scaler_tells_what_it_has_found() -> None:
     scaler.unscale_(empty)
     assert float(found_inf(scaler, empty, parameter.device)) == 0.0
     scaler.step(empty)
+
+
+def test_a_fused_step_finds_gradients_without_the_loss_scale() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([p], lr=0.1, fused=fused) for p, fused in zip(parameters, (False, True), strict=True)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for parameter, optimizer in zip(parameters, optimizers, strict=True):
+        unscale_before_step(optimizer)
+        scaler.scale((parameter * 2).sum()).backward()
+        scaler.unscale_(optimizer)
+        assert parameter.grad is not None and parameter.grad.tolist() == [2.0] * 3
+        parameter.grad.mul_(0.5)  # somebody clips
+        scaler.step(optimizer)
+    assert parameters[0].tolist() == parameters[1].tolist() == pytest.approx([0.9] * 3)
 
 
 def test_what_is_untraced_is_called_and_not_compiled() -> None:

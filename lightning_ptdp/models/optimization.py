@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_ptdp._torch import unscale_before_step
 from lightning_ptdp.option_types import Count, check_types
 
 __all__ = [
@@ -95,18 +96,13 @@ def decay_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_de
     ]
 
 
-def build_adamw(module: nn.Module, config: AdamWConfig, *, scaled: bool = False) -> torch.optim.AdamW:
-    """AdamW over ``module``'s parameters in ``decay_groups``: torch's fused one, on a GPU and on a CPU.
-
-    Args:
-        module: Whose parameters.
-        config: The hyperparameters.
-        scaled: Gradients come with a loss scale. A fused step would divide by that itself, for which reason Lightning's own strategies
-            refuse to clip before it.
-    """
+def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
+    """AdamW over ``module``'s parameters in ``decay_groups``: torch's fused one, on a GPU and on a CPU."""
     groups = decay_groups(module.named_parameters(), config.weight_decay)
-    fused = not scaled and all(p.device.type in _FUSED for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused or None)
+    fused = all(p.device.type in _FUSED for group in groups for p in group["params"])
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused or None)
+    unscale_before_step(optimizer)  # else Lightning's mixed precision refuses to clip
+    return optimizer
 
 
 def learning_rate_factor(
@@ -140,8 +136,7 @@ def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dic
     Raises:
         ValueError: Of ``samples_as_steps`` and ``resolve_decay_steps``.
     """
-    optimizer = build_adamw(module, config, scaled=getattr(trainer.precision_plugin, "scaler", None) is not None)
-    config = samples_as_steps(config, trainer)
+    optimizer, config = build_adamw(module, config), samples_as_steps(config, trainer)
     schedule = build_schedule(optimizer, config, decay_steps=resolve_decay_steps(config, trainer))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp._lightning import LightningModule, Precision
-from lightning_ptdp._torch import found_inf
+from lightning_ptdp._torch import found_inf, unscale_before_step
 
 __all__ = ["loss_scale", "prepare_loss_scaling"]
 
@@ -45,9 +45,7 @@ def prepare_loss_scaling(plugin: Precision, optimizers: Iterable[Optimizer], *, 
             "zero; enable it, or use precision='bf16-mixed', 'bf16-true' or '32-true'"
         )
     for optimizer in optimizers:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # A fused step would unscale by itself, unseen by clipping and by the other ranks.
-            vars(optimizer)["_step_supports_amp_scaling"] = False
+        unscale_before_step(optimizer)  # else unseen by clipping and by the other ranks
     if not isinstance(scaler.unscale_, partial):
         scaler.unscale_ = partial(_unscale_together, scaler, scaler.unscale_, device)
 

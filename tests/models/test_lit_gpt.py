@@ -48,6 +48,16 @@ def pattern_loader(*, rows: int = 4) -> DataLoader:
     return DataLoader([sample] * rows, batch_size=2)
 
 
+@pytest.mark.parametrize("strategy", ["auto", "ptdp"])
+def test_its_gradients_are_clipped_under_mixed_precision(strategy: str, tmp_path: Path) -> None:
+    """Which Lightning refuses to do before a fused step that unscales by itself."""
+    lit = built()
+    before = lit.model.wte.weight.clone()  # type: ignore[union-attr]
+    options = {"strategy": strategy, "devices": 1, "precision": "bf16-mixed", "gradient_clip_val": 0.5, "max_steps": 1}
+    quiet_trainer(tmp_path, **options).fit(lit, DataLoader([batch_of(61)], batch_size=None))
+    assert not torch.equal(lit.model.wte.weight, before)  # type: ignore[union-attr]
+
+
 def test_the_loss_is_the_mean_over_counted_tokens() -> None:
     lit, ignored = built(), torch.zeros(3, 8, dtype=torch.bool)
     ignored[0, 2:] = ignored[1, 5] = True

@@ -54,10 +54,9 @@ def test_a_group_may_be_empty_and_frozen_parameters_are_left_out() -> None:
     assert decay_groups(linear.named_parameters(), 0.1)[0]["params"] == []
 
 
-def test_the_step_is_fused_where_torch_has_it_and_no_loss_scale_is_in_its_way() -> None:
+def test_the_step_is_fused_where_torch_has_it() -> None:
     linear = nn.Linear(2, 2)
     assert build_adamw(linear, AdamWConfig()).defaults["fused"]
-    assert not build_adamw(linear, AdamWConfig(), scaled=True).defaults["fused"]
     assert not build_adamw(nn.Linear(2, 2, device="meta"), AdamWConfig()).defaults["fused"]
 
 
