@@ -15,8 +15,8 @@ class InitFrom(pl.Callback):
     """Begin a fit with the weights of a checkpoint of any layout; a run that is resumed keeps those that it had reached.
 
     Needs the "ptdp" strategy. A Hugging Face folder (config.json and safetensors, as ``save_pretrained`` writes it) is read for a module
-    that wraps that model, built from its configuration; each rank reads its own part. What a single file holds, and Hugging Face's
-    weights for our own models, are first made a checkpoint, by ``ptdp convert``.
+    that wraps that model, built from its configuration, or for our own model of that kind; each rank reads its own part. What a single file
+    holds is first made a checkpoint, by ``ptdp convert``.
 
     Args:
         path: The checkpoint folder, or the Hugging Face folder.

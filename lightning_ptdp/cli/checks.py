@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import socket
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_ptdp.checkpoint import read_metadata, read_state
+from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.data import StreamDataModule
+from lightning_ptdp.exchange import reads_as_huggingface, weights_opener
 from lightning_ptdp.loggers.store import check_writable_folder
+from lightning_ptdp.models import LitBert, LitGPT
 
-__all__ = ["check_checkpoint", "check_data", "check_run"]
+__all__ = ["check_checkpoint", "check_data", "check_run", "check_weights"]
 
 _KEYWORDS = ("best", "last", "hpc", "registry")
+_PARTS = ("metadata.json", ".metadata")
+_PICKLE = b"\x80"
+"""What a file of torch's older format begins with."""
 _SHARED_SIZES = ("vocabulary_size", "sequence_length")
 
 
@@ -38,7 +49,8 @@ def check_run(
     if hasattr(trainer.strategy, "check"):
         trainer.strategy.check(model, datamodule)
     check_data(trainer, datamodule)
-    check_checkpoint("--ckpt_path", ckpt_path)
+    check_checkpoint("--ckpt_path", ckpt_path, resumes=writes)
+    _check_port(trainer)
     if writes:
         for logger in trainer.loggers:
             if hasattr(logger, "check"):
@@ -57,17 +69,85 @@ def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None
         datamodule.check(num_replicas=1 if layout is None else layout.num_replicas)
 
 
-def check_checkpoint(field: str, path: str | None) -> None:
-    """A checkpoint that is named must exist.
+def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> None:
+    """A checkpoint that is named must exist and be one; to be resumed, with a state of training. A damaged one is left to the strategy.
 
     Raises:
-        UserError: There is nothing at ``path``.
+        UserError: It is none, or holds weights alone.
     """
-    if path is None or path in _KEYWORDS or "://" in path or os.path.exists(path):
+    if path is None or path in _KEYWORDS or "://" in path:
         return
-    parent = Path(path).parent
-    there = ", ".join(sorted(entry.name for entry in parent.iterdir())[:8]) if parent.is_dir() else ""
-    raise UserError(f"{field} {path}: there is no such checkpoint" + (f"; in {parent} there is {there}" if there else ""))
+    place = Path(path)
+    if not place.exists():
+        there = ", ".join(sorted(entry.name for entry in place.parent.iterdir())[:8]) if place.parent.is_dir() else ""
+        raise UserError(
+            f"{field} {path}: there is no such checkpoint" + (f"; in {place.parent} there is {there}" if there else "")
+        )
+    if reads_as_huggingface(place):
+        raise UserError(
+            f"{field} {path} is a Hugging Face folder, which holds weights alone: begin with them by --init_from, or make it a "
+            "checkpoint by ptdp convert"
+        )
+    if place.is_dir():
+        if not is_folder_of_checkpoints(place) and not any((place / name).exists() for name in _PARTS):
+            raise UserError(f"{field} {path} is a folder, but no checkpoint: it has no metadata.json")
+    elif not zipfile.is_zipfile(place) and place.open("rb").read(1) != _PICKLE:
+        raise UserError(f"{field} {path} is no checkpoint: neither a folder of ours nor a file that torch.save wrote")
+    if resumes and not _has_state_of_training(place):
+        raise UserError(
+            f"{field} {path} holds weights and no state of training, which cannot be continued: begin a new training with them by "
+            "--init_from"
+        )
+
+
+def check_weights(field: str, path: str, model: LightningModule) -> None:
+    """Weights that training is to begin with must exist and have the model's names and shapes, as far as these are known before launch.
+
+    Raises:
+        UserError: They do not; names one.
+        CheckpointError: They are damaged.
+    """
+    place = Path(path)
+    if reads_as_huggingface(place):
+        own = weights_opener(model, {})(place).tensors if isinstance(model, LitGPT | LitBert) else None
+    else:
+        check_checkpoint(field, path)
+        if place.is_file():
+            raise UserError(f"{field} {path} is a file: make it a checkpoint first, ptdp convert {path} start.ckpt")
+        own = None if is_folder_of_checkpoints(place) else read_metadata(place).tensors
+    if own is None:
+        return
+    found = {name.removeprefix("model/"): entry.shape for name, entry in own.items() if name.startswith("model/")}
+    wanted = {name: tuple(value.shape) for name, value in _on_meta(model).named_parameters()}
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise UserError(
+            f"{field} {path} lacks {missing[0]!r}, which the model has; it holds {len(found)} tensors such as {next(iter(found), None)!r}"
+        )
+    for name, shape in wanted.items():
+        if tuple(found[name]) != shape:
+            raise UserError(f"{field} {path}: {name!r} has the shape {tuple(found[name])} there and {shape} in the model")
+
+
+def _on_meta(model: LightningModule) -> LightningModule:
+    """The model, built without values if it is one of ours, which are not built yet."""
+    if not isinstance(model, LitGPT | LitBert):
+        return model
+    model = copy.deepcopy(model)
+    with torch.device("meta"):
+        model.configure_model()
+    return model
+
+
+def _has_state_of_training(place: Path) -> bool:
+    """Whether a run can go on from there; also where that cannot be told."""
+    try:
+        if place.is_dir():
+            return is_folder_of_checkpoints(place) or "optimizer_states" in read_state(place)
+        content = torch.load(place, map_location="meta", mmap=True, weights_only=True)
+    except Exception:  # damaged, or with classes of somebody else's: whoever loads it has more to say
+        return True
+    return isinstance(content, dict) and "optimizer_states" in content
 
 
 def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None) -> None:
@@ -84,6 +164,23 @@ def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None)
                 f"model.config.{name}={wanted} is smaller than data.{name}={offered}; set --model.config.{name} {offered} or "
                 f"--data.{name} {wanted}"
             )
+
+
+def _check_port(trainer: Trainer) -> None:
+    """The port at which this machine's processes are to meet is free.
+
+    Raises:
+        UserError: Somebody listens there.
+    """
+    port = os.environ.get("MASTER_PORT", "")
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if not port.isdecimal() or trainer.num_nodes > 1 or environment is None or environment.creates_processes_externally:
+        return
+    try:
+        socket.create_server(("127.0.0.1", int(port))).close()
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0]
+        raise UserError(f"MASTER_PORT={port} cannot be listened at ({why}): unset it, or choose a free port") from error
 
 
 def _check_folders(trainer: Trainer) -> None:

@@ -32,11 +32,16 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and convert."""
     given = vars(_parser(f"ptdp {verb}").parse_args(arguments))
-    shard_bytes = _bytes(given.pop("shard_size"))
-    from lightning_ptdp.exchange import convert
+    shard_bytes, verify = _bytes(given.pop("shard_size")), given.pop("verify")
+    from lightning_ptdp.exchange import convert, verify_export
 
     made = convert(**given | {"dtype": dtype_of(given["dtype"])}, shard_bytes=shard_bytes)
     print(f"written: {given['destination']} ({made})")
+    if verify and made != "huggingface":
+        raise UserError(f"--verify loads a Hugging Face folder as its users do, and {given['destination']} is a {made}")
+    if verify:
+        said = verify_export(given["source"], given["destination"], config=given["config"], prefix=given["prefix"])
+        print(f"verified: {said}")
     return 0
 
 
@@ -54,6 +59,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "names begin with on the way out; for state dicts none)",
     )
     parser.add_argument("--config", help="to Hugging Face, for a module that wraps their model: its config.json or its folder")
+    parser.add_argument(
+        "--verify", action="store_true", help="to Hugging Face: load it with transformers and compare it with the checkpoint"
+    )
     parser.add_argument("--shard_size", default="5GB", help="most bytes in one Hugging Face file, such as 500MB (default 5GB)")
     add_dtype_argument(parser)
     return parser

@@ -86,6 +86,10 @@ def _run(arguments: list[str]) -> int:
                 print(short_help(verb))
                 return 0
             rest = ["--help"]
+        # Of a rank that is lost, its peers' C++ has forty frames to show; what happened is the last line.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # --model my_module.LitMine; behind what is installed
         rest = resolve_configs(rest)  # before the seconds that an import of torch takes
     return int(importlib.import_module(name).run(verb, rest))
 

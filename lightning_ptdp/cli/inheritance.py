@@ -160,7 +160,7 @@ def _read(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file}: {error}") from error
     if values is None:
-        return {}
+        raise UserError(f"{file} is empty: a configuration is a mapping, such as base: gpt/nano")
     if not isinstance(values, dict):
         raise UserError(
             f"{file} holds a {type(values).__name__}; a configuration is a mapping, such as trainer: {{max_steps: 20}}"

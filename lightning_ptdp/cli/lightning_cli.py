@@ -6,10 +6,12 @@ import pkgutil
 from argparse import ArgumentError
 from typing import Any
 
+import lightning.pytorch as pl
 import yaml
-from jsonargparse import Namespace, get_loader, set_loader
+from jsonargparse import ActionConfigFile, Namespace, get_loader, set_loader
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
 from lightning_ptdp import callbacks, data, loggers, strategy  # noqa: F401
@@ -36,6 +38,13 @@ from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 from lightning_ptdp.models import LitBert, LitGPT  # noqa: F401
 
 __all__ = ["PTDPCLI", "parsed_values"]
+
+
+class _ExactParser(LightningArgumentParser):
+    """Also for the parsers that jsonargparse makes of a class's arguments, which are of the class of the outermost."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
 
 class PTDPCLI(LightningCLI):
@@ -65,6 +74,14 @@ class PTDPCLI(LightningCLI):
             },
         )
 
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """As Lightning's, of a class whose options have to be written out: --model.config.num_layer is none."""
+        parser = _ExactParser(**{"dump_header": [f"lightning.pytorch=={pl.__version__}"], **kwargs})
+        parser.add_argument(
+            "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
+        )
+        return parser
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The verb's own keys."""
         parser.add_lightning_class_args(Throughput, "throughput")
@@ -89,6 +106,14 @@ class PTDPCLI(LightningCLI):
         """Build everything; jsonargparse wraps the errors of nested dataclasses in its own words."""
         try:
             super().instantiate_classes()
+        except MisconfigurationException as error:
+            if "gpu backend" not in str(error) and "CUDAAccelerator" not in str(error):
+                raise
+            raise UserError(
+                f"trainer.accelerator={self.config.trainer.accelerator}: torch sees no GPU here (ptdp doctor says why). Without one: "
+                "--trainer.accelerator cpu --trainer.precision 32-true, and as many --trainer.devices as this machine has cores for; "
+                "ptdp recipes show common says how the layout follows"
+            ) from error
         except ValueError as error:
             raise UserError(readable(str(error), ())) from error
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.callbacks import PredictionWriter, RunRecord, RunReport
-from lightning_ptdp.cli.checks import check_data, check_run
+from lightning_ptdp.cli.checks import check_data, check_run, check_weights
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import write_text
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
@@ -42,6 +42,8 @@ def run(verb: str, arguments: list[str]) -> int:
         _prepare(cli)
         return 0
     check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=verb == "fit")
+    if verb == "fit" and cli.config.init_from is not None:
+        check_weights("--init_from", cli.config.init_from, cli.model)
     if _launches(cli.trainer):
         _prepare(cli)
     if verb == "fit":

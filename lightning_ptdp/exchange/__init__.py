@@ -6,11 +6,11 @@ All of it runs in one process, without the whole model in memory (but for ``torc
 from lightning_ptdp.exchange.convert import Kind, convert, kind_of
 from lightning_ptdp.exchange.families import FAMILIES
 from lightning_ptdp.exchange.folder import open_huggingface, reads_as_huggingface
-from lightning_ptdp.exchange.huggingface import from_huggingface, to_huggingface
+from lightning_ptdp.exchange.huggingface import from_huggingface, to_huggingface, verify_export
 from lightning_ptdp.exchange.plain import from_state_dict, open_state_dict, to_state_dict
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.tables import Family, Row
-from lightning_ptdp.exchange.weights import HuggingFaceNames, HuggingFaceWeights, names_in
+from lightning_ptdp.exchange.weights import HuggingFaceNames, HuggingFaceWeights, names_in, weights_opener
 
 __all__ = [
     "FAMILIES",
@@ -30,5 +30,7 @@ __all__ = [
     "reads_as_huggingface",
     "to_huggingface",
     "to_state_dict",
+    "verify_export",
+    "weights_opener",
     "write_safetensors",
 ]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -26,15 +28,18 @@ from lightning_ptdp.checkpoint import (
     reading,
     write_checkpoint,
 )
+from lightning_ptdp.exchange.architecture import check_architecture, verify_huggingface
 from lightning_ptdp.exchange.families import HF_TIED, family_of_config_json, model_of_hyper_parameters
 from lightning_ptdp.exchange.folder import CONFIG_FILE, INDEX_FILE, ONE_FILE, open_huggingface, read_config
 from lightning_ptdp.exchange.plain import common_prefix, converted, weights_only_state
 from lightning_ptdp.exchange.safetensors import write_safetensors
 from lightning_ptdp.exchange.tables import Model, Part
 
-__all__ = ["Names", "from_huggingface", "to_huggingface"]
+__all__ = ["Names", "from_huggingface", "our_rectangles", "to_huggingface", "verify_export"]
 
 _SHOWN = 3
+_TOKENIZER = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
+"""What ``save_pretrained`` of a tokenizer writes."""
 
 Names = Literal["ptdp", "hf"]
 
@@ -70,22 +75,33 @@ def from_huggingface(
             choices that our model does not know. Nothing is left at ``destination``.
     """
     folder = Path(source)
-    config, tensors = read_config(folder), open_huggingface(folder)
     if names == "hf":
+        config, tensors = read_config(folder), open_huggingface(folder)
         tied = HF_TIED.get(config.get("model_type") or "", {}) if config.get("tie_word_embeddings", True) else {}
         aliases = {alias: name for alias, name in tied.items() if alias not in tensors and name in tensors}
         rectangles = [LocalRectangle.whole(f"model/{prefix}{name}", value) for name, value in tensors.items()]
         state = weights_only_state({})
     else:
-        family = family_of_config_json(config, folder / CONFIG_FILE)
-        with reading(folder / CONFIG_FILE, "cannot be one of our models"):
-            model = family.read(config)
-        rectangles = list(_rectangles(model, tensors, f"model/{prefix}"))
-        _check_complete(model, rectangles, f"model/{prefix}", folder)
+        model, rectangles = our_rectangles(folder, f"model/{prefix}")
         aliases = model.aliases
         state = weights_only_state({"config": asdict(model.config)})
     metadata = {"aliases": {prefix + alias: prefix + name for alias, name in aliases.items()}, "converted_from": str(folder)}
     write_checkpoint(destination, rectangles=rectangles, state=state, metadata=metadata)
+
+
+def our_rectangles(folder: Path, prefix: str) -> tuple[Model, list[LocalRectangle]]:
+    """The model of ours that a Hugging Face folder holds, and its mapped tensors as parts of ours; names begin with ``prefix``.
+
+    Raises:
+        CheckpointError: As of ``from_huggingface``.
+    """
+    config, tensors = read_config(folder), open_huggingface(folder)
+    family = family_of_config_json(config, folder / CONFIG_FILE)
+    with reading(folder / CONFIG_FILE, "cannot be one of our models"):
+        model = family.read(config)
+    rectangles = list(_rectangles(model, tensors, prefix))
+    _check_complete(model, rectangles, prefix, folder)
+    return model, rectangles
 
 
 def to_huggingface(
@@ -103,7 +119,7 @@ def to_huggingface(
         source: The checkpoint folder.
         destination: The folder to make; an existing folder of that kind is replaced.
         config: For a LightningModule that wraps a Hugging Face model, that model's ``config.json``, or the folder it is in. For our
-            own models it follows from the checkpoint.
+            own models it follows from the checkpoint. The tokenizer's files beside it go along.
         prefix: Name of the model's attribute in the LightningModule, with a dot; tensors of other names are left out. Default: what
             all names begin with.
         dtype: What floating-point tensors are converted to; default: as they are.
@@ -129,9 +145,32 @@ def to_huggingface(
         items = dict(_items(reader, model, prefix, dtype))
     if not items:
         raise CheckpointError(f"{source} holds no tensor whose name begins with {prefix!r}; there are {sorted(stored)[:_SHOWN]}")
+    # Our own have been compared with their table; for others, who else knows?
+    if config is not None or find_spec("transformers") is not None:
+        check_architecture(description, {name: item.entry.shape for name, item in items.items()}, str(source))
     kinds = [item.entry.dtype for item in items.values() if item.entry.dtype.is_floating_point]
     description = description | {"torch_dtype": str(kinds[0]).removeprefix("torch.")} if kinds else description
-    _write_folder(Path(os.path.abspath(destination)), reader, items, description, shard_bytes)
+    beside = Path(config) if config is not None else None
+    tokenizer = [] if beside is None else [file for name in _TOKENIZER for file in sorted(_folder(beside).glob(name))]
+    _write_folder(Path(os.path.abspath(destination)), reader, items, description, shard_bytes, tokenizer)
+
+
+def verify_export(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    prefix: str | None = None,
+) -> str:
+    """What ``verify_huggingface`` finds of a folder that ``to_huggingface`` made; the arguments are those that it was given.
+
+    Raises:
+        CheckpointError: The folder does not give what the checkpoint gives.
+    """
+    if prefix is None:
+        prefix = common_prefix({name.removeprefix("model/") for name in TensorReader(source).metadata.names("model/")})
+    model = None if config is not None else model_of_hyper_parameters(read_state(source).get("hyper_parameters", {}))
+    return verify_huggingface(source, folder, prefix=prefix, model=model)
 
 
 def _rectangles(model: Model, tensors: Mapping[str, torch.Tensor], prefix: str) -> Iterator[LocalRectangle]:
@@ -182,9 +221,18 @@ def _check_complete(model: Model, rectangles: list[LocalRectangle], prefix: str,
 
 
 def _items(reader: TensorReader, model: Model, prefix: str, dtype: torch.dtype | None) -> Iterator[tuple[str, _Item]]:
-    for name in model.shapes(stored=len(reader.metadata.tensors)):
-        if f"model/{prefix}{name}" not in reader.metadata.tensors:
+    shapes, tensors = model.shapes(stored=len(reader.metadata.tensors)), reader.metadata.tensors
+    wanted = {f"model/{prefix}{name}" for name in (*shapes, *model.aliases)}
+    if other := sorted(name for name in tensors if name.startswith(f"model/{prefix}") and name not in wanted):
+        raise CheckpointError(
+            f"the checkpoint has {other[0].removeprefix('model/')!r}, which its hyperparameters' model has not: merge adapters into the "
+            "weights first"
+        )
+    for name, shape in shapes.items():
+        if f"model/{prefix}{name}" not in tensors:
             raise CheckpointError(f"the checkpoint has no {prefix + name!r}, which its hyperparameters' model has")
+        if (found := tuple(tensors[f"model/{prefix}{name}"].shape)) != shape:
+            raise CheckpointError(f"{prefix + name!r} has the shape {found}, which its hyperparameters make {shape}")
         for theirs, part in model.parts(name):
             yield theirs, _item(reader, prefix + name, part, dtype)
 
@@ -197,7 +245,12 @@ def _item(reader: TensorReader, stored: str, part: Part, dtype: torch.dtype | No
 
 
 def _write_folder(
-    target: Path, reader: TensorReader, items: Mapping[str, _Item], config: Mapping[str, Json], shard_bytes: int
+    target: Path,
+    reader: TensorReader,
+    items: Mapping[str, _Item],
+    config: Mapping[str, Json],
+    shard_bytes: int,
+    tokenizer: Sequence[Path],
 ) -> None:
     files.check_replaceable(target, marker=CONFIG_FILE)
 
@@ -220,7 +273,13 @@ def _write_folder(
             where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
             _write_json(part / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
         _write_json(part / CONFIG_FILE, config)
+        for beside in tokenizer:
+            shutil.copyfile(beside, part / beside.name)
         files.sync_folder(part)
+
+
+def _folder(config: Path) -> Path:
+    return config if config.is_dir() else config.parent
 
 
 def _shards(items: Mapping[str, _Item], limit: int) -> list[list[str]]:

@@ -1,20 +1,23 @@
-"""The weights of a Hugging Face folder for a module that wraps the model: each rank reads its own part, without a conversion before."""
+"""The weights of a Hugging Face folder for a module that wraps the model, or for our own: each rank reads its own part, without a
+conversion before."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from lightning_ptdp.checkpoint import CheckpointError, TensorEntry, rectangles_of
+from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, rectangles_of
 from lightning_ptdp.checkpoint.local import Tensors
 from lightning_ptdp.exchange.folder import open_huggingface
+from lightning_ptdp.exchange.huggingface import our_rectangles
 
-__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "names_in"]
+__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "names_in", "weights_opener"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,28 +49,57 @@ class HuggingFaceNames:
 
 @dataclass(frozen=True)
 class HuggingFaceWeights:
-    """The mapped tensors of a folder, of which any rectangle can be read; names begin with ``model/``."""
+    """The mapped tensors of a folder, of which any rectangle can be read: for each of a module's, whose names begin with ``model/``, the
+    rectangles that it is made of."""
 
-    values: Mapping[str, torch.Tensor]
+    parts: Mapping[str, Sequence[LocalRectangle]]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], names: HuggingFaceNames) -> HuggingFaceWeights:
-        """Of the folder ``path``, by the names that they have in a module.
+        """Of the folder ``path``, by the names that they have in a module that wraps the model.
 
         Raises:
             CheckpointError: Files are missing or damaged.
         """
-        return cls({f"model/{name}": value for name, value in names.of(open_huggingface(Path(path))).items()})
+        values = names.of(open_huggingface(Path(path)))
+        return cls({f"model/{name}": [LocalRectangle.whole(f"model/{name}", value)] for name, value in values.items()})
+
+    @classmethod
+    def open_as_ours(cls, path: str | os.PathLike[str]) -> HuggingFaceWeights:
+        """Of the folder ``path``, by the names that they have in our own model of that kind.
+
+        Raises:
+            CheckpointError: As of ``from_huggingface``.
+        """
+        parts: dict[str, list[LocalRectangle]] = {}
+        for one in our_rectangles(Path(path), "model/model.")[1]:
+            parts.setdefault(one.name, []).append(one)
+        return cls(parts)
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """What there is, by name."""
-        return {name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype) for name, value in self.values.items()}
+        return {name: TensorEntry(shape=parts[0].full_shape, dtype=parts[0].values.dtype) for name, parts in self.parts.items()}
 
     def fill(self, tensors: Tensors) -> None:
         """Read this process's rectangles, converted to the dtype of their targets."""
-        for rectangle in rectangles_of(tensors):
-            rectangle.values.copy_(self.values[rectangle.name][rectangle.place.slices])
+        for wanted in rectangles_of(tensors):
+            for stored in self.parts[wanted.name]:
+                common = stored.place.common(wanted.place)
+                if common.numel:
+                    values = stored.values[common.seen_from(stored.offset).slices]
+                    wanted.values[common.seen_from(wanted.offset).slices].copy_(values)
+
+
+def weights_opener(module: nn.Module, aliases: Mapping[str, str]) -> Callable[[str | os.PathLike[str]], HuggingFaceWeights]:
+    """What reads a Hugging Face folder for ``module``, which wraps such a model or is one of ours.
+
+    Raises:
+        CheckpointError: It holds several of theirs.
+    """
+    if any(hasattr(child, "base_model_prefix") for child in module.modules()):
+        return partial(HuggingFaceWeights.open, names=names_in(module, aliases))
+    return HuggingFaceWeights.open_as_ours
 
 
 def names_in(module: nn.Module, aliases: Mapping[str, str]) -> HuggingFaceNames:

@@ -29,7 +29,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
-from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, names_in, reads_as_huggingface
+from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, reads_as_huggingface, weights_opener
 from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.sharding import slice_full
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike
@@ -185,8 +185,9 @@ class ModelSpaceRestoring(ModelSpace):
     def _opener(self, path: PathLike, rename: Mapping[str, str] | None) -> Callable[..., Stored]:
         if not reads_as_huggingface(path):
             return TensorReader
-        names = HuggingFaceNames(aliases={}) if rename else names_in(self.lightning_module, self.parallel.aliases)
-        return partial(HuggingFaceWeights.open, names=names)
+        if rename:
+            return partial(HuggingFaceWeights.open, names=HuggingFaceNames(aliases={}))
+        return weights_opener(self.lightning_module, self.parallel.aliases)
 
     def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
         """Fill this rank's part of the optimizer, by parameter name.

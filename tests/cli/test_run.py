@@ -201,6 +201,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_sentence(config: str, tmp_pat
     last = fit.output.splitlines()[-1]
     assert last.startswith("ptdp: process "), fit.output
     assert "SIGKILL" in last
+    assert "frame #" not in fit.output
 
 
 def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weights(
@@ -220,4 +221,4 @@ def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weigh
     assert (code, "set --trainer.strategy ptdp" in err) == (2, True)
     assert ptdp(*arguments[:-1], "--init_from", str(latest), "--trainer.max_steps=1")[0] == 0
     code, _, err = ptdp(*arguments[:-1], "--init_from", str(tmp_path / "nothing"))
-    assert (code, "nothing does not exist" in err) == (2, True)
+    assert (code, "no such checkpoint" in err) == (2, True)

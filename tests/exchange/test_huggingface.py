@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata, read_state, save_checkpoint
-from lightning_ptdp.exchange import from_huggingface, open_huggingface, to_huggingface
+from lightning_ptdp.exchange import HuggingFaceWeights, from_huggingface, open_huggingface, to_huggingface, verify_export
 from lightning_ptdp.models import LitGPT
 from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.sharding import Sharding
+from tests.checkpoint.layouts import shard
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.models.theirs import hf_gpt2, hf_llama, randomized
 
@@ -67,6 +68,17 @@ def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) ->
     tolerance = 1e-5 if exact else 0.1
     torch.testing.assert_close(_ours(tmp_path / "ours")(ids), model(ids).logits, rtol=tolerance, atol=tolerance)
 
+    straight, whole = HuggingFaceWeights.open_as_ours(folder), read_full(tmp_path / "ours")
+    aliases = read_metadata(tmp_path / "ours").aliases
+    assert {name.removeprefix("model/") for name in straight.tensors} == whole.keys() - aliases.keys()
+    for name, entry in straight.tensors.items():  # as a rank of two reads it that holds the second half
+        full = whole[name.removeprefix("model/")]
+        local, sharding = shard(full, "column" if full.size(0) % 2 == 0 else "replicated", size=2, rank=1)
+        filled = torch.zeros_like(local)
+        straight.fill({name: (filled, sharding)})
+        assert entry.shape == tuple(full.shape)
+        assert torch.equal(filled, local), name
+
     to_huggingface(tmp_path / "ours", tmp_path / "back", shard_bytes=20_000)
     before, after = open_huggingface(folder), open_huggingface(tmp_path / "back")
     assert before.keys() == after.keys()
@@ -107,6 +119,7 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
         tmp_path / "ours", tensors=tensors, state={"hyper_parameters": dict(module.hparams)}, metadata={"aliases": aliases}
     )
     to_huggingface(tmp_path / "ours", tmp_path / "theirs")
+    assert "are equal" in verify_export(tmp_path / "ours", tmp_path / "theirs")
     ids = torch.randint(config.vocabulary_size, (2, 16), generator=torch.Generator().manual_seed(1))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     torch.testing.assert_close(model(ids).logits, module(ids), rtol=1e-5, atol=1e-5)
@@ -151,9 +164,52 @@ def test_a_module_that_wraps_theirs_keeps_their_names(tmp_path: Path) -> None:
     wrapper.load_state_dict(read_full(tmp_path / "ours"))
     ids = torch.randint(50, (2, 10))
     assert torch.equal(wrapper.net.eval()(ids).logits, model(ids).logits)
+    (tmp_path / "bert" / "tokenizer_config.json").write_text("{}")
     to_huggingface(tmp_path / "ours", tmp_path / "back", config=tmp_path / "bert")
+    assert (tmp_path / "back" / "tokenizer_config.json").exists(), "transformers would invent a tokenizer"
+    assert "every tensor equal" in verify_export(tmp_path / "ours", tmp_path / "back", config=tmp_path / "bert")
     again = transformers.BertForMaskedLM.from_pretrained(tmp_path / "back").eval()
     assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("adapter", "has 'transformer.h.0.lora_A.weight', which it does not know"),
+        ("missing", "lacks 'transformer.ln_f.bias'"),
+        ("shape", "'transformer.ln_f.bias' has the shape"),
+        ("architecture", "none that transformers"),
+    ],
+)
+def test_what_the_architecture_does_not_have_is_not_exported(changed: str, words: str, tmp_path: Path) -> None:
+    model = hf_gpt2()
+    model.save_pretrained(tmp_path / "base")
+    values = {f"net.{name}": value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    if changed == "adapter":
+        values["net.transformer.h.0.lora_A.weight"] = torch.ones(2, 2)
+    if changed == "missing":
+        del values["net.transformer.ln_f.bias"]
+    if changed == "shape":
+        values["net.transformer.ln_f.bias"] = torch.ones(3)
+    if changed == "architecture":
+        config = json.loads((tmp_path / "base" / "config.json").read_text()) | {"architectures": ["Unheard"]}
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    tensors = {f"model/{name}": (value, Sharding.replicated(tuple(value.shape))) for name, value in values.items()}
+    save_checkpoint(tmp_path / "lora", tensors=tensors, state={}, metadata={})
+    with pytest.raises(CheckpointError, match=words):
+        to_huggingface(tmp_path / "lora", tmp_path / "out", config=tmp_path / "base")
+    assert not (tmp_path / "out").exists()
+
+
+def test_our_own_model_is_compared_with_its_table(tmp_path: Path) -> None:
+    hf_gpt2().save_pretrained(tmp_path / "hf")
+    from_huggingface(tmp_path / "hf", tmp_path / "ours")
+    values = read_full(tmp_path / "ours") | {"model.h.0.lora_A.weight": torch.ones(2, 2)}
+    values.pop("model.head.weight", None)
+    tensors = {f"model/{name}": (value, Sharding.replicated(tuple(value.shape))) for name, value in values.items()}
+    save_checkpoint(tmp_path / "lora", tensors=tensors, state=dict(read_state(tmp_path / "ours")), metadata={})
+    with pytest.raises(CheckpointError, match=r"lora_A.*merge adapters"):
+        to_huggingface(tmp_path / "lora", tmp_path / "out")
 
 
 def test_dtype_is_converted_on_the_way_out(tmp_path: Path) -> None:

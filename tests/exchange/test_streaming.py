@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import transformers
 
 from lightning_ptdp.checkpoint import LocalRectangle, read_metadata, reshard_checkpoint, verify_checkpoint
 from lightning_ptdp.checkpoint.save import write_checkpoint
@@ -72,6 +73,7 @@ def _peak(peaks: dict[str, int], name: str) -> Iterator[None]:
 
 def measure(folder: str) -> None:
     """Print the peaks of all conversions as JSON."""
+    assert transformers.GPT2LMHeadModel, "what is imported is no part of a conversion"
     root, peaks = Path(folder), dict[str, int]()
     steps: dict[str, Callable[[], object]] = {
         "write": lambda: _write(root / "ours"),

@@ -1,0 +1,122 @@
+"""What Hugging Face makes of an exported folder: the names and shapes of its architecture before, its logits afterwards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ptdp.checked_json import Json
+from lightning_ptdp.checkpoint import CheckpointError, TensorReader, read_full
+from lightning_ptdp.exchange.folder import read_config
+from lightning_ptdp.exchange.tables import Model
+
+__all__ = ["check_architecture", "verify_huggingface"]
+
+_SHOWN = 3
+_LENGTH = 16
+_CLOSE = 1e-4
+"""Of logits, over the largest: two programs of one model in float32 sum in other orders."""
+
+
+def check_architecture(description: Mapping[str, Json], stored: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Compare what is to be written with the architecture that its configuration names, built on the meta device.
+
+    Args:
+        description: The ``config.json``.
+        stored: Name -> shape of every tensor.
+        source: What it comes from, for messages.
+
+    Raises:
+        CheckpointError: transformers has no such architecture or is not installed; a name is missing or unknown; a shape differs.
+    """
+    name, kind = _architecture(description)
+    try:
+        with torch.device("meta"):
+            model = kind(kind.config_class.from_dict(dict(description)))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{name} cannot be built from the configuration: {error}") from error
+    wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    first: dict[int, str] = {}
+    tied = {key: first.setdefault(id(value), key) for key, value in model.named_parameters(remove_duplicate=False)}
+    there = {tied.get(key, key) for key in stored}
+    lacks = sorted(key for key in wanted if key not in stored and tied.get(key, key) not in there)
+    unknown = sorted(stored.keys() - wanted.keys())
+    if lacks or unknown:
+        parts = [f"lacks {_listed(lacks)}"] * bool(lacks) + [f"has {_listed(unknown)}, which it does not know"] * bool(unknown)
+        raise CheckpointError(
+            f"{source} does not fit {name}: it {' and '.join(parts)}. Nothing was written: merge adapters into the weights first, or name "
+            "the configuration and the prefix of the model that was trained"
+        )
+    for key, shape in stored.items():
+        if wanted[key] != shape:
+            raise CheckpointError(
+                f"{source} does not fit {name}: {key!r} has the shape {shape}, and its configuration makes it {wanted[key]}"
+            )
+
+
+def verify_huggingface(
+    source: str | os.PathLike[str], folder: str | os.PathLike[str], *, prefix: str, model: Model | None
+) -> str:
+    """Load an exported folder as its users do, and compare it with the checkpoint. Needs memory for two whole models.
+
+    Args:
+        source: The checkpoint folder.
+        folder: What was made of it.
+        prefix: Of the model's names in the checkpoint, with a dot.
+        model: Our own, whose logits are compared; None: a module wraps theirs, and every tensor is.
+
+    Returns:
+        What was found.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    name, kind = _architecture(read_config(Path(folder)))
+    theirs, said = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    wrong = {key: sorted(map(str, said.get(key, ()))) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(wrong.values()):
+        found = "; ".join(f"{key} {_listed(names)}" for key, names in wrong.items() if names)
+        raise CheckpointError(f"{folder}: {name}.from_pretrained finds {found}")
+    if model is None:
+        state, reader = theirs.state_dict(), TensorReader(source)
+        for stored in sorted(reader.metadata.names("model/")):
+            key = stored.removeprefix(f"model/{prefix}")
+            if key in state and not torch.equal(state[key], reader.read(stored).to(state[key].dtype)):
+                raise CheckpointError(f"{folder}: {key!r} differs from {source}")
+        return f"{name}.from_pretrained loads it, every tensor equal"
+    weights = {key.removeprefix(prefix): value for key, value in read_full(source).items() if key.startswith(prefix)}
+    ours = model.family.build(model.config)
+    ours.load_state_dict(weights)
+    ids = torch.arange(min(_LENGTH, model.config.sequence_length))[None] * 7 % model.config.vocabulary_size
+    with torch.no_grad():
+        mine, answer = ours.to(theirs.dtype).float().eval()(ids), theirs.float().eval()(ids)
+    other = answer["logits"] if "logits" in answer else answer["prediction_logits"]  # a BERT has two heads
+    mine = mine[0] if isinstance(mine, tuple) else mine
+    gap = float((mine - other).abs().max() / mine.abs().max())
+    if not gap < _CLOSE:
+        raise CheckpointError(f"{folder}: the logits of {name} differ from those of {source} by {gap:.1e} of the largest")
+    return f"the logits of {name} are equal, to {gap:.0e} of the largest"
+
+
+def _architecture(description: Mapping[str, Json]) -> tuple[str, Any]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError("an export is compared with Hugging Face's architecture: pip install transformers") from error
+    names = description.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    kind = getattr(transformers, name, None) if name else None
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise CheckpointError(
+            f"the configuration's architectures={names!r} is none that transformers {transformers.__version__} has"
+        )
+    return name, kind
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
