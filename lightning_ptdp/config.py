@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from lightning_ptdp.checkpoint.latest import OnDamage
+from lightning_ptdp.compiled_blocks import CompilePolicy
 from lightning_ptdp.context_parallel import AttentionKind
 from lightning_ptdp.fp8 import Float8Scaling
 from lightning_ptdp.option_types import Count, Size, check_types
 from lightning_ptdp.recompute import RecomputePolicy, check_recompute_options
 from lightning_ptdp.schedule import CustomSchedule, Schedule, build_schedule
-from lightning_ptdp.schedule.generators import check_schedule, schedule_microbatches, schedule_placement
+from lightning_ptdp.schedule.generators import (
+    check_schedule,
+    may_split_backward,
+    schedule_microbatches,
+    schedule_placement,
+)
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -61,6 +70,9 @@ class PTDPConfig:
             GPU to the computation beside it. Default: NCCL decides.
         fp8: Let the linear layers of the repeated blocks multiply in float8, by torchao, with a scale for each operand ("tensorwise") or
             for each of its rows ("rowwise": more exact).
+        compile: Hand each repeated block to ``torch.compile`` when it is sharded: "blocks", "none", or "auto" (those on CUDA, unless the
+            schedule splits the backward).
+        compile_options: Arguments of ``torch.compile``, such as {"mode": "max-autotune-no-cudagraphs"} or {"backend": "aot_eager"}.
         plan: Which submodules are sharded how, and where the repeated container is. Default: the module's own
             ``configure_parallel()``, else found automatically (pipeline) or an error (tensor parallelism).
         meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
@@ -111,6 +123,8 @@ class PTDPConfig:
     scatter_gather: bool = True
     channel_ctas: Size | None = None
     fp8: Float8Scaling | None = None
+    compile: CompilePolicy = "none"
+    compile_options: Mapping[str, Any] | None = None
     plan: ParallelPlan | None = None
     meta_init: bool = True
     seed: int | None = None
@@ -157,6 +171,7 @@ class PTDPConfig:
                 f"virtual_pipeline_size = {self.num_stages}; give the number of layers of each stage"
             )
         self._check_distribution()
+        self._check_compilation()
         check_recompute_options(self.recompute, self.recompute_layers, num_stages=self.num_stages)
         check_schedule(
             self.schedule,
@@ -235,6 +250,31 @@ class PTDPConfig:
             assert self.micro_batch_size is not None
             return -(-samples // self.micro_batch_size)
         return min(samples, usual)
+
+    @property
+    def compiles(self) -> CompilePolicy:
+        """``compile``, where compiled blocks lose nothing that was asked for by another option."""
+        return "none" if self.compile == "auto" and self._why_not_compiled else self.compile
+
+    @property
+    def _why_not_compiled(self) -> str:
+        is_ours = isinstance(self.schedule, str) and schedule_microbatches(self.schedule) is None
+        if is_ours and may_split_backward(self.schedule):
+            return (
+                f"schedule={self.schedule!r}: weight gradients of compiled blocks are not put off, of which it lives. Use schedule='1f1b' "
+                "or 'interleaved_1f1b'"
+            )
+        return "keyed_dropout=True, which follows every call. Use keyed_dropout=False" if self.keyed_dropout else ""
+
+    def _check_compilation(self) -> None:
+        if self.compile == "blocks" and self._why_not_compiled:
+            raise ValueError(f"compile='blocks' with {self._why_not_compiled}, or compile='none'")
+        if self.compile_options is not None and self.compile == "none":
+            raise ValueError("compile_options is for compiled blocks, but compile='none': use compile='blocks', or leave it out")
+        known = inspect.signature(torch.compile).parameters.keys() - {"model", "disable"}
+        unknown = [name for name in self.compile_options or () if name not in known]
+        if unknown:
+            raise ValueError(f"compile_options has {unknown[0]!r}, but torch.compile takes {', '.join(sorted(known))}")
 
     def _check_distribution(self) -> None:
         if not self.distribute_saved_activations:

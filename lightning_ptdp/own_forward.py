@@ -1,6 +1,7 @@
-"""Another forward for a module in place: an object, as an attribute of the instance.
+"""Another forward for a module in place: an object's method, as an attribute of the instance.
 
-The module's type, parameters, names, children and hooks stay what they are, and it can be copied and pickled.
+The module's type, parameters, names, children and hooks stay what they are, and it can be copied and pickled. (Of a method a compiler
+looks at the code, and so finds the same in every block; of another callable, at the object.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class OwnForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What is replaced; ``inspect.signature`` looks here."""
+        """What is replaced."""
         return self.replaced if self.replaced is not None else partial(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,15 +45,19 @@ class OwnForward:
 
 def replace_forward(module: nn.Module, kind: type[OwnForward], **options: Any) -> None:
     """Put one in place; once, if the module has several names."""
-    replaced = vars(module).get("forward")
-    if not isinstance(replaced, kind):
-        vars(module)["forward"] = kind(module=module, replaced=replaced, **options)
+    if not isinstance(_own(module), kind):
+        vars(module)["forward"] = kind(module=module, replaced=vars(module).get("forward"), **options).__call__
 
 
 def give_back_forwards(module: nn.Module, *kinds: type[OwnForward]) -> None:
     """Undo ``replace_forward`` everywhere in ``module``, what came last first."""
     for child in module.modules():
-        while isinstance(forward := vars(child).get("forward"), kinds):
+        while isinstance(own := _own(child), kinds):
             del vars(child)["forward"]
-            if forward.replaced is not None:
-                vars(child)["forward"] = forward.replaced
+            if own.replaced is not None:
+                vars(child)["forward"] = own.replaced
+
+
+def _own(module: nn.Module) -> OwnForward | None:
+    own = getattr(vars(module).get("forward"), "__self__", None)
+    return own if isinstance(own, OwnForward) else None

@@ -1,16 +1,25 @@
-"""Blocks that their user compiles give the same answer in every layout: what is ours in them is not the compiler's business."""
+"""Compiled blocks, the strategy's or their user's, give the same answer in every layout, and each of them is one graph."""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import pickle
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_ptdp.compiled_blocks import CompiledForward, compile_blocks
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPT, gpt_plan
 from lightning_ptdp.parallelize import parallelize
+from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests import parity
@@ -26,17 +35,30 @@ T, C, P, V, M, S, R = (
     "schedule",
     "recompute",
 )
-LAYOUTS: dict[str, tuple[dict[str, Any], bool]] = {
-    "d2 sharded": ({"shard_optimizer": True}, True),
-    "t2": ({T: 2}, True),
-    "t2sp": ({T: 2, "sequence_parallel": True}, True),
-    "c2": ({C: 2}, True),
-    "c2 all to all": ({C: 2, "context_parallel_attention": "all_to_all"}, True),
-    "p2v2 full": ({P: 2, V: 2, M: 4, R: "full"}, True),
-    "p2 zb_h1": ({P: 2, M: 4, S: "zb_h1"}, True),
-    "p2 zb_h1 full": ({P: 2, M: 4, S: "zb_h1", R: "full"}, False),
+SP, A = "sequence_parallel", "context_parallel_attention"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "d2 sharded": {"shard_optimizer": True},
+    "t2": {T: 2, R: "selective"},
+    "t2sp": {T: 2, SP: True},
+    "c2": {C: 2, R: "full"},
+    "c2 all to all": {C: 2, A: "all_to_all"},
+    "p2v2": {P: 2, V: 2, M: 4, R: "full"},
+    "p2 uneven": {P: 2, M: 3, R: "offload"},
 }
-"""The layout, and whether a block is one graph."""
+USERS: dict[str, tuple[dict[str, Any], int]] = {
+    "t2sp": ({T: 2, SP: True}, 1),
+    "p2 zb_h1": ({P: 2, M: 4, S: "zb_h1"}, 1),
+    "p2 zb_h1 full": ({P: 2, M: 4, S: "zb_h1", R: "full"}, 0),
+}
+"""The layout, and the graphs that there are at least."""
+SETTINGS: dict[str, Any] = {"layers": 4, "steps": 3, "clip": None}
+AOT = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
+
+
+@pytest.fixture(scope="module")
+def expected(pool: Pool) -> dict[str, Any]:
+    found: dict[str, Any] = pool.run(fit, world_size=1, args=(Run(**SETTINGS),))[0]
+    return found
 
 
 class LitCompiled(LitTiny):
@@ -49,13 +71,13 @@ class LitCompiled(LitTiny):
                 block.compile(backend="aot_eager")
 
 
-def fit_compiled(rank: int, run: Run) -> dict[str, Any]:
+def fit_counted(rank: int, run: Run, module: type[LitTiny] = LitTiny) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "LitTiny", LitCompiled)
+        patch.setattr(parity, "LitTiny", module)
         found = fit(rank, run)
     return {**found, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
@@ -87,11 +109,75 @@ def test_a_compiled_block_keeps_no_gathered_sequence(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_same_answer(name: str, pool: Pool) -> None:
-    layout, is_one_graph = LAYOUTS[name]
-    settings = {"layers": 4, "steps": 3, "clip": None}
-    expected = pool.run(fit, world_size=1, args=(Run(**settings),))[0]
-    for found in pool.run(fit_compiled, world_size=2, args=(Run(world_size=2, layout=layout, **settings),)):
+def test_the_same_answer(name: str, expected: dict[str, Any], pool: Pool) -> None:
+    run = Run(world_size=2, layout={**LAYOUTS[name], **AOT}, **SETTINGS)
+    for found in pool.run(fit_counted, world_size=2, args=(run,)):
         assert_same(found, expected, tolerance=1e-4)
-        assert (found["breaks"] == 0) == is_one_graph
-        assert found["graphs"] > 0 or name == "p2 zb_h1 full"
+        assert found["breaks"] == 0
+        assert found["graphs"] == 1 or name == "p2 uneven"  # all blocks share it
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_what_the_user_compiles(name: str, expected: dict[str, Any], pool: Pool) -> None:
+    layout, graphs = USERS[name]
+    for found in pool.run(fit_counted, world_size=2, args=(Run(world_size=2, layout=layout, **SETTINGS), LitCompiled)):
+        assert_same(found, expected, tolerance=1e-4)
+        assert found["breaks"] == 0 or graphs == 0
+        assert found["graphs"] >= graphs
+
+
+class _Model(L.LightningModule):
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+
+
+def _compiled(module: nn.Module, **given: Any) -> list[bool]:
+    options: dict[str, Any] = {"policy": "blocks", "device": torch.device("cpu"), "options": AOT["compile_options"], **given}
+    compile_blocks(module, blocks=None, **options)
+    return [isinstance(getattr(block.forward, "__self__", None), CompiledForward) for block in module.blocks]
+
+
+def test_which_blocks() -> None:
+    module = _Model()
+    module.blocks[1].compile(backend="aot_eager")
+    names = list(module.state_dict())
+    assert _compiled(module) == [True, False, True]  # the user's own stays
+    assert list(module.state_dict()) == names
+    for made in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert made.blocks[0].forward.__self__.module is made.blocks[0]
+        torch.testing.assert_close(made.blocks(torch.ones(2, 4)), module.blocks(torch.ones(2, 4)))
+    assert _compiled(module, policy="auto") == _compiled(module, policy="none") == [False] * 3
+
+
+def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"compile='block' must be one of 'none', 'blocks', 'auto'; did you mean 'blocks'"):
+        PTDPConfig(compile="block")
+    with pytest.raises(ValueError, match=r"compile='blocks' with schedule='zb_h1': weight gradients .* Use schedule='1f1b'"):
+        PTDPConfig(compile="blocks", schedule="zb_h1", pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="compile='blocks' with keyed_dropout=True, which follows every call"):
+        PTDPConfig(compile="blocks", keyed_dropout=True)
+    assert PTDPConfig(compile="auto", keyed_dropout=True).compiles == "none"
+    with pytest.raises(ValueError, match=r"compile_options has 'bakend', but torch.compile takes backend, "):
+        PTDPConfig(compile="blocks", compile_options={"bakend": "inductor"})
+    with pytest.raises(ValueError, match="compile_options is for compiled blocks, but compile='none'"):
+        PTDPConfig(compile_options={})
+    with pytest.raises(ValueError, match="no repeated container found in _Model"):
+        PTDPStrategy(compile="blocks").check(_Model(count=1))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=PTDPStrategy(compile="blocks"), logger=False)
+    with pytest.raises(ValueError, match=r"compiled blocks need a C\+\+ compiler, and there is no g\+\+: install it, or use"):
+        trainer.fit(_Model())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match=r"compile='auto' compiles nothing: compiled blocks need .*triton.* a C compiler"):
+        assert _compiled(_Model(), policy="auto", device=torch.device("cuda"), options={}) == [False] * 3
+
+
+def test_a_module_that_is_compiled_already() -> None:
+    for options in ({"compile": "auto"}, AOT):
+        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=PTDPStrategy(**options), logger=False)
+        with pytest.raises(
+            MisconfigurationException, match=r"torch.compile\(module\), and compile='\w+' would compile .* once more"
+        ):
+            trainer.fit(torch.compile(_Model()))

@@ -110,7 +110,7 @@ class Supplier:
         positions: (1, s/c) int64.
         length: s, tokens of the whole sequence.
         group: The context group.
-        used: How often positions were handed out, or were given already.
+        used: Positions were handed out, or were given already.
         shifted_targets: After the forward: labels of this rank that are not ignored where the model shifts labels itself, () int64;
             else None. A count of the batch's own labels misses those that other ranks' tokens predict.
     """
@@ -119,7 +119,7 @@ class Supplier:
     positions: Tensor
     length: int
     group: Group
-    used: int = 0
+    used: bool = False
     shifted_targets: Tensor | None = None
 
     @contextlib.contextmanager
@@ -139,7 +139,7 @@ class Supplier:
         added: dict[str, object] = {}
         if taker.takes_positions:
             self._check_length(module)
-            self.used += 1
+            self.used = True
             if given.get(_POSITIONS) is None:
                 added[_POSITIONS] = self._positions_of(taker, given.get(_TOKENS))
         if taker.reads_documents and given.get(_MASK) is None:

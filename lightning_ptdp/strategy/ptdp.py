@@ -20,6 +20,7 @@ from torch.utils.data import RandomSampler
 
 from lightning_ptdp._lightning import LightningModule, StrategyBase, Trainer, count_replicas, fits, lightning_names
 from lightning_ptdp.checkpoint import Keeper
+from lightning_ptdp.compiled_blocks import compile_blocks
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
@@ -27,7 +28,7 @@ from lightning_ptdp.fp8 import apply_fp8
 from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.parallelize import parallelize
 from lightning_ptdp.random import derive_seed
-from lightning_ptdp.recompute import apply_recomputation
+from lightning_ptdp.recompute import apply_recomputation, remove_recomputation
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_data,
@@ -163,6 +164,14 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         if self.config.fp8 is not None:
             note = apply_fp8(module, scaling=self.config.fp8, blocks=blocks, device=self.root_device)
             self._parallel = replace(self.parallel, notes=(*self.parallel.notes, note))
+        remove_recomputation(module)
+        compile_blocks(
+            module,
+            policy=self.config.compiles,
+            blocks=blocks,
+            device=self.root_device,
+            options=self.config.compile_options or {},
+        )
         apply_recomputation(
             module,
             policy=self.config.recompute,

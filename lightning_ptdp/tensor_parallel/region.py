@@ -90,7 +90,7 @@ def enter(group: Group, sequence_parallel: bool, x: Tensor) -> Tensor:
 def _own_heads(
     heads: int, arguments: tuple[str, ...], group: Group, module: nn.Module, args: Positional, kwargs: Keywords
 ) -> tuple[Positional, Keywords]:
-    places = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
+    places = {name: i for i, name in enumerate(inspect.signature(type(module).forward).parameters, start=-1)}
     given = {places[name] for name in arguments if name in places}
     return tuple(_heads_of_rank(heads, group, x) if i in given else x for i, x in enumerate(args)), {
         name: _heads_of_rank(heads, group, x) if name in arguments else x for name, x in kwargs.items()

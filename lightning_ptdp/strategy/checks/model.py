@@ -22,6 +22,7 @@ from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parallelize import parts_of
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
+from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.strategy.surroundings import check_surroundings
 from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, check_captured
@@ -70,7 +71,8 @@ def check_model(
     Raises:
         ValueError: Names the field, the value and what would work.
     """
-    if layout.model_parallel_size == 1 and config.recompute == "none" and config.fp8 is None:
+    blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
+    if layout.model_parallel_size == 1 and blocks_stay:
         return
     if CUT_MARK in vars(module):
         raise ValueError(
@@ -102,6 +104,8 @@ def check_model(
         _check_skipped_layers(whole)
         parts = parts_of(whole, plan)
         blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
+    if config.compile == "blocks" and blocks is None:
+        find_blocks(whole)
     if config.fp8 is not None:
         check_fp8(whole, blocks=blocks, kinds=kinds, tensor_parallel_size=layout.tensor_parallel_size)
     check_recomputation(
@@ -163,7 +167,7 @@ def _check_compiled(model: nn.Module) -> None:
         if name.rpartition(".")[2] == "_orig_mod":
             raise ValueError(
                 f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which gives all modules inside other names and would "
-                "compile across the stages: compile each block in place instead (for block in blocks: block.compile())"
+                "compile across the stages: compile each block in place instead (PTDPStrategy(compile='blocks'))"
             )
 
 

@@ -9,6 +9,7 @@ import inspect
 
 from lightning_ptdp._lightning import Trainer, fits, is_compiled, layer_sync
 from lightning_ptdp.checkpoint import local_path
+from lightning_ptdp.compiled_blocks import check_compiler
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
 from lightning_ptdp.strategy.checks.saved import check_extra_state, check_hyperparameters
@@ -96,8 +97,15 @@ def _check_compiled(strategy: RunningStrategy, trainer: Trainer) -> None:
     if is_compiled(strategy.lightning_module) and strategy.layout.model_parallel_size > 1:
         raise strategy.refusal(
             "the Trainer was given torch.compile(module), which compiles its steps as a whole, but tensor, pipeline and context "
-            "parallelism cut them and communicate inside. Compile each block in place instead (for block in blocks: block.compile())"
+            "parallelism cut them and communicate inside. Compile each block in place instead: PTDPStrategy(compile='blocks')"
         )
+    if is_compiled(strategy.lightning_module) and strategy.config.compiles != "none":
+        raise strategy.refusal(
+            f"the Trainer was given torch.compile(module), and compile={strategy.config.compile!r} would compile the blocks inside once "
+            "more: give it the module itself, or use compile='none'"
+        )
+    if strategy.config.compile == "blocks":
+        check_compiler(strategy.root_device, strategy.config.compile_options or {})
 
 
 def _check_callbacks(strategy: RunningStrategy, trainer: Trainer) -> None:
