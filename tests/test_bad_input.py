@@ -158,7 +158,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
     "plan type": (2, {T: 2}, LitWrongPlan, 8, ["configure_parallel", "dict", "ParallelPlan"]),
     "manual optimization": (2, {P: 2}, LitManual, 8, ["automatic_optimization=False", "Use automatic optimization"]),
     "parametrized": (2, {P: 2}, LitParametrized, 8, ["net.0' is parametrized", "configure_model", "meta_init=False"]),
-    "compiled": (2, {P: 2}, LitWrapped, 8, ["net is wrapped by torch.compile()", "block.compile()"]),
+    "compiled": (2, {P: 2}, LitWrapped, 8, ["net is wrapped by torch.compile()", "compile='blocks'"]),
     "hook": (2, {T: 2, "plan": plan(net_0="column")}, LitHooked, 8, ["'net.0' has a forward hook", "the module around it"]),
     "attentions": (2, {T: 2}, LitAttentions, 8, ["output_attentions=True with tensor_parallel_size"]),
     "own backward": (2, {P: 2}, LitBackward, 8, ["LightningModule.backward", "on_after_backward"]),
