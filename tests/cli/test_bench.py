@@ -72,7 +72,6 @@ def test_layouts_as_options() -> None:
             layout_options(text, 4)
 
 
-@pytest.mark.parametrize(("option", "words"), [("--steps=0", "--steps 0"), ("--warmup=0", "--warmup 0"), ("--compare=x", "'x'")])
-def test_mistakes(ptdp: Run, no_data: str, option: str, words: str) -> None:
-    code, _, err = ptdp("bench", "--config", no_data, option)
-    assert (code, words in err) == (2, True)
+def test_a_warm_up_is_needed(ptdp: Run, no_data: str) -> None:
+    code, _, err = ptdp("bench", "--config", no_data, "--warmup=0")
+    assert (code, "--warmup 0" in err) == (2, True)

@@ -68,13 +68,6 @@ print([name for name in ("lightning.pytorch", "torchmetrics", "transformers") if
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(ptdp: Run, verb: str) -> None:
-    code, out, _ = ptdp(verb, "--help")
-    assert code == 0
-    assert "usage:" in out
-
-
 def test_help_of_fit_is_complete(ptdp: Run) -> None:
     _, out, _ = ptdp("fit", "--help", "all")
     for key in ("--config", "--print_config", "--trainer.max_steps", "--trainer.strategy", "--model", "--data", "--ckpt_path",

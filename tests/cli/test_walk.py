@@ -1,0 +1,184 @@
+"""Commands as users type them, with recipes: exit codes, and the last line that is read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ptdp.cli import main
+from lightning_ptdp.cli.entry import VERBS
+from lightning_ptdp.models import LitGPT
+from tests.models.theirs import hf_gpt2
+
+# What makes a recipe's run one of a second: a tiny model on a tiny text.
+TINY = (
+    "--data.source text --data.data_dir tokens --data.vocabulary_size 320 --data.sequence_length 32 --data.micro_batch_size 2 "
+    "--data.validation_samples 8 --model.config.vocabulary_size 320 --model.config.sequence_length 32 --model.config.hidden_size 32 "
+    "--model.optimizer.warmup_steps 0 --trainer.max_steps 2 --trainer.val_check_interval 2 --trainer.enable_progress_bar false"
+)
+ALONE = (
+    "--trainer.devices 1 --trainer.strategy.tensor_parallel_size 1 --trainer.strategy.pipeline_parallel_size 1 "
+    "--trainer.strategy.virtual_pipeline_size 1"
+)
+NANO, ONE = f"--config gpt/nano {TINY}", f"--config gpt/nano {TINY} {ALONE}"
+RUN = "runs/gpt-nano/RUN/checkpoints/last.ckpt"
+
+WALK = [
+    ("ptdp", r"where it comes from\.$"),
+    ("ptdp --help", r"where it comes from\.$"),
+    ("ptdp --version", r"^lightning-ptdp \d"),
+    *((f"ptdp {verb} --help", r"\w") for verb in VERBS),
+    ("ptdp fit -h", "global_batch_size"),
+    ("ptdp fit --launcher slurm --help", "MASTER_PORT"),
+    ("ptdp ckpt verify --help", "Exit codes"),
+    ("ptdp recipes list", "^gpt/ptdp-1t "),
+    ("ptdp recipes show gpt/nano", "validation_samples"),
+    ("ptdp recipes show common", ":"),
+    ("ptdp recipes show bert/nano --resolved", "# bert/common"),
+    ("ptdp recipes show gpt/nano --resolved --trainer.max_steps 3", "default of SampleOptions"),
+    ("ptdp plan --recipe gpt/nano --world 8 --device cpu", r"--data\.micro_batch_size \d+ --data\.num_microbatches \d+"),
+    ("ptdp plan --recipe bert/nano --world 4 --device cpu --top 1", "--data"),
+    ("ptdp plan --recipe gpt/ptdp-7.5b --world 512 --device a100 --tp 8 --top 2", "--data"),
+    ("ptdp plan --recipe gpt/nano --world 2 --device cpu --json", "}"),
+    ("ptdp plan --recipe gpt/nano --world 2 --device cpu --explain", r"\w"),
+    ("ptdp timeline --pp 4 --vpp 2 --microbatches 8", r"\w"),
+    ("ptdp completion bash", "complete -o default"),
+    ("ptdp completion zsh", "compdef"),
+    ("ptdp completion fish", "complete -c ptdp"),
+    ("ptdp completion words -- recipes show gpt/nan", "^gpt/nano$"),
+    ("ptdp fit --launcher slurm --config gpt/124m --dry-run", "--resume=auto"),
+    ("ptdp fit --launcher torchrun --config gpt/ptdp-1.7b --dry-run", "--resume=auto"),
+    ("ptdp fit --launcher torchrun --config gpt/124m --output job.sh", "^written: job.sh"),
+    ("ptdp doctor --devices 1 --json", "}"),
+    (f"ptdp prepare {NANO}", "prepared in"),
+    (f"ptdp prepare {NANO}", "found"),
+    (f"ptdp fit {NANO} --print_config", "seed: 0"),
+    (f"ptdp fit {NANO}", "."),
+    (f"ptdp fit {ONE} --sample null --resume auto --trainer.max_steps 3", "mlflow ui --backend-store-uri"),
+    (f"ptdp fit {ONE} --init_from {RUN} --trainer.logger false --sample null", "^best: "),
+    (f"ptdp validate {ONE} --ckpt_path {RUN}", "┘$"),
+    (f"ptdp test {ONE} --ckpt_path {RUN}", "┘$"),
+    (f"ptdp predict {ONE} --ckpt_path {RUN} --output scores.jsonl", r"\w"),
+    (f"ptdp generate --checkpoint {RUN} --max_new_tokens 4", r"\w"),
+    (f"ptdp ckpt inspect {RUN}", "format"),
+    (f"ptdp ckpt inspect {RUN} --tensors", "float32"),
+    (f"ptdp ckpt inspect {RUN} --json", "}"),
+    (f"ptdp ckpt verify {RUN}", "whole"),
+    (f"ptdp ckpt reshard {RUN} weights --weights_only --dtype bfloat16", "^written: weights"),
+    (f"ptdp convert {RUN} hf --verify", "^verified: the logits of GPT2LMHeadModel are equal"),
+    (f"ptdp convert {RUN} model.safetensors --prefix model.", r"^written: model.safetensors \(state_dict\)"),
+    (f"ptdp convert {RUN} single.ckpt", r"^written: single.ckpt \(lightning\)"),
+    ("ptdp convert hf start", r"^written: start \(checkpoint\)"),
+    (f"ptdp fit {NANO} --init_from hf --trainer.logger false --sample null --trainer.max_steps 1", "^best: "),
+    (f"ptdp bench {ONE} --steps 1 --warmup 1", "memory"),
+]
+
+# What is wrong, and what the last line says.
+BAD = [
+    ("ptdp docter", "did you mean 'doctor'"),
+    ("ptdp fit", "there is no model: give --config"),
+    ("ptdp fit --config gpt/nanoo", "did you mean 'gpt/nano'"),
+    ("ptdp fit --config empty.yaml", "empty.yaml is empty"),
+    ("ptdp fit --config broken.yaml", "broken.yaml: is not YAML"),
+    ("ptdp fit --config list.yaml", "holds a list"),
+    ("ptdp fit --config circle.yaml", "leads back to a file"),
+    ("ptdp recipes show gpt/nanoo", "did you mean"),
+    ("ptdp recipes show gpt/nano --trainer.max_steps 3", "need --resolved"),
+    ("ptdp plan --world 8", "there is no model"),
+    ("ptdp plan --recipe gpt/ptdp-1t --world 1", "no layout fits"),
+    ("ptdp plan --recipe gpt/nano --world 8 --device h1000", "device='h1000' is unknown"),
+    ("ptdp generate --checkpoint nowhere", "--checkpoint nowhere: there is no such checkpoint"),
+    ("ptdp generate --checkpoint text.ckpt", "--checkpoint text.ckpt is no checkpoint"),
+    ("ptdp ckpt inspect nowhere", "nowhere"),
+    ("ptdp ckpt verify text.ckpt", "text.ckpt"),
+    ("ptdp convert nowhere hf", "nowhere does not exist"),
+    ("ptdp convert text.ckpt hf", "text.ckpt"),
+    ("ptdp convert theirs model.safetensors --shard_size many", "--shard_size many is not a size"),
+    ("ptdp doctor --devices 0", "--devices 0 must be at least 1"),
+    ("ptdp fit --launcher slurm --config gpt/ptdp-3.6b --nodes 1 --gpus-per-node 3 --dry-run", "world_size=3"),
+    ("ptdp fit --launcher slurm --dry-run", "what is to be trained"),
+    ("ptdp bench --config gpt/nano --steps 0", "--steps 0 must be at least 1"),
+    ("ptdp bench --config gpt/nano --compare t8", "--compare 't8': world_size=4"),
+    (f"ptdp fit {ONE} --trainer.max_stps 3", "did you mean 'trainer.max_steps'"),
+    (f"ptdp fit {ONE} --trainer.max_steps many", "trainer.max_steps: Expected int. Got value: many"),
+    (f"ptdp fit {ONE} --trainer.precision fp8", "trainer.precision: Expected .* Got value: fp8"),
+    (f"ptdp fit {ONE} --resume always", "resume: Expected 'auto' or null. Got value: always"),
+    (f"ptdp fit {ONE} --model.config.num_layer 4", "no key 'model.config.num_layer' .*did you mean 'config.num_layers'"),
+    (f"ptdp fit {ONE} --model LitGTP", "model=LitGTP: there is no such class; did you mean 'LitGPT'"),
+    (f"ptdp fit {ONE} --model my_module.Nothing", "module 'my_module' has no attribute 'Nothing'"),
+    (f"ptdp fit {ONE} --model my_module.NoModule", "does not correspond to a subclass of LightningModule"),
+    (f"ptdp fit {ONE} --trainer.accelerator gpu", "trainer.accelerator=gpu: torch sees no GPU here .*--trainer.accelerator cpu"),
+    ("ptdp fit --config gpt/124m", "torch sees no GPU here"),
+    (f"ptdp fit {ONE} --ckpt_path text.ckpt", "--ckpt_path text.ckpt is no checkpoint"),
+    (f"ptdp fit {ONE} --ckpt_path weights.ckpt", "weights.ckpt holds weights and no state of training"),
+    (f"ptdp fit {ONE} --ckpt_path theirs", "theirs is a Hugging Face folder"),
+    (f"ptdp fit {ONE} --init_from nowhere", "--init_from nowhere: there is no such checkpoint"),
+    (f"ptdp fit {ONE} --init_from theirs", "theirs lacks|has the shape .* there and"),
+    (f"ptdp fit {ONE} --model.config.num_layrs 3", "did you mean 'config.num_layers'"),
+    (f"ptdp fit {NANO} --trainer.devices 3", "world_size=3 is not divisible"),
+    (f"ptdp fit {NANO} --trainer.strategy.schedule zigzag", "schedule='zigzag'"),
+    (f"MASTER_PORT=TAKEN ptdp fit {NANO}", r"MASTER_PORT=\d+ cannot be listened at"),
+]
+
+
+@pytest.fixture(scope="module")
+def desk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with what users have lying about, which the commands are given in."""
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "text").symlink_to(corpus)
+    (folder / "empty.yaml").touch()
+    (folder / "broken.yaml").write_text("trainer: {max_steps: 3")
+    (folder / "list.yaml").write_text("- trainer")
+    (folder / "circle.yaml").write_text("base: circle.yaml")
+    (folder / "text.ckpt").write_text("hello")
+    (folder / "my_module.py").write_text("class NoModule: pass\n")
+    hf_gpt2().save_pretrained(folder / "theirs")
+    torch.save({"state_dict": {"w": torch.zeros(2)}}, folder / "weights.ckpt")
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def last_line(line: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """Type it: the exit code, the last line that is read, and all of them."""
+    words = shlex.split(line)
+    while words[0] != "ptdp":
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    runs = sorted(Path("runs/gpt-nano").glob("*"), key=lambda run: run.stat().st_mtime)
+    capfd.readouterr()
+    code = main([word.replace("RUN", runs[-1].name) if "/RUN/" in word else word for word in words[1:]])
+    read = "".join(reversed(capfd.readouterr()))  # what is wrong is said behind all the rest
+    return code, next((one for one in reversed(read.splitlines()) if one.strip()), ""), read
+
+
+@pytest.mark.timeout(600)
+def test_a_walk(desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(WALK) >= 60
+    assert {line.split()[1] for line, _ in WALK if line != "ptdp"} >= {*VERBS}
+    for line, pattern in WALK:
+        code, last, read = last_line(line, capfd, monkeypatch)
+        assert code == 0, f"{line}\n{read}"
+        assert re.search(pattern, last), f"{line}\n{last}"
+    assert LitGPT.load_from_checkpoint(next(Path("runs/gpt-nano").glob("*/checkpoints/last.ckpt"))).config.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), BAD, ids=[line.removeprefix("ptdp ").replace(TINY, "").replace(ALONE, "") for line, _ in BAD]
+)
+def test_bad_input(line: str, said: str, desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, exit code 2, and nothing is left behind."""
+    before = {path: path.stat().st_mtime_ns for path in desk.rglob("*") if "__pycache__" not in str(path)}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, last, read = last_line(line.replace("TAKEN", str(taken.getsockname()[1])), capfd, monkeypatch)
+    assert code == 2, read
+    assert re.search(said, last), read
+    assert "Traceback" not in read
+    assert {path: path.stat().st_mtime_ns for path in desk.rglob("*") if "__pycache__" not in str(path)} == before
