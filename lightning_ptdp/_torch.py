@@ -77,9 +77,9 @@ def start_traced(name: str, x: torch.Tensor, *arguments: object) -> torch.Tensor
 
 
 def wait_traced(x: torch.Tensor) -> torch.Tensor:
-    """The result of ``start_traced``."""
+    """The result of ``start_traced``; as a view, since torch 2.11's compiler may lose the gradient of what this operator returns."""
     result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return result
+    return result.view_as(result)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

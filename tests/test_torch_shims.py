@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lightning_ptdp
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp._torch import (
     abort_process_groups,
@@ -226,3 +229,12 @@ def test_forward_hooks_are_those_that_are_called() -> None:
     two.remove()
     module(torch.zeros(1))
     assert seen == ["other"]
+
+
+def test_no_method_is_called_that_a_compiler_does_not_look_into() -> None:
+    """``Tensor.unflatten`` is Python that calls ``super()``; inside a function mode torch 2.11 breaks the graph there."""
+    package = Path(lightning_ptdp.__file__).parent
+    found = [
+        path.name for path in package.rglob("*.py") if re.search(r"(?<!torch)\.unflatten\(", path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "use torch.unflatten"

@@ -113,7 +113,7 @@ def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...
     sent = [[x.chunk(2 * group.size, 2)[chunk] for chunk in chunk_order(group.size)] for x in tensors]
     # (2c, b, n/c, s/2c, d): from each rank its heads of the two chunks that belong here.
     return tuple(
-        chunks.unflatten(0, (group.size, 2)).permute(2, 0, 3, 1, 4, 5).flatten(1, 2).flatten(2, 3)
+        torch.unflatten(chunks, 0, (group.size, 2)).permute(2, 0, 3, 1, 4, 5).flatten(1, 2).flatten(2, 3)
         for chunks in _trade(sent, group)
     )
 

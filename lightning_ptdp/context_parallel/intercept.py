@@ -187,7 +187,7 @@ def _multi_head_attention(attend: Callable[..., Tensor], *args: Any, **kwargs: A
     x = given["query"]
     _check_plain(given, x)
     projected = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
-    q, k, v = (part.unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3) for part in projected.chunk(3, dim=-1))
+    q, k, v = (torch.unflatten(part, -1, (given["num_heads"], -1)).permute(1, 2, 0, 3) for part in projected.chunk(3, dim=-1))
     causal, mask, padding = bool(given["is_causal"]), given["attn_mask"], given["key_padding_mask"]
     if mask is not None:
         mask = _seen(mask, given["num_heads"])
@@ -210,7 +210,7 @@ def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
             "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be split over context ranks"
         )
     seen = ~mask if mask.dtype is torch.bool else mask == 0
-    return seen.unflatten(0, (-1, heads)) if heads is not None and seen.dim() == 3 else seen
+    return torch.unflatten(seen, 0, (-1, heads)) if heads is not None and seen.dim() == 3 else seen
 
 
 def _check_plain(given: dict[str, Any], x: Tensor) -> None:

@@ -106,7 +106,7 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
 
 
 def _sum_repeated(grad: Tensor, heads: int) -> Tensor:
-    return grad if heads == 1 else grad.unflatten(1, (-1, heads)).sum(2)
+    return grad if heads == 1 else torch.unflatten(grad, 1, (-1, heads)).sum(2)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -150,7 +150,7 @@ class BertAttention(nn.Module):
 
     def forward(self, x_bsh: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
         # After qkv, since under sequence parallelism only what leaves it spans the whole sequence.
-        q_bsnd, k_bsnd, v_bsnd = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_bsh).chunk(3, dim=-1))
+        q_bsnd, k_bsnd, v_bsnd = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in self.qkv(x_bsh).chunk(3, dim=-1))
         return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd, mask_b11s).flatten(2))
 
 

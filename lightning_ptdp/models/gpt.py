@@ -107,7 +107,7 @@ class Attention(nn.Module):
         self.projection = residual_projection(config, config.hidden_size)
 
     def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        heads_bsnd = self.qkv(x_bsh).unflatten(-1, (-1, self.head_dim))
+        heads_bsnd = torch.unflatten(self.qkv(x_bsh), -1, (-1, self.head_dim))
         kv_heads = heads_bsnd.size(2) // (self.queries_per_kv + 2)
         if self.rotary is not None:
             heads_bsnd = self.rotary(heads_bsnd, position_ids, turned=heads_bsnd.size(2) - kv_heads)

@@ -92,7 +92,7 @@ class ParallelMultiheadAttention(ParallelLayer):
     def _heads(self, x: Tensor) -> Tensor:
         """(b, s, e/t) or (s, b, e/t) -> (b, n/t, s, d)."""
         x = x if self.batch_first else x.transpose(0, 1)
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return torch.unflatten(x, -1, (-1, self.head_dim)).transpose(1, 2)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """What is added to the scores, of a shape that broadcasts to (b, n/t, s, s); in torch's masks True means: not seen."""
@@ -100,7 +100,7 @@ class ParallelMultiheadAttention(ParallelLayer):
         if attn_mask is not None:
             whole = attn_mask
             if whole.dim() == 3:  # (b n, s, s): of all heads
-                whole = whole.unflatten(0, (-1, self.num_heads)).chunk(self.group.size, dim=1)[self.group.rank]
+                whole = torch.unflatten(whole, 0, (-1, self.num_heads)).chunk(self.group.size, dim=1)[self.group.rank]
             masks.append(_additive(whole, q.dtype))
         if padding is not None:
             masks.append(_additive(padding, q.dtype)[:, None, None, :])

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -64,16 +64,15 @@ class Pending:
         return self.finish()
 
 
-def start_all_reduce(
-    x: Tensor, *, group: Group, in_place: bool = False, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Pending:
-    """Sum ``x`` over the group; ``in_place`` only where nobody else may look at ``x`` again."""
-    if torch.compiler.is_compiling() and op == dist.ReduceOp.SUM:
+def start_all_reduce(x: Tensor, *, group: Group, in_place: bool = False, op: Literal["sum", "max"] = "sum") -> Pending:
+    """Sum ``x`` over the group, or take the largest; ``in_place`` only where nobody else may look at ``x`` again."""
+    if torch.compiler.is_compiling():
         x = x.contiguous()
-        total = start_traced("all_reduce", x, "sum", group.name)
+        total = start_traced("all_reduce", x, op, group.name)
         return Pending(work=None, finish=lambda: wait_traced(total), source=x)
     total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(total, op=op, group=group.handle, async_op=True)
+    how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    work = dist.all_reduce(total, op=how, group=group.handle, async_op=True)
     return Pending(work=work, finish=lambda: total, source=total)
 
 
@@ -92,7 +91,9 @@ def start_all_gather(x: Tensor, *, dim: int, group: Group, after: Tensor | None 
             if after is None
             else torch.ops.lightning_ptdp.gather_after(x, *where, after)
         )
-        return Pending(work=None, finish=lambda: _along(wait_traced(gathered).unflatten(0, (group.size, -1)), dim), source=x)
+        return Pending(
+            work=None, finish=lambda: _along(torch.unflatten(wait_traced(gathered), 0, (group.size, -1)), dim), source=x
+        )
     stacked = x.new_empty((group.size, *x.shape))
     work = all_gather_single(stacked.flatten(0, 1), x, group.handle, async_op=True)
     return Pending(work=work, finish=lambda: _along(stacked, dim), source=x)
@@ -106,7 +107,7 @@ def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
     """
     dim = dim % x.dim()
     _check_divisible(x, dim, group)
-    stacked = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    stacked = torch.unflatten(x, dim, (group.size, -1)).movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
         summed = start_traced("reduce_scatter_tensor", stacked.flatten(0, 1), "sum", group.size, group.name)
         return Pending(work=None, finish=lambda: wait_traced(summed).view(stacked.shape[1:]), source=stacked)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -196,10 +195,10 @@ class _LogSumExp(torch.autograd.Function):
 def _largest(own: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
     """The largest logit of each token, over all members; a member may have none."""
     mine = own.amax(-1).to(dtype) if own.size(-1) else own.new_full(own.shape[:-1], -torch.inf, dtype=dtype)
-    return sum_over(mine, group, op=dist.ReduceOp.MAX)
+    return sum_over(mine, group, op="max")
 
 
-def sum_over(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def sum_over(x: Tensor, group: Group, op: Literal["sum", "max"] = "sum") -> Tensor:
     """The group's sum, or other reduction, in the place of ``x``."""
     return x if group.size == 1 else start_all_reduce(x, group=group, in_place=True, op=op).wait()
 

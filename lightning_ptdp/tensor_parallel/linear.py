@@ -262,7 +262,11 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.product = product
         y = product.start_sum(product.local.output(x)).wait()
-        return y if bias is None else y.add_(bias.to(y.dtype))
+        if bias is None:
+            return y
+        if torch.compiler.is_compiling():  # torch 2.11's loses the gradients of a result that was changed in place
+            return y + bias.to(y.dtype)
+        return y.add_(bias.to(y.dtype))
 
     @staticmethod
     @once_differentiable

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -178,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if formula.smoothing:
                 total_n += logits_nk.sum(-1)
         if parts.group.size > 1:
-            largest_n = sum_over(log_sum_n.clone(), parts.group, op=dist.ReduceOp.MAX)
+            largest_n = sum_over(log_sum_n.clone(), parts.group, op="max")
             picked_n, total_n, z_n = sum_over(torch.stack((picked_n, total_n, (log_sum_n - largest_n).exp_())), parts.group)
             log_sum_n = largest_n + z_n.log()
         ctx.save_for_backward(x_nh, target_n, counted_n, log_sum_n)

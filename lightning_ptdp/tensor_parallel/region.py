@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.matrix_product import autocast_dtype
@@ -103,4 +104,4 @@ def _heads_of_rank(heads: int, group: Group, x: object) -> object:
         return x
     if x.dim() == 4:
         return x.chunk(group.size, dim=1)[group.rank]
-    return x.unflatten(0, (-1, heads)).chunk(group.size, dim=1)[group.rank].flatten(0, 1)
+    return torch.unflatten(x, 0, (-1, heads)).chunk(group.size, dim=1)[group.rank].flatten(0, 1)
