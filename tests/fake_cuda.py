@@ -194,7 +194,8 @@ class _Notes(TorchDispatchMode):
             memory.waits.note("item" if name == "_local_scalar_dense" else name)
         if name in _INDEXES and here and any(isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1]):
             memory.waits.note("nonzero")
-        made = function(*args, **kwargs)
+        widens = any(argument.name == "out_dtype" for argument in function._schema.arguments)
+        made = _in_float(function, *args, **kwargs) if here and widens else function(*args, **kwargs)
         if name != "copy_" and (on_device or (here and (asked is None or name == "_to_copy"))):
             memory.put(made)
         return made
@@ -225,6 +226,7 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
         for name, stub in _stubs(memory.device, memory.waits).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
         stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream))
+        stack.enter_context(mock.patch.object(torch.futures, "Future", _Future))
         stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
         for name, claim in _claims(memory).items():
             stack.enter_context(mock.patch.object(Tensor, name, claim))
@@ -235,6 +237,21 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(_Notes(memory))
         yield memory.waits
+
+
+def _in_float(function: Any, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """A product of half precision with a result in float32, which CPUs have not."""
+    (dtype,) = (value for value in args if isinstance(value, torch.dtype))
+    wide = [value.to(dtype) if isinstance(value, Tensor) else value for value in args if value is not dtype]
+    made: Tensor = function.overloadpacket(*wide, **kwargs)
+    return made if out is None else out.copy_(made)
+
+
+class _Future(torch.futures.Future):  # type: ignore[type-arg]
+    """Has no events of devices."""
+
+    def __init__(self, *, devices: object = None) -> None:
+        super().__init__()
 
 
 def _made_on_host(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

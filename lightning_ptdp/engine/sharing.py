@@ -1,6 +1,7 @@
 """A report on its way from the last stage to the others.
 
-Numbers travel as one small tensor, tensors as they are; names, options and forms are only sent again when they change.
+Numbers, wherever they stand, travel as one small tensor, tensors as they are; names, options and forms are only sent again when they
+change: to send an object is to wait for the device several times.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = ["ReportMemory", "pack", "share_report", "unpack"]
 _T = TypeVar("_T")
 
 _CAPACITY = 62  # values that fit into the fixed-size message; longer reports take a second one
+_EXACT = 2**53  # integers up to here are exact in float64
 
 
 @dataclass
@@ -56,11 +58,13 @@ class _Form:
         rows: Of each log call its name, options and metric.
         rest: Outputs and changes, packed.
         places: Of their tensors.
+        numbers: How many numbers stand in them.
     """
 
     rows: list[tuple[str, dict[str, Any], str | None]]
     rest: bytes
     places: list[_TensorPlace]
+    numbers: int
 
 
 def share_report(
@@ -76,8 +80,8 @@ def share_report(
     tensors: list[Tensor] = []
     form_changed: float = False
     if report is not None:
-        numbers = [call.value or 0.0 for call in report.calls]
-        form, tensors = _form_of(report, device)
+        form, tensors, packed = _form_of(report, device)
+        numbers = [*(call.value or 0.0 for call in report.calls), *packed]
         form_changed = form != memory.form
         first = [report.loss, report.weight, report.counted, form_changed, *numbers[:_CAPACITY]]
         head[: len(first)] = torch.tensor(first, dtype=torch.float64)
@@ -89,7 +93,7 @@ def share_report(
     if form_changed:
         memory.form = _broadcast_object(memory.form, source, group)
     content: _Form = pickle.loads(memory.form)
-    if len(content.rows) > _CAPACITY:
+    if len(content.rows) + content.numbers > _CAPACITY:
         numbers = _broadcast_object(numbers, source, group)
     tensors = _broadcast_tensors(tensors, content.places, source=source, group=group, device=device)
     if report is not None:
@@ -99,18 +103,18 @@ def share_report(
     calls = [
         LogCall(name, number if metric is None else None, options, metric) for number, (name, options, metric) in values_of_rows
     ]
-    extras, changes = unpack(content.rest, tensors)
+    extras, changes = unpack(content.rest, tensors, numbers[len(content.rows) :])
     return StepReport(loss, weight, bool(counted), calls, extras, changes)
 
 
-def _form_of(report: StepReport, device: torch.device) -> tuple[bytes, list[Tensor]]:
+def _form_of(report: StepReport, device: torch.device) -> tuple[bytes, list[Tensor], list[float]]:
     try:
-        rest, tensors = pack((report.extras, report.changes))
+        rest, tensors, numbers = pack((report.extras, report.changes))
     except Exception:
-        rest, tensors = pack((report.extras, [change for change in report.changes if _can_be_sent(change)]))
+        rest, tensors, numbers = pack((report.extras, [change for change in report.changes if _can_be_sent(change)]))
     places = [_TensorPlace(tuple(t.shape), t.dtype, t.device != device) for t in tensors]
     rows = [(call.name, call.options, call.metric) for call in report.calls]
-    return pickle.dumps(_Form(rows, rest, places)), tensors
+    return pickle.dumps(_Form(rows, rest, places, len(numbers))), tensors, numbers
 
 
 def _can_be_sent(change: Change) -> bool:
@@ -136,25 +140,33 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
+        self.numbers: list[float] = []
 
-    def persistent_id(self, value: object) -> int | None:
+    def persistent_id(self, value: object) -> str | None:
+        if type(value) is float or (type(value) is int and abs(value) <= _EXACT):
+            self.numbers.append(value)
+            return f"{type(value).__name__} {len(self.numbers) - 1}"  # no number, which would be asked for an id too
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return None
         self.tensors.append(gather_full(value.detach()).contiguous())
-        return len(self.tensors) - 1
+        return f"tensor {len(self.tensors) - 1}"
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self._tensors, self._numbers = tensors, numbers
 
-    def persistent_load(self, place: int) -> Tensor:
-        return self._tensors[place]
+    def persistent_load(self, place: str) -> Tensor | float:
+        kind, index = place.split()
+        if kind == "tensor":
+            return self._tensors[int(index)]
+        number = self._numbers[int(index)]
+        return number if kind == "float" else int(number)
 
 
-def pack(value: object) -> tuple[bytes, list[Tensor]]:
-    """The form of ``value`` and its tensors, whole where they are split over the vocabulary (collective over the tensor group then).
+def pack(value: object) -> tuple[bytes, list[Tensor], list[float]]:
+    """The form of ``value``, its tensors and its numbers; collective over the tensor group where tensors are split over the vocabulary.
 
     Raises:
         Exception: Whatever pickle raises for what cannot be sent.
@@ -162,12 +174,12 @@ def pack(value: object) -> tuple[bytes, list[Tensor]]:
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(value)
-    return file.getvalue(), packer.tensors
+    return file.getvalue(), packer.tensors, packer.numbers
 
 
-def unpack(form: bytes, tensors: Sequence[Tensor]) -> Any:
+def unpack(form: bytes, tensors: Sequence[Tensor], numbers: Sequence[float]) -> Any:
     """What was packed."""
-    return _Unpacker(io.BytesIO(form), tensors).load()
+    return _Unpacker(io.BytesIO(form), tensors, numbers).load()
 
 
 def _broadcast_tensors(

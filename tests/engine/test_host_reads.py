@@ -128,7 +128,7 @@ def test_a_step_waits_for_its_device_once(name: str, pool: Pool) -> None:
     _check(pool.run(fit, world_size=size, args=(size, options, settings)), settings)
 
 
-@pytest.mark.parametrize("name", ["one m4", "d4"])
+@pytest.mark.parametrize("name", ["one m4", "d4", "p2 d2 ZB-V"])
 def test_so_does_one_that_somebody_wrote(name: str, pool: Pool) -> None:
     size, options, _ = LAYOUTS[name]
     _check(pool.run(fit, world_size=size, args=(size, options, {}, True)), {})

@@ -77,8 +77,8 @@ def test_another_rank_gets_what_changed_and_only_that() -> None:
         names = [found.name for found in changes]
         assert "self.model" not in names
         assert next(found.value for found in changes if found.name == "self.long") == [5]
-        form, tensors = pack(changes)
-        apply_changes(other, unpack(form, [tensor.clone() for tensor in tensors]))
+        form, tensors, numbers = pack(changes)
+        apply_changes(other, unpack(form, [tensor.clone() for tensor in tensors], numbers))
         assert repr(state(other)) == repr(state(module))
         assert other.same is other.numbers
         assert other.fresh is other.late["deep"]
