@@ -60,7 +60,7 @@ class Offloaded(OwnForward):
     layer: int
     sends: bool
 
-    @untraced
+    @untraced  # what is compiled is inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward."""
         if not torch.is_grad_enabled():

@@ -143,3 +143,15 @@ def test_only_the_computing_precision_of_autocast_is_kept_twice() -> None:
     }
     assert {key for key, value in cast.items() if value} == {("bf16-mixed", 1)}
     assert cast["bf16-mixed", 1] == 12 * 64 * 64 * 2
+
+
+def test_offloaded_layers_hold_two_at_a_time() -> None:
+    """However many there are: what is not on the device is in no sum."""
+    job, none, offload = (
+        small_job(MODELS["gpt2"]),
+        choice(world_size=1, b=BATCH),
+        choice(world_size=1, b=BATCH, recompute="offload"),
+    )
+    whole = layer_activations(job, none)
+    assert layer_activations(job, offload).held == whole.cast_weights
+    assert layer_activations(job, offload).recomputed == 2 * whole.kept
