@@ -22,7 +22,7 @@ from lightning_ptdp._torch import set_gradient_dtype
 from lightning_ptdp.data_parallel.beside import Beside
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
 from lightning_ptdp.data_parallel.shards import Shard
-from lightning_ptdp.data_parallel.sums import add_up
+from lightning_ptdp.data_parallel.sums import add_up, joined
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["HALF", "Bucket", "GradientBuckets"]
@@ -240,20 +240,7 @@ class GradientBuckets:
 
     def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         """The same elements in few flat tensors: neighbours in a buffer are one, with the zeros between them."""
-        homes = {bucket.buffer.untyped_storage().data_ptr(): bucket for bucket in self.buckets() if bucket.buffer.numel()}
-        homes.pop(0, None)  # where all of the meta device's are
-        inside: dict[int, list[tuple[int, int]]] = {}
-        found = []
-        for gradient in gradients:
-            home, first = gradient.untyped_storage().data_ptr(), int(gradient.storage_offset())
-            if home in homes and gradient.is_contiguous():
-                stop = first + gradient.numel()
-                inside.setdefault(home, []).append((first, homes[home].next_begins.get(stop, stop)))
-            else:
-                found.append(gradient)
-        for home, ranges in inside.items():
-            found += [homes[home].buffer[first:stop] for first, stop in _united(ranges)]
-        return found
+        return joined(gradients, ((bucket.buffer, bucket.next_begins) for bucket in self.buckets()))
 
     def buckets(self) -> Iterator[Bucket]:
         """All buckets, in backward order within each chunk."""
@@ -322,14 +309,3 @@ class GradientBuckets:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(first, stop), ascending, of ranges of which one may begin where another stops."""
-    found: list[tuple[int, int]] = []
-    for first, stop in sorted(ranges):
-        if found and found[-1][1] >= first:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((first, stop))
-    return found

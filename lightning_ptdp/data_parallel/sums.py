@@ -1,12 +1,12 @@
 """Sums of gradients over other ranks than the replicas: of parts that several ranks hold alike, each with one term; and their norm.
 
 The former are parameters that saw a slice of the sequence, tied ones of other stages, and, with fewer heads of keys and values than ranks,
-the heads that several ranks hold beside others of their own.
+the heads that several ranks hold beside others of their own. The norm looks at whole buffers where it can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["add_up", "global_norm"]
+__all__ = ["add_up", "global_norm", "joined"]
 
 _LONG = 2**16
 
@@ -61,3 +61,37 @@ def _parts(gradient: Tensor) -> Iterable[Tensor]:
     """A CPU adds up a tensor's squares one after the other, which loses the fourth digit in some million of them."""
     large = gradient.device.type == "cpu" and gradient.numel() > _LONG and gradient.is_contiguous()
     return gradient.view(-1).split(_LONG) if large else (gradient,)
+
+
+def joined(gradients: Iterable[Tensor], buffers: Iterable[tuple[Tensor, Mapping[int, int]]]) -> list[Tensor]:
+    """The same elements in few tensors: what follows each other in a buffer is one.
+
+    Args:
+        gradients: Some of them are views of the buffers.
+        buffers: Flat tensors, and by where something in one ends, where what follows begins: what is between them is zero.
+    """
+    homes = {buffer.untyped_storage().data_ptr(): (buffer, begins) for buffer, begins in buffers if buffer.numel()}
+    homes.pop(0, None)  # where all of the meta device's are
+    inside: dict[int, list[tuple[int, int]]] = {}
+    found = []
+    for gradient in gradients:
+        home, first = gradient.untyped_storage().data_ptr(), int(gradient.storage_offset())
+        if home in homes and gradient.is_contiguous():
+            stop = first + gradient.numel()
+            inside.setdefault(home, []).append((first, homes[home][1].get(stop, stop)))
+        else:
+            found.append(gradient)
+    for home, ranges in inside.items():
+        found += [homes[home][0][first:stop] for first, stop in _united(ranges)]
+    return found
+
+
+def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(first, stop), ascending, of ranges of which one may begin where another stops."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if found and found[-1][1] >= first:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((first, stop))
+    return found
