@@ -125,16 +125,29 @@ def fit(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_waits_for_its_device_once(name: str, pool: Pool) -> None:
     size, options, settings = LAYOUTS[name]
-    _check(pool.run(fit, world_size=size, args=(size, options, settings)), settings)
+    _check(pool.run(fit, world_size=size, args=(size, options, settings)))
 
 
 @pytest.mark.parametrize("name", ["one m4", "d4", "p2 d2 ZB-V"])
 def test_so_does_one_that_somebody_wrote(name: str, pool: Pool) -> None:
     size, options, _ = LAYOUTS[name]
-    _check(pool.run(fit, world_size=size, args=(size, options, {}, True)), {})
+    _check(pool.run(fit, world_size=size, args=(size, options, {}, True)))
 
 
-def _check(ranks: list[dict[str, list[list[Wait]]]], settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("options", "settings"), [({"check_finite": "raise"}, {}), ({}, {"precision": "16-mixed"})])
+def test_who_decides_about_the_step_by_its_gradients_waits_for_them_too(
+    options: dict[str, Any], settings: dict[str, Any], pool: Pool
+) -> None:
+    ranks = pool.run(fit, world_size=2, args=(2, {**P2, **options}, settings))
+    for waits in (waits for batches in ranks for waits in batches["train"][1:]):
+        report, decision = waits
+        assert report.place in ("engine/report.py read_numbers", "engine/sharing.py share_report")
+        assert (
+            decision.place.endswith(("engine/gradient_checks.py complete", "amp.py optimizer_step")) and not decision.in_schedule
+        )
+
+
+def _check(ranks: list[dict[str, list[list[Wait]]]]) -> None:
     for batches in ranks:
         for kind, (_, *later) in batches.items():  # the first of its shapes tells the others what they are
             assert len(later) == (2 if kind == "train" else 1)
