@@ -1,0 +1,34 @@
+"""A Hugging Face Llama whose layers the strategy compiles: one graph for training and one for evaluation, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.huggingface.runs import SP, Run, T, fit
+from tests.parity import assert_same
+from tests.pool import Pool
+
+LLAMA = Run(model="llama", options=(("use_cache", False),))
+COMPILED = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
+
+
+def _fit(rank: int, run: Run) -> dict[str, Any]:
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    found = fit(rank, run)
+    return {**found, "graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+
+
+@pytest.mark.parametrize("layout", [{T: 2}, {T: 2, SP: True}, {"context_parallel_size": 2}], ids=["t2", "t2sp", "c2"])
+def test_a_layer_is_one_graph(layout: dict[str, Any], pool: Pool, reference: Any) -> None:
+    run = replace(LLAMA, world_size=2, layout={**layout, **COMPILED})
+    for found in pool.run(_fit, world_size=2, args=(run,)):
+        assert_same(found, reference(LLAMA), tolerance=1e-4)
+        assert found["breaks"] == {}
+        assert found["graphs"] == 2
