@@ -45,8 +45,7 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            function, rank, world_size, store, limit, args, env = pickle.loads(task)
-            reply = (True, _call(function, rank, world_size, store, limit, args, env))
+            reply = (True, _call(*pickle.loads(task)))
             payload = pickle.dumps(reply)
         except BaseException:
             payload = pickle.dumps((False, traceback.format_exc()))
@@ -54,20 +53,32 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
 
 
 def _call(
-    function: Callable[..., Any], rank: int, world_size: int, store: str, limit: float, args: Sequence[Any], env: dict
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    limit: float,
+    args: Sequence[Any],
+    env: dict,
+    backend: str,
 ) -> Any:
     import torch
     import torch.distributed as dist
+
+    habits: Any = contextlib.nullcontext
+    if backend == "queued":
+        from tests.queued import habits
 
     torch.manual_seed(0)
     saved = dict(os.environ)
     os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     if world_size > 1:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=limit)
+            backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=limit)
         )
     try:
-        result = function(rank, *args)
+        with habits():
+            result = function(rank, *args)
         if dist.is_initialized():
             # Who is done first must not close connections that a slow rank is still making.
             with contextlib.suppress(RuntimeError):
@@ -99,12 +110,13 @@ class Pool:
         args: Sequence[Any] = (),
         limit: float = 90.0,
         env: dict[str, str] | None = None,
+        backend: str = "gloo",
     ) -> list[Any]:
-        """Results of ``function(rank, *args)`` by rank; ``limit`` is in seconds."""
+        """Results of ``function(rank, *args)`` by rank; ``limit`` is in seconds, ``backend`` "gloo" or "queued" (tests/queued.py)."""
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
-                task = (function, rank, world_size, os.path.join(folder, "store"), limit, args, env or {})
+                task = (function, rank, world_size, os.path.join(folder, "store"), limit, args, env or {}, backend)
                 self._workers[rank][1].send_bytes(pickle.dumps(task))
             return self._collect(world_size, time.monotonic() + limit, getattr(function, "__name__", "function"))
 

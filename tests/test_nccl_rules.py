@@ -3,18 +3,23 @@ and nobody waits in a circle, where streams have queues of their own and where t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_ptdp.data_parallel import reduction
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
-from tests.conformance.toys import Place, make_trainer
-from tests.nccl_recorder import Call, operations_of, recording
+from lightning_ptdp.pipeline.progress import StepObserver
+from tests.conformance.toys import Place, assert_weights, make_trainer, weights
+from tests.nccl_calls import Call, operations_of
 from tests.pool import Pool
+from tests.queued import HOST
 from tests.schedule.streams import stuck_operations
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,36 +47,71 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def fit(rank: int, options: dict[str, Any]) -> list[Call]:
+class LitWatched(LitGPT, StepObserver):
+    """Notes what was connected when the first program began."""
+
+    before: list[Any] | None = None
+
+    def on_sanity_check_start(self) -> None:
+        self.trainer.strategy.observers.add(self)
+
+    def began(self, schedule: Any) -> None:
+        self.before = list(HOST.met) if self.before is None else self.before
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has called, the connections that it has made inside of steps, and the whole model."""
+
+    calls: list[Call]
+    late: list[Any]
+    weights: dict[str, Tensor]
+
+
+def fit(rank: int, world_size: int, options: dict[str, Any], samples: int) -> Trained:
+    """Every step takes all samples, so that it does not matter which replica reads which."""
     torch.manual_seed(0)
     sizes = {"vocabulary_size": 32, "sequence_length": 8, "num_layers": 8, "hidden_size": 16, "num_heads": 2}
-    module = LitGPT(GPTConfig.gpt2(**sizes), AdamWConfig(learning_rate=1e-3))
-    tokens = torch.randint(32, (32, 9))
+    module = LitWatched(GPTConfig.gpt2(**sizes), AdamWConfig(learning_rate=1e-3, eps=1e-5))
+    tokens = torch.randint(32, (samples, 9))
     rows = [{"input_ids": row[:-1].clone(), "labels": row[1:].clone()} for row in tokens]
-    loaders = [torch.utils.data.DataLoader(rows, batch_size=8) for _ in range(2)]
-    # What gloo has instead of two collectives, messages between all, NCCL never runs.
-    with mock.patch.object(reduction, "_is_gloo", return_value=False), recording() as calls:
-        trainer = make_trainer(Place(world_size=4, layout=options), max_steps=3, gradient_clip_val=0.5, num_sanity_val_steps=1)
-        trainer.fit(module, *loaders)
-    return calls
+    batch_size = samples // PTDPConfig(**options).layout(world_size).num_replicas
+    loaders = [torch.utils.data.DataLoader(rows, batch_size=batch_size) for _ in range(2)]
+    place = Place(world_size=world_size, layout=options)
+    trainer = make_trainer(place, max_steps=3, max_epochs=None, gradient_clip_val=0.5, num_sanity_val_steps=1)
+    trainer.fit(module, *loaders)
+    # The neighbours of a ring come to the same attention at the same time.
+    late = [made for made in HOST.met if made not in (module.before or HOST.met) and made[0] != "batches"]
+    return Trained(list(HOST.calls), late, weights(trainer))
+
+
+@pytest.fixture(scope="module")
+def expected(pool: Pool) -> Callable[[int], dict[str, Tensor]]:
+    """The weights that one process trains, by the number of samples."""
+    return cache(lambda samples: pool.run(fit, world_size=1, args=(1, {}, samples))[0].weights)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_training_runs_on_the_rules_of_nccl(name: str, pool: Pool) -> None:
-    ranks = pool.run(fit, world_size=4, args=(LAYOUTS[name],))
+def test_a_training_runs_on_the_rules_of_nccl(name: str, pool: Pool, expected: Callable[[int], dict[str, Tensor]]) -> None:
+    samples = 8 * PTDPConfig(**LAYOUTS[name]).layout(4).num_replicas
+    trained = pool.run(fit, world_size=4, args=(4, LAYOUTS[name], samples), backend="queued")
+    assert [rank.late for rank in trained] == [[]] * 4
+    assert_weights(trained[0].weights, expected(samples), tolerance=1e-3 if "reduce_dtype" in LAYOUTS[name] else 1e-4)
+    ranks = [rank.calls for rank in trained]
     programs = [operations_of(calls) for calls in ranks]
     assert min(map(len, programs)) > 20
     for one_queue in (False, True):
         stuck = stuck_operations(programs, one_queue=one_queue)
         assert stuck == [None] * 4, [operation and (operation.name, operation.meets) for operation in stuck]
-    for place in neighbours_in_one_group(ranks[1]):
-        swapped = [*ranks[1][:place], ranks[1][place + 1], ranks[1][place], *ranks[1][place + 2 :]]
+    for first, second in neighbours_in_one_group(ranks[1]):
+        swapped = list(ranks[1])
+        swapped[first], swapped[second] = swapped[second], swapped[first]
         others = [programs[0], operations_of(swapped), *programs[2:]]
         assert any(stuck_operations(others)), "a rank with an order of its own would not be noticed"
 
 
-def neighbours_in_one_group(calls: list[Call]) -> list[int]:
+def neighbours_in_one_group(calls: list[Call]) -> list[tuple[int, int]]:
     """Where two different collectives of one group follow each other: the first three such places."""
-    pairs = enumerate(pairwise(calls))
-    places = [i for i, (a, b) in pairs if a.group == b.group and a.group[1] and a != b and "send" not in a.what + b.what]
-    return [i for i in places if "recv" not in calls[i].what + calls[i + 1].what and not calls[i].is_async][:3]
+    issued = [place for place, call in enumerate(calls) if call.group[1]]
+    pairs = [(i, j) for i, j in pairwise(issued) if calls[i].group == calls[j].group and calls[i] != calls[j]]
+    return [(i, j) for i, j in pairs if not {calls[i].what, calls[j].what} & {"send", "recv", "batch"}][:3]

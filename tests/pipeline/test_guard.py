@@ -18,7 +18,7 @@ import pytest
 from lightning_ptdp.pipeline.bulletin import Heard
 from lightning_ptdp.pipeline.guard import Guard, Judge, Sight
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
-from tests.pipeline.queued import train, work
+from tests.pipeline.losing import train, work
 from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD
 
@@ -155,7 +155,7 @@ def test_a_process_that_was_stopped_does_not_count_the_time() -> None:
 def _run(rank: int, parent: Connection, folder: str, part: Callable[..., None], *arguments: Any) -> None:
     with open(Path(folder, f"said-{rank}.txt"), "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.stderr.fileno())
-    join_world(rank, parent)
+    join_world(rank, parent, backend="queued")
     part(rank, *arguments, folder)
     os._exit(0)  # gloo's destructors wait for the peer
 

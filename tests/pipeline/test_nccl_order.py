@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_ptdp.pipeline.discover import find_parts
@@ -19,51 +15,40 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pipeline.jobs import SumJob
 from tests.pool import Pool
+from tests.queued import HOST
 from tests.schedule.nccl import Habits, operations
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("gpipe", 2), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2))
 
 
 def two_steps(rank: int, name: str, p: int, v: int, m: int, training: bool) -> list[list[tuple[str, int, int, str]]]:
-    """What is called, by step: ("isend" or "irecv", source, destination, direction) a message."""
+    """What is called, by step: ("send" or "recv", source, destination, direction) a message."""
     sizes = {"pipeline_parallel_size": p, "virtual_pipeline_size": v}
     schedule = build_schedule(name, num_microbatches=m, training=training, **sizes)
     layout = ParallelLayout(world_size=p, placement=schedule.placement, **sizes)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(p * v)))
     mesh = ProcessMesh.create(layout=layout, rank=rank)
-    lines = {id(handle): line for line, handle in mesh.channels.items()}
+    lines = {handle.identity: line for line, handle in mesh.channels.items()}
     ranges = tuple((stage, stage + 1) for stage in range(p * v))
     cut = PipelineCut(model, parts=find_parts(model, blocks=""), ranges=ranges, stages=tuple(schedule.stages_of(rank)))
     link = Transport(mesh=mesh, device=torch.device("cpu"))
     runtime = PipelineRuntime(cut=cut, transport=link, group=mesh.group("pipeline"))
-    calls: list[tuple[str, int, int, str]] = []
-
-    def noting(call: str) -> Any:
-        original = getattr(dist, call)
-
-        def noted(tensor: Any, peer: int, group: Any) -> Any:
-            calls.append((call, *lines[id(group)]))
-            return original(tensor, peer, group=group)
-
-        return mock.patch.object(dist, call, noted)
-
     steps = []
-    with noting("isend"), noting("irecv"):
-        for _ in range(2):
-            runtime.run(schedule, SumJob(model, [torch.ones(1, 2)] * m, training=training))
-            steps.append(list(calls))
-            calls.clear()
+    for _ in range(2):
+        before = len(HOST.calls)
+        runtime.run(schedule, SumJob(model, [torch.ones(1, 2)] * m, training=training))
+        steps.append([(call.what, *lines[call.group]) for call in HOST.calls[before:] if call.group in lines])
     return steps
 
 
 @pytest.mark.parametrize(("name", "v"), SCHEDULES)
 def test_the_runtime_issues_what_the_model_says(name: str, v: int, pool: Pool) -> None:
     for p, m, training in ((2, 3, True), (4, 6, True), (4, 6, False)):
-        real = pool.run(two_steps, world_size=p, args=(name, p, v, m, training))
+        real = pool.run(two_steps, world_size=p, args=(name, p, v, m, training), backend="queued")
         schedule = build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
         for step, habits in enumerate((Habits(first_step=True), Habits())):
             for rank, given in enumerate(operations(schedule, habits)):
                 lines = [operation.stream[0] for operation in given if isinstance(operation.stream, tuple)]
-                expected = [("isend" if line.source == rank else "irecv", *line) for line in lines]
+                expected = [("send" if line.source == rank else "recv", *line) for line in lines]
                 assert real[rank][step] == expected, (p, m, training, step, rank)

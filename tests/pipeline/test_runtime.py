@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ptdp.schedule import Action, ActionKind, Schedule, dump_schedule, peak_in_flight
 from tests.pipeline.grid import TIED, Case, Expected, cases, make_batch, unsplit
-from tests.pipeline.watched import Outcome, Rank
+from tests.pipeline.watched import Outcome, Rank, assert_same, summed
 from tests.pool import Pool
 
 MICROBATCHES = (8, 1, 2, 3, 5)
@@ -48,24 +48,6 @@ def steps(pool: Pool) -> Any:
         }
 
     return of
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: str, tolerance: float = 1e-12) -> None:
-    assert found.keys() == expected.keys(), where
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{where}, {n}: {text}"
-        )
-
-
-def summed(outcomes: list[Outcome]) -> dict[str, Tensor]:
-    """Gradients of the whole model: a tied weight has a part on each rank that holds it, any other is on one rank alone."""
-    total: dict[str, Tensor] = {}
-    for outcome in outcomes:
-        for name, gradient in outcome.gradients.items():
-            assert name not in total or name in TIED.values(), f"{name} is on two ranks"
-            total[name] = total.get(name, 0) + gradient
-    return total
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)

@@ -277,7 +277,7 @@ class Rank:
 HANGS_S = 60.0
 
 
-def join_world(rank: int, parent: Connection, limit_s: float = HANGS_S) -> None:
+def join_world(rank: int, parent: Connection, limit_s: float = HANGS_S, backend: str = "gloo") -> None:
     """The world of two; rank 0 keeps the store."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=HANGS_S)
@@ -285,4 +285,22 @@ def join_world(rank: int, parent: Connection, limit_s: float = HANGS_S) -> None:
     store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
     if rank == 0:
         parent.send(store.port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=limit_s))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=limit_s))
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: str, tolerance: float = 1e-12) -> None:
+    assert found.keys() == expected.keys(), where
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{where}, {n}: {text}"
+        )
+
+
+def summed(outcomes: list[Outcome]) -> dict[str, Tensor]:
+    """Gradients of the whole model: a tied weight has a part on each rank that holds it, any other is on one rank alone."""
+    total: dict[str, Tensor] = {}
+    for outcome in outcomes:
+        for name, gradient in outcome.gradients.items():
+            assert name not in total or name in TIED.values(), f"{name} is on two ranks"
+            total[name] = total.get(name, 0) + gradient
+    return total

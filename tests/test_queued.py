@@ -1,0 +1,46 @@
+"""The stand-in for NCCL's habits has them: a program that relies on gloo's patience fails loudly."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool
+from tests.queued import HOST, RaceError
+
+
+def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
+    """What is told of a use before the wait, what was in memory then, what is read after it, and what was called."""
+    gate, tensor = dist.new_group([0, 1]), torch.zeros(3)
+    dist.barrier(gate)
+    (dist.recv if rank else dist.send)(tensor, 1 - rank)  # makes the connection
+    before = len(HOST.calls)
+    if rank:
+        work = dist.irecv(tensor, 0)
+        there = tuple((ctypes.c_float * 3).from_address(tensor.data_ptr()))
+        dist.barrier(gate)
+    else:
+        tensor += 1
+        dist.barrier(gate)
+        work = dist.isend(tensor, 1)
+        there = ()
+        tensor + 1  # it may be read
+    assert work is not None
+    with pytest.raises(RaceError) as error:
+        _ = tensor + 1 if rank else tensor.mul_(2)
+    work.wait()
+    read = (tensor * 2).tolist()
+    return str(error.value), there, read, [call.what for call in HOST.calls[before:]]
+
+
+def test_who_does_not_wait_is_told(pool: Pool) -> None:
+    sender, receiver = pool.run(message, world_size=2, backend="queued")
+    assert sender[0] == "aten.mul_.Tensor uses tensors of send of (0, 1), which nobody has waited for"
+    assert receiver[0] == "aten.add.Tensor uses tensors of recv of (0, 1), which nobody has waited for"
+    assert all(number != number for number in receiver[1]), "something was there before the message"
+    assert sender[2] == receiver[2] == [2.0] * 3
+    assert sender[3] == ["barrier", "wait", "send", "wait", "read"]
+    assert receiver[3] == ["recv", "barrier", "wait", "wait", "read"]
