@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ __all__ = [
     "count_replicas",
     "fits",
     "is_compiled",
+    "keep_model_summary",
     "layer_sync",
     "lightning_names",
     "register_signal_handlers",
@@ -199,3 +200,21 @@ def register_signal_handlers(trainer: Trainer) -> None:
 def announce_sigterm(trainer: Trainer) -> None:
     """What Lightning's own notifier does in the end: the loops stop after the batch."""
     trainer._signal_connector.received_sigterm = True
+
+
+def keep_model_summary(trainer: Trainer, module: LightningModule) -> None:
+    """Have the ``ModelSummary`` of a trainer tell of ``module`` as it is now, whole: it looks when a fit starts, and counts when it is
+    asked."""
+    for callback in trainer.callbacks:
+        if not getattr(callback, "_max_depth", 0) or not hasattr(callback, "_summary") or module.example_input_array is not None:
+            continue
+        found = callback._summary(trainer, module)
+        numbers = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes")
+        kept = SimpleNamespace(
+            **{name: getattr(found, name) for name in numbers}, _get_summary_data=found._get_summary_data().copy
+        )
+        callback._summary = partial(_kept_summary, kept)
+
+
+def _kept_summary(kept: SimpleNamespace, *_: object) -> SimpleNamespace:
+    return kept

@@ -108,3 +108,10 @@ def test_a_compiled_module_is_known(namespace: str) -> None:
     module = lightning.LightningModule()
     assert not is_compiled(module)
     assert is_compiled(compile_utilities.from_compiled(torch.compile(module, backend="eager")))
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_model_summary_asks_where_we_answer(namespace: str) -> None:
+    summary = importlib.import_module(f"{namespace}.callbacks.model_summary").ModelSummary
+    assert "self._summary(trainer, pl_module)" in inspect.getsource(summary.on_fit_start)
+    assert summary(max_depth=2)._max_depth == 2

@@ -18,7 +18,15 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler
 
-from lightning_ptdp._lightning import LightningModule, StrategyBase, Trainer, count_replicas, fits, lightning_names
+from lightning_ptdp._lightning import (
+    LightningModule,
+    StrategyBase,
+    Trainer,
+    count_replicas,
+    fits,
+    keep_model_summary,
+    lightning_names,
+)
 from lightning_ptdp.checkpoint import Keeper
 from lightning_ptdp.compiled_blocks import compile_blocks
 from lightning_ptdp.config import PTDPConfig
@@ -120,6 +128,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         replicas = self.layout.data_parallel_size
         count_replicas(trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas)
         if not self._is_cut_here:
+            if fitting and self.layout.model_parallel_size > 1:
+                keep_model_summary(trainer, self.lightning_module)
             self._parallelize()
         self.load_awaited_values()
         self.model_to_device()

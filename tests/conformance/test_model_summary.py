@@ -1,0 +1,33 @@
+"""Lightning's table of modules tells of the whole model, not of a rank's part with placeholders."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelSummary
+
+from tests.conformance.toys import LitNet, Place, both, loader, make_trainer
+from tests.pool import Pool
+
+
+class Told(ModelSummary):
+    """Keeps what is shown."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        found = self._summary(trainer, pl_module)
+        self.told = (str(found._get_summary_data()), found.total_parameters, found.trainable_parameters, found.model_size)
+
+
+def _fit(rank: int, place: Place, name: str, folder: str) -> Any:
+    told = Told(max_depth=2)
+    trainer = make_trainer(place, max_steps=1, callbacks=[told], enable_model_summary=True, default_root_dir=folder)
+    trainer.fit(LitNet(), loader())
+    return told.told
+
+
+def test_the_summary_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
+    for found, single in both(pool, _fit, "p2", str(tmp_path)):
+        assert found == single
+        assert "Linear" in found[0] and not re.search("Absent|Earlier|Later|Stub", found[0])
