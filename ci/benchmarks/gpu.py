@@ -71,11 +71,12 @@ def run(answer: Connection, job: Job, on_gpu: bool) -> None:
     """Measure one job; the answer is what was measured, or why it could not be."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    refusals = (ImportError, ValueError) if job.options else (ImportError,)  # an option may need what is not installed
     try:
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         engine, model = contestant(job, device, quick=not on_gpu)
         answer.send(measure(engine, model(), on_gpu=on_gpu))
-    except ImportError as error:
+    except refusals as error:
         answer.send(f"left out: {error}")
     except BaseException as error:
         traceback.print_exc()

@@ -95,16 +95,23 @@ def _gpt(layers: int, hidden: int, heads: int, length: int, *, vocabulary: int =
 
 
 # arXiv 2104.04473, table 2, with the fewest GPUs; what a rank of it holds is l / p layers, and all that is recomputed counts.
-_SLICE: dict[str, Any] = {"samples": 1, "microbatches": 8, "engines": ("slice",), "tensor": 8}
+_SLICE: dict[str, Any] = {
+    "samples": 1,
+    "microbatches": 8,
+    "engines": ("slice",),
+    "tensor": 8,
+    "variants": ({"compile": "blocks"},),
+}
 _RECOMPUTED: Options = {"recompute": "full"}
 _SELECTIVE: Options = {"recompute": "selective", "sequence_parallel": True}
 _175B, _530B = _gpt(8, 12288, 96, 2048, vocabulary=51200), _gpt(3, 20480, 128, 2048, vocabulary=51200)
 _LEAN: dict[str, Any] = {"precision": "bf16-true", "options": {"master_weights": False, "gradient_dtype": "parameter"}}
-_FASTER: tuple[Options, ...] = ({"compile": "blocks"},)
+_COMPILED: Options = {"compile": "blocks"}
+_FASTER: tuple[Options, ...] = (_COMPILED, *({**_COMPILED, "fp8": scaling} for scaling in ("tensorwise", "rowwise")))
 _SMALLER: tuple[Options, ...] = ({"recompute": "full"}, {"recompute": "offload"})
 
 CASES = (
-    Case(name="GPT-2 124M s=1024", config=_gpt(12, 768, 12, 1024), samples=16, variants=_FASTER),
+    Case(name="GPT-2 124M s=1024", config=_gpt(12, 768, 12, 1024), samples=16, variants=(_COMPILED,)),
     Case(name="Llama 1B s=4096", config=_llama(16, 2048, 8192, 32, 4096), samples=2, variants=(*_FASTER, *_SMALLER)),
     Case(name="175B, a rank of t8 p12", config=_175B, options=_RECOMPUTED, published=153.0, **_SLICE),
     Case(name="530B, a rank of t8 p35", config=_530B, options=_RECOMPUTED, published=171.0, **_SLICE),

@@ -55,6 +55,8 @@ def contestant(job: Job, device: torch.device, *, quick: bool) -> tuple[Contesta
         batch = {name: value[: case.samples] for name, value in batch.items()}
     microbatches = {} if case.microbatches == 1 else {"num_microbatches": case.microbatches}
     options = {**microbatches, **case.options, **job.options}
+    if quick and options.get("compile") == "blocks":
+        options["compile_options"] = {"backend": "aot_eager"}
     world: dict[str, Any] = {}
     if case.tensor > 1:
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=case.tensor)

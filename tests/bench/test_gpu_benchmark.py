@@ -44,7 +44,7 @@ def test_every_engine_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks() 
     left_out = {line.partition("  ")[0] for line in table if "left out" in line}
     assert {"LoRA 8B s=2048, ptdp-hf", "LoRA 8B s=2048, hf", "GPT-2 124M s=1024, ptdp no_such_option=1"} <= left_out
     assert all(job.startswith("LoRA") or "=" in job.rpartition(", ")[2] for job in left_out)
-    engines = ("ptdp", "ptdp bucket_mb=1", "hf", "hf-compiled", "lightning", "ptdp-hf")
+    engines = ("ptdp", "ptdp compile=blocks", "ptdp bucket_mb=1", "hf", "hf-compiled", "lightning", "ptdp-hf")
     assert {f"GPT-2 124M s=1024, {engine}" for engine in engines} <= measured
     assert "175B, a rank of t8 p12, sp, slice" in measured
     rows = json.loads(lines[-1])
