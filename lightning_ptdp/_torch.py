@@ -16,6 +16,7 @@ __all__ = [
     "adds_to_gradient",
     "all_gather_single",
     "default_store",
+    "flight_record",
     "forward_hooks",
     "found_inf",
     "gradient_dtype",
@@ -153,6 +154,12 @@ def nccl_options(timeout: timedelta | None, *, high_priority: bool, max_ctas: in
             raise ValueError(f"channel_ctas={max_ctas}: this torch has an NCCL that is too old for it; leave the option out")
         options.config.max_ctas = max_ctas
     return options
+
+
+def flight_record() -> bytes:
+    """What NCCL was asked for last and how far it came, pickled as torch's analyzer (``torchfrtrace``) reads it (torch writes it by itself
+    only where it notices a hang)."""
+    return bytes(torch._C._distributed_c10d._dump_nccl_trace())
 
 
 def abort_process_groups() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
 from datetime import timedelta
@@ -20,6 +21,7 @@ from lightning_ptdp._torch import (
     adds_to_gradient,
     all_gather_single,
     default_store,
+    flight_record,
     forward_hooks,
     found_inf,
     gradient_dtype,
@@ -106,6 +108,10 @@ def test_a_message_that_gloo_gives_no_place_is_of_communication() -> None:
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are made")
+def test_what_nccl_was_asked_for_can_be_read() -> None:
+    assert {"version", "pg_config"} <= pickle.loads(flight_record()).keys()
+
+
 def test_options_of_nccl_groups() -> None:
     options = nccl_options(timedelta(seconds=5), high_priority=True, max_ctas=3)
     assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 3, timedelta(seconds=5))

@@ -85,12 +85,12 @@ class Reduction:
 
     def prepare(self, buffer: Tensor) -> Pending:
         """Sums ``buffer`` in place when it is begun; all ranks must begin the same buffers in the same order."""
-        return Pending(self._steps(buffer), buffer)
+        return Pending(self._steps(buffer))
 
     def start_gather(self, buffer: Tensor) -> Pending:
         """Fill the parts of ``buffer`` that ``mine`` leaves out from the ranks that own them."""
         gathers = [start_all_gather(buffer, self.inner)] if self.scatter and self.inner.size > 1 else []
-        pending = Pending(iter(gathers), buffer)
+        pending = Pending(iter(gathers))
         pending.begin()
         return pending
 
@@ -145,13 +145,11 @@ class Pending:
         is_done: The last one is.
     """
 
-    def __init__(self, steps: Iterator[Work], buffer: Tensor) -> None:
-        self._steps, self._buffer = steps, buffer
+    def __init__(self, steps: Iterator[Work]) -> None:
+        self._steps = steps
         self._work: Work | None = None
         self._begun = self.is_done = False
-        self._future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.device.type == "cuda" else None
-        )
+        self._told: list[Callable[[], None]] = []
 
     def begin(self) -> None:
         """Start the first collective, unless that has been done."""
@@ -171,15 +169,17 @@ class Pending:
         while not self.is_done:
             self.advance()
 
-    def get_future(self) -> torch.futures.Future[Tensor]:
-        """Is done when the last one is (on CUDA: has an event of the stream that has waited for it)."""
-        return self._future
+    def when_done(self, tell: Callable[[], None]) -> None:
+        """Call ``tell`` behind the last one: who waits for it does (on CUDA: while the stream that has waited for it is the current
+        one, so that an event that is recorded then happens in the order of the reductions, and holds nobody up)."""
+        self._told.append(tell)
 
     def _next(self) -> None:
         self._work = next(self._steps, None)
         if self._work is None:
             self.is_done = True
-            self._future.set_result(self._buffer)
+            for tell in self._told:
+                tell()
 
 
 class Work(Protocol):

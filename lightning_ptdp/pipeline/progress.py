@@ -25,7 +25,7 @@ class StepObserver:
         """``action`` is done."""
 
     def reducing(self, stage: int | None, work: object) -> None:
-        """A reduction of gradients of ``stage`` (None: of no single one) was launched; ``work`` is torch's handle of it."""
+        """A reduction of gradients of ``stage`` (None: of no single one) was launched; ``work.when_done`` tells of its end."""
 
     def ended(self) -> None:
         """The program is done and its messages have left. Not called when it fails."""

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Semaphore
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["Recorder", "ideal_timeline"]
 
 _ROUND_TRIPS = 10
-_CALLBACK_LIMIT_S = 5.0
 
 Moment = Any
 """A ``perf_counter_ns``, or a CUDA event."""
@@ -58,8 +57,6 @@ class Recorder(StepObserver):
         self._notes: list[_Note] = []
         # New objects each time: a reduction of an earlier program that ends late notes it where nobody looks.
         self._reductions: list[_Note] = []
-        self._reduced = Semaphore(0)
-        self._launched = 0
 
     def began(self, schedule: Schedule) -> None:
         """Forget the program before."""
@@ -83,17 +80,9 @@ class Recorder(StepObserver):
             self._start = None
 
     def reducing(self, stage: int | None, work: Any) -> None:
-        """Torch calls back when the reduction is over: on a thread (CPU), or with a stream that has waited for it (CUDA)."""
-        if stage is None:
-            return
-        action, start, notes, reduced = Action(ActionKind.REDUCE, stage), self._now(), self._reductions, self._reduced
-
-        def over(_: object) -> None:
-            notes.append((action, start, self._now()))
-            reduced.release()
-
-        self._launched += 1
-        work.get_future().add_done_callback(over)
+        """It is over when who waits for it says so."""
+        if stage is not None:
+            work.when_done(partial(self._reduced, self._reductions, Action(ActionKind.REDUCE, stage), self._now()))
 
     def ended(self) -> None:
         """The program is complete."""
@@ -124,11 +113,10 @@ class Recorder(StepObserver):
         reductions = tuple(part.reductions for part in known)
         return Timeline(self._schedule, tuple(part.spans for part in known), reductions if any(reductions) else ())
 
+    def _reduced(self, notes: list[_Note], action: Action, start: Moment) -> None:
+        notes.append((action, start, self._now()))
+
     def _recorded(self) -> _Part:
-        for _ in range(self._launched):
-            # Whoever waits for a reduction may be woken before the callbacks have run.
-            if not self._reduced.acquire(timeout=_CALLBACK_LIMIT_S):
-                break
         assert self._schedule is not None
         last = None
         if self._device.type == "cuda":

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lightning_ptdp._torch import default_store, is_communication_error
 from lightning_ptdp.pipeline.account import LOST, Account, place_of, summary
 from lightning_ptdp.pipeline.bulletin import Board, Bulletin
+from lightning_ptdp.pipeline.flight import keep_flight_record
 from lightning_ptdp.pipeline.guard import Guard, Judge, Pulse, Sight, give_up
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.progress import StepObserver
@@ -266,7 +267,7 @@ class Watchdog(StepObserver):
             self._end(stuck, reason)
         if not self.waits_raise and at_work and stuck > _REPORT_AT * self.limit_s and self._reported != since:
             self._reported = since
-            _say(f"{self._stuck(stuck)}.\n{self._account().text()}")
+            _say(f"{self._stuck(stuck)}.\n{self._account().text()}{self._recorded()}")
         return True
 
     def _stuck(self, time_s: float) -> str:
@@ -278,8 +279,12 @@ class Watchdog(StepObserver):
         place = place_of(traceback.extract_stack(frame)) if frame is not None else "an unknown place"
         del frame
         self._progress.raised_at = self._progress.raised_at or place
-        _say(f"{text}: {reason}.\n{self.explain()}\nThis rank stands in {place}; it gives up and ends.")
+        _say(f"{text}: {reason}.\n{self.explain()}{self._recorded()}\nThis rank stands in {place}; it gives up and ends.")
         give_up()
+
+    def _recorded(self) -> str:
+        path = "" if self.waits_raise else keep_flight_record(self.rank)
+        return f"\nWhat NCCL was asked for last, by torch's flight recorder (torchfrtrace reads it): {path}" if path else ""
 
 
 def _say(text: str) -> None:

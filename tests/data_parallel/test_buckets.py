@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -211,9 +212,31 @@ def test_what_a_wait_raises_is_raised_at_the_end() -> None:
         yield Broken()
         raise AssertionError("nothing is asked for behind what failed")
 
-    beside, buffer = Beside(torch.device("cpu")), torch.zeros(1)
+    beside = Beside(torch.device("cpu"))
     for _ in range(2):
-        beside.launch(Pending(steps(), buffer), shares=False)
+        beside.launch(Pending(steps()), shares=False)
     with pytest.raises(RuntimeError, match="the other end is gone"):
         beside.join()
     beside.close()
+
+
+def test_ends_are_told_in_the_order_of_the_sums_behind_their_last_wait() -> None:
+    seen: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait(self) -> None:
+            seen.append(self.name)
+
+    beside = Beside(torch.device("cpu"))
+    for chain in ("a", "b"):
+        pending = Pending(iter([Noted(f"{chain}1"), Noted(f"{chain}2")]))
+        pending.when_done(partial(seen.append, f"end of {chain}"))
+        beside.launch(pending, shares=False)
+    beside.join()
+    beside.close()
+    assert sorted(seen) == ["a1", "a2", "b1", "b2", "end of a", "end of b"]
+    assert [text for text in seen if "end" in text] == ["end of a", "end of b"]
+    assert all(seen.index(f"{chain}2") + 1 == seen.index(f"end of {chain}") for chain in "ab")

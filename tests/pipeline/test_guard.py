@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import re
 import sys
 import threading
@@ -200,6 +201,8 @@ def test_a_rank_that_hangs_ends_and_says_why(victim: int, how: str, why: str, tm
     assert re.search(rf"What each rank did last:\n(.*\n)?  rank {survivor}: {place} since [\d.]+ s \(this rank\)", said), said
     assert re.search(rf"  rank {victim}: \S", said), said
     assert re.search(r"This rank stands in \w+\.py, line \d+; it gives up and ends\.", said), said
+    (record,) = re.findall(r"by torch's flight recorder \(torchfrtrace reads it\): (\S+)\n", said)[-1:]
+    assert pickle.loads(Path(record).read_bytes())["version"]
     if how in ("stop", "kill"):
         assert re.search(rf"No answer from rank {victim}, for [\d.]+ s: \S", said), said
 

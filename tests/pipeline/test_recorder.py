@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
+from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.pipeline import recorder as recorder_module
 from lightning_ptdp.pipeline.progress import Observers
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
@@ -47,10 +48,14 @@ class Work:
     """A reduction that ends when it is told to."""
 
     def __init__(self) -> None:
-        self.future: Future[None] = Future()
+        self._told: list[Callable[[], None]] = []
 
-    def get_future(self) -> Future[None]:
-        return self.future
+    def when_done(self, tell: Callable[[], None]) -> None:
+        self._told.append(tell)
+
+    def end(self) -> None:
+        for tell in self._told:
+            tell()
 
 
 def alone(microbatches: int = 2) -> Schedule:
@@ -131,7 +136,7 @@ def test_reductions_go_from_their_first_launch_to_their_last_end(clock: Clock) -
     recorder.ended()
     for work, now in ((works[0], 110.0), (works[2], 111.0), (works[1], 112.5)):
         clock.now = now
-        work.future.set_result(None)
+        work.end()
     timeline = recorder.gather(Group())
     assert timeline is not None
     assert [(str(s.action), s.start, s.end) for s in timeline.reductions[0]] == [("R3", 1, 12.5), ("R0", 3, 11)]
@@ -143,7 +148,7 @@ def test_a_reduction_of_an_earlier_program_is_not_mixed_in(clock: Clock) -> None
     recorder.began(alone(1))
     recorder.reducing(0, late)
     played(clock, recorder, alone(1))
-    late.future.set_result(None)
+    late.end()
     timeline = recorder.gather(Group())
     assert timeline is not None
     assert timeline.reductions == ()
@@ -243,7 +248,7 @@ def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[s
             recorder.ended()
         for _, work in sent:
             work.wait()
-        reduction = dist.all_reduce(torch.zeros(3), group=group.handle, async_op=True)
+        reduction = Reduction(inner=group).prepare(torch.zeros(3))
         recorder.reducing(rank, reduction)
         reduction.wait()
         timeline = recorder.gather(group)
