@@ -14,7 +14,7 @@ import sqlite3
 
 rows = sqlite3.connect("runs/mlflow.db").execute("select key, value from metrics order by timestamp").fetchall()
 last = dict(rows)
-for name in ("train_loss", "train_perplexity", "val_perplexity", "grad_norm", "tokens_per_s", "model_tflops_per_s", "lr-AdamW/pg1"):
+for name in ("train_loss", "train_perplexity", "val_perplexity", "grad_norm", "tokens_per_s", "model_tflops_per_s", "learning_rate"):
     assert name in last, f"{name} was not logged"
 limit = 8192 / 20
 assert last["val_perplexity"] < limit, f"validation perplexity {last['val_perplexity']:.0f} is not below {limit:.0f}"
