@@ -159,7 +159,7 @@ def nccl_options(timeout: timedelta | None, *, high_priority: bool, max_ctas: in
 def flight_record() -> bytes:
     """What NCCL was asked for last and how far it came, pickled as torch's analyzer (``torchfrtrace``) reads it (torch writes it by itself
     only where it notices a hang)."""
-    return bytes(torch._C._distributed_c10d._dump_nccl_trace())
+    return bytes(cast(Any, torch._C._distributed_c10d)._dump_nccl_trace())
 
 
 def abort_process_groups() -> None:

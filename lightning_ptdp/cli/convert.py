@@ -33,16 +33,38 @@ def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and convert."""
     given = vars(_parser(f"ptdp {verb}").parse_args(arguments))
     shard_bytes, verify = _bytes(given.pop("shard_size")), given.pop("verify")
+    name, store = given.pop("register"), given.pop("tracking_uri")
+    where = _registry(name, given["source"], store) if name is not None else None
     from lightning_ptdp.exchange import convert, verify_export
 
     made = convert(**given | {"dtype": dtype_of(given["dtype"])}, shard_bytes=shard_bytes)
     print(f"written: {given['destination']} ({made})")
-    if verify and made != "huggingface":
-        raise UserError(f"--verify loads a Hugging Face folder as its users do, and {given['destination']} is a {made}")
+    if (verify or where) and made != "huggingface":
+        raise UserError(
+            f"--verify and --register load a Hugging Face folder as its users do, and {given['destination']} is a {made}"
+        )
     if verify:
         said = verify_export(given["source"], given["destination"], config=given["config"], prefix=given["prefix"])
         print(f"verified: {said}")
+    if where is not None:
+        from lightning_ptdp.loggers.registry import register_model
+
+        uri, run_id = where
+        address = register_model(given["destination"], name=name, tracking_uri=uri, run_id=run_id, version_of=given["source"])
+        print(f"registered: mlflow.pytorch.load_model({address!r}), store {uri}")
     return 0
+
+
+def _registry(name: str, source: str, store: str | None) -> tuple[str, str | None]:
+    """The store, and the run in it, that a model is registered in."""
+    from lightning_ptdp.loggers.registry import store_of
+    from lightning_ptdp.loggers.store import check_store
+
+    found = store_of(source) if store is None else (store, None)
+    if found is None:
+        raise UserError(f"--register {name}: {source} does not lie beside an MLflow store; name one with --tracking_uri")
+    check_store(found[0])
+    return found
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -62,6 +84,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", action="store_true", help="to Hugging Face: load it with transformers and compare it with the checkpoint"
     )
+    parser.add_argument(
+        "--register", metavar="NAME", help="to Hugging Face: the next version of this model in MLflow's registry (as a pickle)"
+    )
+    parser.add_argument("--tracking_uri", help="MLflow store of --register (default: that of the checkpoint's run)")
     parser.add_argument("--shard_size", default="5GB", help="most bytes in one Hugging Face file, such as 500MB (default 5GB)")
     add_dtype_argument(parser)
     return parser

@@ -1,0 +1,58 @@
+"""MLflow's model registry."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+from lightning_ptdp.loggers.connection import quiet
+
+__all__ = ["register_model", "store_of"]
+
+_DATABASE = "mlflow.db"
+_CHATTY = ("mlflow.pytorch", "mlflow.utils.environment", "mlflow.store.model_registry.abstract_store")
+
+
+def store_of(checkpoint: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """The tracking URI and the run of a checkpoint that lies where ``MLFlowLogger`` has put it; None for any other."""
+    parents = Path(checkpoint).resolve().parents
+    if len(parents) < 4 or not (parents[3] / _DATABASE).is_file():
+        return None
+    return f"sqlite:///{parents[3] / _DATABASE}", parents[1].name
+
+
+def register_model(
+    folder: str | os.PathLike[str], *, name: str, tracking_uri: str, run_id: str | None = None, version_of: str = ""
+) -> str:
+    """Offer a Hugging Face folder as the next version of a registered model; ``mlflow.pytorch.load_model`` gives transformers' class.
+
+    MLflow keeps it as a pickle: load models only from a registry that you trust.
+
+    Args:
+        folder: What ``AutoModel`` would read, with the name of the class in its ``config.json``.
+        name: Of the registered model.
+        tracking_uri: Store or server.
+        run_id: The run that it belongs to; None: a new one.
+        version_of: What it was made from.
+
+    Returns:
+        Its address, ``models:/NAME/VERSION``.
+    """
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow
+    import transformers
+
+    (kind,) = transformers.AutoConfig.from_pretrained(folder).architectures
+    model = getattr(transformers, kind).from_pretrained(folder)
+    mlflow.set_tracking_uri(tracking_uri)
+    with (
+        quiet(*_CHATTY),
+        warnings.catch_warnings(),
+        mlflow.start_run(run_id=run_id, run_name=f"export of {version_of or folder}"),
+    ):
+        warnings.simplefilter("ignore")
+        logged = mlflow.pytorch.log_model(
+            model, name="model", registered_model_name=name, serialization_format="pickle", await_registration_for=None
+        )
+    return f"models:/{name}/{logged.registered_model_version}"
