@@ -28,7 +28,7 @@ from turns import BareLoop, Contestant, TrainerLoop
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data_parallel import GradientBuckets
-from lightning_ptdp.data_parallel.buckets import Bucket
+from lightning_ptdp.data_parallel.bucket import Bucket
 
 _CONVOLUTIONS = [(64, 3, 224), (64, 64, 224), (128, 64, 112), (128, 128, 112), (256, 128, 56), (256, 256, 56), (256, 256, 56)]
 _CONVOLUTIONS += [(512, 256, 28), (512, 512, 28), (512, 512, 28), (512, 512, 14), (512, 512, 14), (512, 512, 14)]

@@ -1,7 +1,8 @@
 """Replicas: flat buckets of gradients reduced during the backward, optimizers stepped in shards, and the norm over all ranks."""
 
 from lightning_ptdp.data_parallel.arrivals import overlaps_gather
-from lightning_ptdp.data_parallel.buckets import HALF, GradientBuckets
+from lightning_ptdp.data_parallel.bucket import HALF
+from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.elementwise import check_elementwise
 from lightning_ptdp.data_parallel.gradients import Gradients
 from lightning_ptdp.data_parallel.loose import LooseGradients

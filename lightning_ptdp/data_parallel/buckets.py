@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -20,58 +20,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_ptdp._torch import set_gradient_dtype
 from lightning_ptdp.data_parallel.beside import Beside
-from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
+from lightning_ptdp.data_parallel.bucket import ALIGNMENT, HALF, Bucket, aligned
+from lightning_ptdp.data_parallel.reduction import BucketEntry
 from lightning_ptdp.data_parallel.shards import Shard
 from lightning_ptdp.data_parallel.sums import add_up, joined
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["HALF", "Bucket", "GradientBuckets"]
-
-HALF = (torch.float16, torch.bfloat16)
-_ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
-
-
-@dataclass(eq=False)
-class Bucket:
-    """One contiguous buffer.
-
-    Attributes:
-        entries: What is in it, in backward order.
-        offsets: Where each entry begins.
-        buffer: (n,) gradients; a little of it, between parameters and at the end, belongs to none and stays zero.
-        views: Each entry's part of the buffer, in the parameter's shape.
-    """
-
-    entries: list[BucketEntry]
-    offsets: list[int]
-    buffer: Tensor
-    views: list[Tensor]
-    pending: int = 0
-    launched: bool = False
-
-    @property
-    def reduction(self) -> Reduction:
-        """How it is summed."""
-        return self.entries[0].reduction
-
-    @cached_property
-    def next_begins(self) -> dict[int, int]:
-        """By where an entry ends, where the next one begins, or would."""
-        ends = {offset + entry.parameter.numel() for entry, offset in zip(self.entries, self.offsets, strict=True)}
-        return {end: _aligned(end) for end in ends}
-
-    def mine(self) -> Tensor:
-        """The part of the buffer that holds the sums after ``finish``."""
-        return self.reduction.mine(self.buffer)
-
-    def own_shards(self) -> Iterator[tuple[BucketEntry, Shard]]:
-        """What ``mine`` holds of each parameter."""
-        start = int(self.mine().storage_offset() - self.buffer.storage_offset())
-        stop = start + self.mine().numel()
-        for entry, offset in zip(self.entries, self.offsets, strict=True):
-            first, last = max(start, offset), min(stop, offset + entry.parameter.numel())
-            if first < last:
-                yield entry, Shard(tuple(entry.parameter.shape), first - offset, last - offset, first)
+__all__ = ["GradientBuckets"]
 
 
 @dataclass(eq=False)
@@ -274,8 +229,8 @@ class GradientBuckets:
         return torch.float32 if self.widen and entry.parameter.dtype in HALF else entry.parameter.dtype
 
     def _allocate(self, entries: list[BucketEntry]) -> Bucket:
-        *offsets, total = accumulate((_aligned(e.parameter.numel()) for e in entries), initial=0)
-        multiple = _ALIGNMENT * entries[0].reduction.parts
+        *offsets, total = accumulate((aligned(e.parameter.numel()) for e in entries), initial=0)
+        multiple = ALIGNMENT * entries[0].reduction.parts
         dtype, device = self._dtype(entries[0]), entries[0].parameter.device
         buffer = torch.zeros(-(-total // multiple) * multiple, dtype=dtype, device=device)
         views = [
@@ -305,7 +260,3 @@ class GradientBuckets:
         if self.launched is not None:
             self.launched(bucket.entries[0].chunk, pending)
         self._beside.launch(pending, shares=bucket.reduction.outer.size == 1)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

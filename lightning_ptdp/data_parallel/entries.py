@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel.buckets import HALF, GradientBuckets
+from lightning_ptdp.data_parallel.bucket import HALF
+from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
 from lightning_ptdp.data_parallel.stepped import SteppedParameters

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp._torch import gradient_dtype, set_gradient_dtype
-from lightning_ptdp.data_parallel.buckets import HALF
+from lightning_ptdp.data_parallel.bucket import HALF
 from lightning_ptdp.data_parallel.reduction import BucketEntry
 from lightning_ptdp.data_parallel.sums import add_up
 

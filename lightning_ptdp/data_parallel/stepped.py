@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.data_parallel.buckets import HALF, Bucket, GradientBuckets
+from lightning_ptdp.data_parallel.bucket import HALF, Bucket
+from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.reduction import Pending
 from lightning_ptdp.data_parallel.shards import FlatSharding, Shard

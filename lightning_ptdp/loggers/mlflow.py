@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_ptdp.data_record import DatasetRecord
 from lightning_ptdp.loggers.connection import LIMIT_S, RunOptions, connect
 from lightning_ptdp.loggers.datasets import as_input
+from lightning_ptdp.loggers.ending import was_told_to_end
 from lightning_ptdp.loggers.monitor import finish_monitor, start_monitor
 from lightning_ptdp.loggers.names import allowed_name, flat_parameters
 from lightning_ptdp.loggers.store import check_store, check_writable_folder
@@ -43,7 +44,6 @@ __all__ = ["MLFlowLogger"]
 
 _PARAMS_PER_BATCH = 100
 _MAX_LISTED = 5
-_TOLD_TO_END = ("KeyboardInterrupt", "SIGTERMException", "Terminated")  # Lightning's has two namespaces; the command line's own
 
 
 @dataclass
@@ -259,7 +259,7 @@ class MLFlowLogger(Logger):
             return
         run.finalized = True
         if status not in ("success", "finished"):
-            ended = "KILLED" if _told_to_end(sys.exc_info()[1]) else "failed"
+            ended = "KILLED" if was_told_to_end(sys.exc_info()[1]) else "failed"
         if run.monitor is not None:
             # In the thread: it asks the store, which may not answer.
             run.writer.later(partial(finish_monitor, run.monitor), limit_s=0.0)
@@ -298,12 +298,3 @@ class MLFlowLogger(Logger):
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_run": None}
-
-
-def _told_to_end(error: BaseException | None) -> bool:
-    """Whether a signal is behind what is being handled: Lightning tells loggers no more than that something went wrong."""
-    while error is not None:
-        if any(kind.__name__ in _TOLD_TO_END for kind in type(error).__mro__):
-            return True
-        error = error.__context__
-    return False

@@ -28,15 +28,12 @@ from lightning_ptdp._lightning import (
     lightning_names,
 )
 from lightning_ptdp.checkpoint import Keeper
-from lightning_ptdp.compiled_blocks import compile_blocks
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
-from lightning_ptdp.fp8 import apply_fp8
 from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.parallelize import parallelize
-from lightning_ptdp.random import derive_seed
-from lightning_ptdp.recompute import apply_recomputation, remove_recomputation
+from lightning_ptdp.strategy.blocks import prepare_blocks
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_data,
@@ -54,6 +51,7 @@ from lightning_ptdp.strategy.memory import explain_memory
 from lightning_ptdp.strategy.options import constructor
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
+from lightning_ptdp.strategy.sampling import draw_like_replicas
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
 from lightning_ptdp.strategy.surroundings import make_surroundings
@@ -170,28 +168,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self._surroundings = make_surroundings(
             config=self.config, mesh=self.mesh, parallel=self.parallel, seed=self.run.seed, device=self.root_device
         )
-        blocks = self.parallel.cut.parts.blocks if self.parallel.cut is not None else self.parallel.plan.blocks
-        if self.config.fp8 is not None:
-            note = apply_fp8(module, scaling=self.config.fp8, blocks=blocks, device=self.root_device)
-            self._parallel = replace(self.parallel, notes=(*self.parallel.notes, note))
-        remove_recomputation(module)
-        compile_blocks(
-            module,
-            policy=self.config.compiles,
-            blocks=blocks,
-            device=self.root_device,
-            options=self.config.compile_options or {},
+        notes = prepare_blocks(
+            config=self.config, mesh=self.mesh, parallel=self.parallel, surroundings=self._surroundings, device=self.root_device
         )
-        apply_recomputation(
-            module,
-            policy=self.config.recompute,
-            layers=self.config.recompute_layers,
-            blocks=blocks,
-            ranges=self.parallel.ranges,
-            selective=self.parallel.plan.selective,
-            shard_input=self.mesh.group("tensor") if self.config.distribute_saved_activations else None,
-            surroundings=self._surroundings,
-        )
+        self._parallel = replace(self.parallel, notes=(*self.parallel.notes, *notes))
 
     def _convert(self) -> None:
         self.model = convert(self, self.mesh)
@@ -240,13 +220,12 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: Collection[object]) -> Collection[object]:
-        """Give a random sampler that has none a generator of its own, so that all ranks of a replica read the same order: it would seed
-        itself from the process's random state, which pipeline stages consume differently."""
+        """All ranks of a replica read the same order."""
         if self._engine is not None and not self.lightning_module.trainer.training:
             self._engine.compare_lengths(dataloader)
         sampler = getattr(dataloader, "sampler", None)
-        if self.layout.model_parallel_size > 1 and isinstance(sampler, RandomSampler) and sampler.generator is None:
-            sampler.generator = torch.Generator().manual_seed(derive_seed(self.run.seed, "sampler"))
+        if self.layout.model_parallel_size > 1 and isinstance(sampler, RandomSampler):
+            draw_like_replicas(sampler)
         return dataloader
 
     def summary(self) -> StrategySummary:

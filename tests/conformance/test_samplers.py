@@ -74,6 +74,16 @@ def test_replicas_share_out_the_samples_and_ranks_of_a_replica_agree(name: str, 
     assert ranks[0][0] != ranks[0][1], "the second epoch has the order of the first"
 
 
+def test_every_layout_has_the_order_of_the_replicas(pool: Pool) -> None:
+    pipeline = pool.run(read, world_size=2, args=(LAYOUTS["p2"], True))[0]
+    replicas = pool.run(read, world_size=2, args=(LAYOUTS["d2"], True))
+    for epoch, found in enumerate(pipeline):
+        first, second = ([value for batch in ranks[epoch] for value in batch] for ranks in replicas)
+        assert [value for batch in found for value in batch] == [
+            value for pair in zip(first, second, strict=True) for value in pair
+        ]
+
+
 class Stream(IterableDataset):
     """An unknown number of samples."""
 

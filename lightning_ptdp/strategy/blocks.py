@@ -1,0 +1,45 @@
+"""What is done to the repeated blocks of a rank when they are cut, filled and sharded: the innermost first."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_ptdp.compiled_blocks import compile_blocks
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.fp8 import apply_fp8
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.recompute import apply_recomputation, remove_recomputation
+from lightning_ptdp.surroundings import Surroundings
+from lightning_ptdp.world.mesh import ProcessMesh
+
+__all__ = ["prepare_blocks"]
+
+
+def prepare_blocks(
+    *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, surroundings: Surroundings, device: torch.device
+) -> tuple[str, ...]:
+    """Products in float8, a compiled forward around them, and around that recomputation or offload, as the options say, in place.
+
+    Returns:
+        What the summary tells of it.
+
+    Raises:
+        ValueError: The device or the machine lacks what an option needs, or a stage has too few layers.
+    """
+    module, notes = parallel.module, list[str]()
+    blocks = parallel.cut.parts.blocks if parallel.cut is not None else parallel.plan.blocks
+    if config.fp8 is not None:
+        notes.append(apply_fp8(module, scaling=config.fp8, blocks=blocks, device=device))
+    remove_recomputation(module)
+    compile_blocks(module, policy=config.compiles, blocks=blocks, device=device, options=config.compile_options or {})
+    apply_recomputation(
+        module,
+        policy=config.recompute,
+        layers=config.recompute_layers,
+        blocks=blocks,
+        ranges=parallel.ranges,
+        selective=parallel.plan.selective,
+        shard_input=mesh.group("tensor") if config.distribute_saved_activations else None,
+        surroundings=surroundings,
+    )
+    return tuple(notes)
