@@ -50,8 +50,8 @@ def run(verb: str, arguments: list[str]) -> int:
         from lightning_ptdp.loggers.registry import register_model
 
         uri, run_id = where
-        address = register_model(given["destination"], name=name, tracking_uri=uri, run_id=run_id, version_of=given["source"])
-        print(f"registered: mlflow.pytorch.load_model({address!r}), store {uri}")
+        call = register_model(given["destination"], name=name, tracking_uri=uri, run_id=run_id, version_of=given["source"])
+        print(f"registered: {call}, store {uri}")
     return 0
 
 
@@ -84,9 +84,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", action="store_true", help="to Hugging Face: load it with transformers and compare it with the checkpoint"
     )
-    parser.add_argument(
-        "--register", metavar="NAME", help="to Hugging Face: the next version of this model in MLflow's registry (as a pickle)"
-    )
+    parser.add_argument("--register", metavar="NAME", help="to Hugging Face: the next version of this model in MLflow's registry")
     parser.add_argument("--tracking_uri", help="MLflow store of --register (default: that of the checkpoint's run)")
     parser.add_argument("--shard_size", default="5GB", help="most bytes in one Hugging Face file, such as 500MB (default 5GB)")
     add_dtype_argument(parser)

@@ -138,8 +138,9 @@ def _build(state: Mapping[str, Any], weights: Mapping[str, object], checkpoint: 
 
 
 def _tokenizer_folder(state: Mapping[str, Any], checkpoint: str) -> str:
-    given = state.get("datamodule_hyper_parameters", {})
-    folder = given["corpora"][0]["data_dir"] if given.get("corpora") else given.get("data_dir")
+    from lightning_ptdp.exchange.tokenizers import tokenizer_folder
+
+    folder = tokenizer_folder(state)
     if folder is None:
         raise UserError(f"--checkpoint {checkpoint} does not name its tokenizer: give the prepared folder with --tokenizer")
-    return str(folder)
+    return folder

@@ -174,6 +174,11 @@ class Tokenizer:
         return _EOS
 
     @property
+    def model(self) -> bytes:
+        """The serialized sentencepiece model."""
+        return self._model
+
+    @property
     def pieces(self) -> list[str]:
         """The text of every id, as sentencepiece spells it: U+2581 for a space, <0xNN> for a byte."""
         return [str(self._processor.id_to_piece(index)) for index in range(self.vocabulary_size)]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,12 +33,12 @@ from lightning_ptdp.exchange.folder import CONFIG_FILE, INDEX_FILE, ONE_FILE, op
 from lightning_ptdp.exchange.plain import common_prefix, converted, weights_only_state
 from lightning_ptdp.exchange.safetensors import write_safetensors
 from lightning_ptdp.exchange.tables import Model, Part
+from lightning_ptdp.exchange.tokenizers import tokenizer_beside, tokenizer_of
+from lightning_ptdp.models import GPTConfig
 
 __all__ = ["Names", "from_huggingface", "our_rectangles", "to_huggingface", "verify_export"]
 
 _SHOWN = 3
-_TOKENIZER = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
-"""What ``save_pretrained`` of a tokenizer writes."""
 
 Names = Literal["ptdp", "hf"]
 
@@ -119,7 +118,8 @@ def to_huggingface(
         source: The checkpoint folder.
         destination: The folder to make; an existing folder of that kind is replaced.
         config: For a LightningModule that wraps a Hugging Face model, that model's ``config.json``, or the folder it is in. For our
-            own models it follows from the checkpoint. The tokenizer's files beside it go along.
+            own models it follows from the checkpoint. The tokenizer's files beside it go along, or for a GPT of ours those of the data
+            folder that the checkpoint names, as transformers reads them.
         prefix: Name of the model's attribute in the LightningModule, with a dot; tensors of other names are left out. Default: what
             all names begin with.
         dtype: What floating-point tensors are converted to; default: as they are.
@@ -133,15 +133,16 @@ def to_huggingface(
     stored = {name.removeprefix("model/") for name in reader.metadata.names("model/")}
     prefix = common_prefix(stored) if prefix is None else prefix
     if config is not None:
-        description = read_config(Path(config))
+        description, tokenizer = read_config(Path(config)), tokenizer_beside(Path(config))
         items = {
             name.removeprefix(prefix): _item(reader, name, Part(ours=name, transposed=False), dtype)
             for name in sorted(stored)
             if name.startswith(prefix)
         }
     else:
-        model = model_of_hyper_parameters(read_state(source).get("hyper_parameters", {}))
-        description = model.write()
+        state = read_state(source)
+        model = model_of_hyper_parameters(state.get("hyper_parameters", {}))
+        description, tokenizer = model.write(), tokenizer_of(state) if isinstance(model.config, GPTConfig) else {}
         items = dict(_items(reader, model, prefix, dtype))
     if not items:
         raise CheckpointError(f"{source} holds no tensor whose name begins with {prefix!r}; there are {sorted(stored)[:_SHOWN]}")
@@ -150,8 +151,6 @@ def to_huggingface(
         check_architecture(description, {name: item.entry.shape for name, item in items.items()}, str(source))
     kinds = [item.entry.dtype for item in items.values() if item.entry.dtype.is_floating_point]
     description = description | {"torch_dtype": str(kinds[0]).removeprefix("torch.")} if kinds else description
-    beside = Path(config) if config is not None else None
-    tokenizer = [] if beside is None else [file for name in _TOKENIZER for file in sorted(_folder(beside).glob(name))]
     _write_folder(Path(os.path.abspath(destination)), reader, items, description, shard_bytes, tokenizer)
 
 
@@ -250,7 +249,7 @@ def _write_folder(
     items: Mapping[str, _Item],
     config: Mapping[str, Json],
     shard_bytes: int,
-    tokenizer: Sequence[Path],
+    tokenizer: Mapping[str, bytes],
 ) -> None:
     files.check_replaceable(target, marker=CONFIG_FILE)
 
@@ -273,13 +272,9 @@ def _write_folder(
             where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
             _write_json(part / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
         _write_json(part / CONFIG_FILE, config)
-        for beside in tokenizer:
-            shutil.copyfile(beside, part / beside.name)
+        for name, content in tokenizer.items():
+            (part / name).write_bytes(content)
         files.sync_folder(part)
-
-
-def _folder(config: Path) -> Path:
-    return config if config.is_dir() else config.parent
 
 
 def _shards(items: Mapping[str, _Item], limit: int) -> list[list[str]]:

@@ -11,7 +11,8 @@ from lightning_ptdp.loggers.connection import quiet
 __all__ = ["register_model", "store_of"]
 
 _DATABASE = "mlflow.db"
-_CHATTY = ("mlflow.pytorch", "mlflow.utils.environment", "mlflow.store.model_registry.abstract_store")
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+_CHATTY = ("mlflow.pytorch", "mlflow.transformers", "mlflow.utils.environment", "mlflow.store.model_registry.abstract_store")
 
 
 def store_of(checkpoint: str | os.PathLike[str]) -> tuple[str, str] | None:
@@ -25,9 +26,10 @@ def store_of(checkpoint: str | os.PathLike[str]) -> tuple[str, str] | None:
 def register_model(
     folder: str | os.PathLike[str], *, name: str, tracking_uri: str, run_id: str | None = None, version_of: str = ""
 ) -> str:
-    """Offer a Hugging Face folder as the next version of a registered model; ``mlflow.pytorch.load_model`` gives transformers' class.
+    """Offer a Hugging Face folder as the next version of a registered model.
 
-    MLflow keeps it as a pickle: load models only from a registry that you trust.
+    A language model with its tokenizer is stored as safetensors, for ``mlflow.transformers``, which gives a pipeline. Anything else
+    ``mlflow.pytorch`` keeps as a pickle of transformers' class: load those only from a registry that you trust.
 
     Args:
         folder: What ``AutoModel`` would read, with the name of the class in its ``config.json``.
@@ -37,7 +39,7 @@ def register_model(
         version_of: What it was made from.
 
     Returns:
-        Its address, ``models:/NAME/VERSION``.
+        The call that loads it.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow
@@ -45,6 +47,7 @@ def register_model(
 
     (kind,) = transformers.AutoConfig.from_pretrained(folder).architectures
     model = getattr(transformers, kind).from_pretrained(folder)
+    options = {"name": "model", "registered_model_name": name, "await_registration_for": None}
     mlflow.set_tracking_uri(tracking_uri)
     with (
         quiet(*_CHATTY),
@@ -52,7 +55,9 @@ def register_model(
         mlflow.start_run(run_id=run_id, run_name=f"export of {version_of or folder}"),
     ):
         warnings.simplefilter("ignore")
-        logged = mlflow.pytorch.log_model(
-            model, name="model", registered_model_name=name, serialization_format="pickle", await_registration_for=None
-        )
-    return f"models:/{name}/{logged.registered_model_version}"
+        if kind.endswith(_LANGUAGE_MODELS) and Path(folder, "tokenizer_config.json").is_file():
+            parts = {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(folder)}
+            logged, flavor = mlflow.transformers.log_model(parts, task="text-generation", **options), "transformers"
+        else:
+            logged, flavor = mlflow.pytorch.log_model(model, serialization_format="pickle", **options), "pytorch"
+    return f"mlflow.{flavor}.load_model('models:/{name}/{logged.registered_model_version}')"

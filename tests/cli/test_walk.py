@@ -73,7 +73,7 @@ WALK = [
     (f"ptdp ckpt verify {RUN}", "whole"),
     (f"ptdp ckpt reshard {RUN} weights --weights_only --dtype bfloat16", "^written: weights"),
     (f"ptdp convert {RUN} hf --verify", "^verified: the logits of GPT2LMHeadModel are equal"),
-    (f"ptdp convert {RUN} served --register nano", r"^registered: mlflow\.pytorch\.load_model\('models:/nano/1'\)"),
+    (f"ptdp convert {RUN} served --register nano", r"^registered: mlflow\.transformers\.load_model\('models:/nano/1'\)"),
     (f"ptdp convert {RUN} model.safetensors --prefix model.", r"^written: model.safetensors \(state_dict\)"),
     (f"ptdp convert {RUN} single.ckpt", r"^written: single.ckpt \(lightning\)"),
     ("ptdp convert hf start", r"^written: start \(checkpoint\)"),

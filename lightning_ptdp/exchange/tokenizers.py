@@ -1,0 +1,63 @@
+"""The tokenizer that goes along with an export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["tokenizer_beside", "tokenizer_folder", "tokenizer_of"]
+
+_FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
+"""What ``save_pretrained`` of a tokenizer writes."""
+_SETTINGS = {
+    # transformers' class of sentencepiece models with byte pieces; ours adds nothing to a text.
+    "tokenizer_class": "LlamaTokenizer",
+    "add_bos_token": False,
+    "add_eos_token": False,
+    "add_prefix_space": False,
+    "legacy": False,
+    "clean_up_tokenization_spaces": False,
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+}
+
+
+def tokenizer_beside(config: Path) -> dict[str, bytes]:
+    """By name, a tokenizer's files in the folder of a ``config.json``."""
+    folder = config if config.is_dir() else config.parent
+    return {file.name: file.read_bytes() for name in _FILES for file in sorted(folder.glob(name))}
+
+
+def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
+    """By name, files from which transformers reads the tokenizer that a language model of ours was trained with; nothing where its
+    folder is not there any more.
+
+    It gives the same ids, but for the character U+2581, which it takes for a space.
+
+    Args:
+        state: Of the checkpoint.
+    """
+    folder = tokenizer_folder(state)
+    if folder is None or not Path(folder).is_dir():
+        return {}
+    from lightning_ptdp.data import Tokenizer
+    from lightning_ptdp.data.errors import TokenizerError
+
+    try:
+        model = Tokenizer.load(folder).model
+    except TokenizerError:
+        return {}
+    settings = json.dumps(_SETTINGS, indent=2)
+    return {"tokenizer.model": model, "tokenizer_config.json": f"{settings}\n".encode()}
+
+
+def tokenizer_folder(state: Mapping[str, object]) -> str | None:
+    """The prepared folder that a checkpoint's data module names."""
+    given = state.get("datamodule_hyper_parameters")
+    if not isinstance(given, Mapping):
+        return None
+    folder = given["corpora"][0]["data_dir"] if given.get("corpora") else given.get("data_dir")
+    return None if folder is None else str(folder)
