@@ -45,6 +45,6 @@ def predicted_seconds(trainer: Trainer, module: LightningModule, *, samples: int
             distribute_saved_activations=config.distribute_saved_activations,
             shard_optimizer=config.shard_optimizer,
         )
-        return (simulated_step_time if layout.pipeline_parallel_size > 1 else step_time)(job, choice).total * accumulated
+        return (simulated_step_time if layout.size("pipeline") > 1 else step_time)(job, choice).total * accumulated
     except (ValueError, KeyError):  # a precision or a schedule of its own
         return None
