@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from harness import Comparison, compare, report
+from harness import QUIET, Comparison, compare, report
 from hosts import NoHosts, run_on_hosts
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -79,11 +79,7 @@ def in_trainer(config: GPTConfig, batch: Tensor, strategy: Callable[[], Any], *,
             devices=2,
             max_steps=ENOUGH,
             callbacks=[turns],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
+            **QUIET,
         )
         trainer.fit(Lit(config, redundancy), torch.utils.data.DataLoader(Same(batch), batch_size=None))
 

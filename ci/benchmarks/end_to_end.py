@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from alternate import Alternate
-from harness import compare, report
+from harness import QUIET, compare, report
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -116,11 +116,7 @@ def worker(rank: int, store: str, rounds: int, steps: int, results: Any) -> None
         devices=2,
         max_steps=(rounds + 1) * steps,
         callbacks=[alternate],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **QUIET,
     )
     trainer.fit(Lit(), torch.utils.data.DataLoader([batch] * trainer.max_steps, batch_size=None))
     if rank == 0:

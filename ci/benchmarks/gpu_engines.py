@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from gpu_cases import Case, Job
+from harness import QUIET
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop
@@ -73,11 +74,7 @@ def contestant(job: Job, device: torch.device, *, quick: bool) -> tuple[Contesta
             gradient_clip_val=1.0,
             max_steps=ENOUGH,
             callbacks=[turns],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
+            **QUIET,
             **world,
         )
         trainer.fit(module, torch.utils.data.DataLoader(Same(batch), batch_size=None))

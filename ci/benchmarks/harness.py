@@ -8,7 +8,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-__all__ = ["Comparison", "compare", "report"]
+__all__ = ["QUIET", "Comparison", "compare", "report"]
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+"""A Trainer that does nothing but train."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers them
-from harness import Comparison, compare, report
+from harness import QUIET, Comparison, compare, report
 from pipeline_engines import PEERS, Job, Ours, Sizes, Stack, Torchs
 from torch import Tensor, nn
 from turns import ENOUGH, Same, TrainerLoop
@@ -116,10 +116,7 @@ def trainer(strategy: Any, batch: Tensor, accumulated: int) -> Step:
             max_steps=ENOUGH,
             log_every_n_steps=ENOUGH,
             callbacks=[turns],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         one.fit(Lit(), torch.utils.data.DataLoader(Same(batch), batch_size=None))
 

@@ -14,7 +14,7 @@ import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from alternate import Alternate
-from harness import compare, report
+from harness import QUIET, compare, report
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import GPT, GPTConfig
@@ -74,10 +74,7 @@ def main() -> None:
         devices=1,
         max_steps=(options.rounds + 1) * options.steps,
         callbacks=[alternate],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     loader = torch.utils.data.DataLoader([batch] * trainer.max_steps, batch_size=None)
     trainer.fit(Lit(), loader)

@@ -20,7 +20,7 @@ from unittest import mock
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from harness import Comparison, compare, report
+from harness import QUIET, Comparison, compare, report
 from hosts import INIT_METHOD, NoHosts, run_on_hosts
 from sleeping import SleepingBlock, Sleeps
 from torch import Tensor, nn
@@ -81,11 +81,7 @@ def ours(model: nn.Module, bucket_mb: float) -> Contestant:
             num_nodes=2,
             max_steps=10**6,
             callbacks=[turns],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
+            **QUIET,
         )
         trainer.fit(Lit(model), torch.utils.data.DataLoader([torch.ones(1)] * 10**6, batch_size=None))
 
