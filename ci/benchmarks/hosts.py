@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-__all__ = ["HOSTS", "INIT_METHOD", "NoHosts", "run_on_hosts"]
+__all__ = ["HOSTS", "INIT_METHOD", "NoHosts", "run_on_hosts", "start"]
 
 HOSTS = 2
 _ADDRESSES = [f"10.213.7.{host + 1}" for host in range(HOSTS)]
@@ -17,6 +18,19 @@ INIT_METHOD = f"tcp://{_ADDRESSES[0]}:29713"
 
 class NoHosts(Exception):
     """Namespaces cannot be made here: root, ip and tc are needed."""
+
+
+def start(parser: argparse.ArgumentParser, worker: Callable[[int, argparse.Namespace], None], *, local: int) -> None:
+    """What a benchmark over a slow link does with its command line: start itself once a rank, or be one; ``parser`` has ``--mbit``."""
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        worker(options.worker, options)
+        return
+    try:
+        run_on_hosts(sys.argv[0], sys.argv[1:], mbit=options.mbit, local=local)
+    except NoHosts as error:
+        sys.exit(str(error))
 
 
 def run_on_hosts(script: str, arguments: Sequence[str], *, mbit: int, local: int) -> None:

@@ -21,7 +21,7 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from harness import QUIET, Comparison, compare, report
-from hosts import INIT_METHOD, NoHosts, run_on_hosts
+from hosts import INIT_METHOD, start
 from sleeping import SleepingBlock, Sleeps
 from torch import Tensor, nn
 from turns import BareLoop, Contestant, TrainerLoop
@@ -151,15 +151,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=200, help="of the link between the hosts")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", default="", help="only models with this in their name: 'GPT', 'VGG-16'")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker is not None:
-        worker(options.worker, options)
-        return
-    try:
-        run_on_hosts(__file__, sys.argv[1:], mbit=options.mbit, local=1)
-    except NoHosts as error:
-        sys.exit(str(error))
+    start(parser, worker, local=1)
 
 
 if __name__ == "__main__":

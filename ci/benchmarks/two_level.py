@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from harness import compare, report
-from hosts import HOSTS, INIT_METHOD, NoHosts, run_on_hosts
+from hosts import HOSTS, INIT_METHOD, start
 from torch import Tensor
 
 from lightning_ptdp.data_parallel import Reduction
@@ -89,15 +88,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=400, help="of the link between the hosts")
     parser.add_argument("--mb", type=int, default=16, help="size of the buffer in MiB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker is not None:
-        worker(options.worker, options)
-        return
-    try:
-        run_on_hosts(__file__, sys.argv[1:], mbit=options.mbit, local=LOCAL)
-    except NoHosts as error:
-        sys.exit(str(error))
+    start(parser, worker, local=LOCAL)
 
 
 if __name__ == "__main__":
