@@ -103,14 +103,14 @@ class _Memory:
         return isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.held
 
     def move(self, copy: Callable[[], Tensor], *, to_host: bool, waits: bool) -> Tensor:
-        """What ``copy`` makes, on the other side."""
-        if waits:
-            self.waits.note("copy to the host" if to_host else "copy from the host")
+        """What ``copy`` makes, on the other side; nothing has to be waited for where it is empty."""
         self._copies_to_host += to_host
         try:
             made = copy()
         finally:
             self._copies_to_host -= to_host
+        if waits and made.numel():
+            self.waits.note("copy to the host" if to_host else "copy from the host")
         if not to_host:
             self.put(made)
         return made

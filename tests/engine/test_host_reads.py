@@ -67,6 +67,27 @@ class LitTokens(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class LitLlama(pl.LightningModule):
+    """One of Hugging Face's, without padding: it reads a mask."""
+
+    def configure_model(self) -> None:
+        import transformers
+
+        sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss, sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
 class Marks(pl.Callback):
     """Where a batch begins, and where it ends."""
 
@@ -92,7 +113,7 @@ class Marks(pl.Callback):
 
 
 def fit(
-    rank: int, size: int, options: dict[str, Any], settings: dict[str, Any], own: bool = False
+    rank: int, size: int, options: dict[str, Any], settings: dict[str, Any], module: type[pl.LightningModule] | None = None
 ) -> dict[str, list[list[Wait]]]:
     """What the host waits for in the batches of each kind."""
     torch.manual_seed(0)
@@ -118,7 +139,8 @@ def fit(
             callbacks=[marks],
             **settings,
         )
-        trainer.fit(LitTokens() if own else LitGPT(GPTConfig.gpt2(**sizes), AdamWConfig(learning_rate=1e-3)), *loaders)
+        model = module() if module is not None else LitGPT(GPTConfig.gpt2(**sizes), AdamWConfig(learning_rate=1e-3))
+        trainer.fit(model, *loaders)
         return {kind: [waits.batches[place] for place in begun] for kind, begun in marks.begun.items()}
 
 
@@ -131,7 +153,14 @@ def test_a_step_waits_for_its_device_once(name: str, pool: Pool) -> None:
 @pytest.mark.parametrize("name", ["one m4", "d4", "p2 d2 ZB-V"])
 def test_so_does_one_that_somebody_wrote(name: str, pool: Pool) -> None:
     size, options, _ = LAYOUTS[name]
-    _check(pool.run(fit, world_size=size, args=(size, options, {}, True)))
+    _check(pool.run(fit, world_size=size, args=(size, options, {}, LitTokens)))
+
+
+@pytest.mark.parametrize(
+    ("size", "options"), [(1, {}), (2, {"tensor_parallel_size": 2}), (2, P2), (2, {})], ids=["one", "t2", "p2", "d2"]
+)
+def test_so_does_one_of_hugging_face(size: int, options: dict[str, Any], pool: Pool) -> None:
+    _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
 
 
 @pytest.mark.parametrize(("options", "settings"), [({"check_finite": "raise"}, {}), ({}, {"precision": "16-mixed"})])
