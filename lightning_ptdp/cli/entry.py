@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from lightning_ptdp.cli.errors import Terminated, UserError, explain, nearest, terminate_on_sigterm, worker_failure
+from lightning_ptdp.cli.imports import uncollected
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.cli.short_help import short_help
@@ -91,7 +92,9 @@ def _run(arguments: list[str]) -> int:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # --model my_module.LitMine; behind what is installed
         rest = resolve_configs(rest)  # before the seconds that an import of torch takes
-    return int(importlib.import_module(name).run(verb, rest))
+    with uncollected():
+        module = importlib.import_module(name)
+    return int(module.run(verb, rest))
 
 
 def _help() -> str:

@@ -6,6 +6,7 @@ import argparse
 import re
 
 from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.imports import import_torchmetrics_alone, uncollected
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder, recipe_names
 from lightning_ptdp.columns import columns
@@ -35,7 +36,10 @@ def run(verb: str, arguments: list[str]) -> int:
     if options.command == "list":
         _list()
     elif options.resolved:
-        from lightning_ptdp.cli.provenance import show_resolved
+        with uncollected():
+            if options.name in recipe_names() and not overrides:  # no class of a user's, who may want those metrics
+                import_torchmetrics_alone()
+            from lightning_ptdp.cli.provenance import show_resolved
 
         print(show_resolved(find_config(options.name, said=""), overrides), end="")
     else:

@@ -8,14 +8,23 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 
 from lightning_ptdp.loggers.store import sqlite_path
+from lightning_ptdp.loggers.writer import BackgroundWriter
 from lightning_ptdp.turns import one_at_a_time
 
-__all__ = ["LIMIT_S", "RunOptions", "connect", "keep_text", "quiet"]
+if TYPE_CHECKING:  # imported when it is used: here, because the parser reads such imports where a class of its own is
+    from mlflow.entities import Metric
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+    from mlflow.tracking import MlflowClient
+
+__all__ = ["LIMIT_S", "Client", "OpenRun", "RunOptions", "connect", "keep_text", "quiet"]
+
+Client: TypeAlias = "MlflowClient"
 
 LIMIT_S = 30.0
 _CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow")
@@ -38,6 +47,17 @@ class RunOptions:
     artifact_location: str | None
     log_model: bool | str
     layout: str = ""
+
+
+@dataclass
+class OpenRun:
+    """What was opened, in which process: connections and threads must not cross a fork."""
+
+    inner: LightningMLFlowLogger
+    writer: BackgroundWriter[Metric]
+    monitor: SystemMetricsMonitor | None
+    process: int = field(default_factory=os.getpid)
+    finalized: bool = False
 
 
 def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> LightningMLFlowLogger:

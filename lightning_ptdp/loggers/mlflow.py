@@ -14,19 +14,17 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.data_record import DatasetRecord
-from lightning_ptdp.loggers.connection import LIMIT_S, RunOptions, connect
+from lightning_ptdp.loggers.connection import LIMIT_S, Client, OpenRun, RunOptions, connect
 from lightning_ptdp.loggers.datasets import as_input
 from lightning_ptdp.loggers.ending import was_told_to_end
 from lightning_ptdp.loggers.monitor import finish_monitor, start_monitor
@@ -35,26 +33,10 @@ from lightning_ptdp.loggers.store import check_store, check_writable_folder
 from lightning_ptdp.loggers.unwritten import keep_metrics
 from lightning_ptdp.loggers.writer import BackgroundWriter
 
-if TYPE_CHECKING:  # imported when it is used
-    from mlflow.entities import Metric
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-    from mlflow.tracking import MlflowClient
-
 __all__ = ["MLFlowLogger"]
 
 _PARAMS_PER_BATCH = 100
 _MAX_LISTED = 5
-
-
-@dataclass
-class _Run:
-    """What was opened, in which process: connections and threads must not cross a fork."""
-
-    inner: LightningMLFlowLogger
-    writer: BackgroundWriter[Metric]
-    monitor: SystemMetricsMonitor | None
-    process: int = field(default_factory=os.getpid)
-    finalized: bool = False
 
 
 class MLFlowLogger(Logger):
@@ -112,7 +94,7 @@ class MLFlowLogger(Logger):
             log_model=log_model,
         )
         self._log_system_metrics = log_system_metrics
-        self._run: _Run | None = None
+        self._run: OpenRun | None = None
         self._epoch = 0.0
 
     @property
@@ -156,7 +138,7 @@ class MLFlowLogger(Logger):
 
     @property
     @rank_zero_experiment
-    def experiment(self) -> MlflowClient:
+    def experiment(self) -> Client:
         """The ``MlflowClient``; a dummy on ranks other than global 0."""
         return self._open().inner.experiment
 
@@ -271,17 +253,17 @@ class MLFlowLogger(Logger):
             kept = keep_metrics(folder, run.writer.unwritten)
             warnings.warn(f"run {self._run_id} could not be ended in {self.tracking_uri}, {kept}: {error}", stacklevel=2)
 
-    def _here(self) -> _Run | None:
+    def _here(self) -> OpenRun | None:
         """What was opened in this process."""
         return self._run if self._run is not None and self._run.process == os.getpid() else None
 
-    def _open(self) -> _Run:
+    def _open(self) -> OpenRun:
         run = self._here()
         if run is None:
             self.check()
             inner = connect(self._options, self._run_id, may_be_gone=self._may_be_gone)
             self._run_id = inner.run_id
-            run = self._run = _Run(
+            run = self._run = OpenRun(
                 inner=inner,
                 writer=BackgroundWriter(lambda metrics: inner.experiment.log_batch(inner.run_id, metrics=metrics)),
                 monitor=start_monitor(inner.run_id, self.tracking_uri) if self._log_system_metrics else None,

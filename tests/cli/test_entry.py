@@ -68,6 +68,20 @@ print([name for name in ("lightning.pytorch", "torchmetrics", "transformers") if
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
+def test_a_recipe_is_resolved_without_what_it_does_not_need(ptdp: Run) -> None:
+    code = """
+import sys
+from lightning_ptdp.cli import main
+assert main(["recipes", "show", "gpt/nano", "--resolved"]) == 0
+print([name for name in ("mlflow", "transformers", "torchvision", "scipy", "matplotlib", "litdata") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told, _, imported = done.stdout.rstrip().rpartition("\n")
+    assert imported == "[]", done.stderr
+    assert ptdp("recipes", "show", "gpt/nano", "--resolved")[1].rstrip() == told  # here with all that there is
+    assert yaml.safe_load(told)["model"]["init_args"]["optimizer"]["betas"] == [0.9, 0.95]
+
+
 def test_help_of_fit_is_complete(ptdp: Run) -> None:
     _, out, _ = ptdp("fit", "--help", "all")
     for key in ("--config", "--print_config", "--trainer.max_steps", "--trainer.strategy", "--model", "--data", "--ckpt_path",
@@ -108,8 +122,6 @@ def test_recipes(ptdp: Run) -> None:
     assert code == 0
     assert "gpt/nano" in out
     assert ptdp("recipes", "show", "gpt/nano")[1] == (recipe_folder() / "gpt" / "nano.yaml").read_text()
-    resolved = yaml.safe_load(ptdp("recipes", "show", "gpt/nano", "--resolved")[1])
-    assert resolved["model"]["init_args"]["optimizer"]["betas"] == [0.9, 0.95]
 
 
 @pytest.mark.parametrize("name", ["gpt/nano", "gpt/nano.yaml", "recipes/gpt/nano.yaml"])
