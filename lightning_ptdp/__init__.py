@@ -11,17 +11,18 @@ from lightning_ptdp.version import __version__
 from lightning_ptdp.world.layout import ParallelLayout
 
 if TYPE_CHECKING:
+    from lightning_ptdp.models import LitCausalLM, LitMaskedLM
     from lightning_ptdp.strategy import PTDPStrategy
     from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["PTDPStrategy", "ParallelLayout", "ParallelPlan", "__version__"]
+__all__ = ["LitCausalLM", "LitMaskedLM", "PTDPStrategy", "ParallelLayout", "ParallelPlan", "__version__"]
 
 _install()
 
 
 def __getattr__(name: str) -> object:
     """Import Lightning only for those who ask for a name that needs it."""
-    rooms = {"PTDPStrategy": "strategy", "ParallelPlan": "tensor_parallel"}
+    rooms = {"LitCausalLM": "models", "LitMaskedLM": "models", "PTDPStrategy": "strategy", "ParallelPlan": "tensor_parallel"}
     if name not in rooms:
         raise AttributeError(f"module 'lightning_ptdp' has no attribute '{name}'")
     return getattr(import_module(f"lightning_ptdp.{rooms[name]}"), name)

@@ -35,7 +35,7 @@ from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.strategy_option import keep_strategy_options
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
-from lightning_ptdp.models import LitBert, LitGPT  # noqa: F401
+from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM  # noqa: F401
 
 __all__ = ["PTDPCLI", "parsed_values"]
 

@@ -10,10 +10,12 @@ from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.optimization import AdamWConfig
 from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
 from lightning_ptdp.models.size import bert_flops_per_sample, flops_per_sample, num_bert_parameters, num_parameters
+from lightning_ptdp.models.tiny import make_tiny
 
 if TYPE_CHECKING:
     from lightning_ptdp.models.lit_bert import LitBert
     from lightning_ptdp.models.lit_gpt import LitGPT
+    from lightning_ptdp.models.lit_huggingface import LitCausalLM, LitMaskedLM
 
 __all__ = [
     "AdamWConfig",
@@ -23,20 +25,25 @@ __all__ = [
     "GPT",
     "GPTConfig",
     "LitBert",
+    "LitCausalLM",
     "LitGPT",
+    "LitMaskedLM",
     "bert_flops_per_sample",
     "bert_plan",
     "check_tensor_parallel",
     "flops_per_sample",
     "generate",
     "gpt_plan",
+    "make_tiny",
     "num_bert_parameters",
     "num_parameters",
 ]
 
+_LIT = {"LitBert": "lit_bert", "LitCausalLM": "lit_huggingface", "LitGPT": "lit_gpt", "LitMaskedLM": "lit_huggingface"}
+
 
 def __getattr__(name: str) -> Any:
     """Import Lightning only for those who ask for a name that needs it."""
-    if name in ("LitBert", "LitGPT"):
-        return getattr(import_module(f"{__name__}.lit_{name[3:].lower()}"), name)
+    if name in _LIT:
+        return getattr(import_module(f"{__name__}.{_LIT[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

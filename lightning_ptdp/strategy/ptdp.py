@@ -172,6 +172,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World
             config=self.config, mesh=self.mesh, parallel=self.parallel, surroundings=self._surroundings, device=self.root_device
         )
         self._parallel = replace(self.parallel, notes=(*self.parallel.notes, *notes))
+        self.load_initial_weights()
 
     def _convert(self) -> None:
         self.model = convert(self, self.mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ class Run:
     whole_output: bool = False
     save: str | None = None
     resume: str | None = None
-    module: type[LitHuggingFace] | None = None
+    module: Callable[[Run], L.LightningModule] | None = None
     init_from: str | None = None
     pretrained: str | None = None
 
@@ -148,6 +149,9 @@ class Samples(Dataset):
                 "attention_mask": (torch.arange(LENGTH) <= self.lengths[index]).long(),
                 "labels": labels.masked_fill(torch.arange(len(labels)) == index % 5, -100),
             }
+        if self.model == "labelled":
+            labels = tokens.roll(-1).masked_fill(torch.arange(LENGTH) >= LENGTH - 1 - index % 5, -100)
+            return {"input_ids": tokens, "labels": labels}
         if self.model not in ("bert", "encoder"):
             return {"input_ids": tokens, "labels": tokens}
         masked = self.masked[index]
@@ -200,12 +204,12 @@ class Recorder(L.Callback):
         self.initial = trainer.strategy.gather_state_dict()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        loss = outputs["loss"].detach().double().clone()
+        count = float(outputs.get("num_tokens", 1))
+        total = torch.tensor([float(outputs["loss"]) * count, count], dtype=torch.float64)
         group = trainer.strategy.mesh.group("replica_sum")
         if group.size > 1:
-            torch.distributed.all_reduce(loss, group=group.handle)
-            loss /= group.size
-        self.losses.append(float(loss))
+            torch.distributed.all_reduce(total, group=group.handle)
+        self.losses.append(float(total[0] / total[1]))
         if trainer.strategy.gradient_norm is not None:
             self.norms.append(float(trainer.strategy.gradient_norm))
 
@@ -265,6 +269,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "t2p2v2sp": (4, {T: 2, P: 2, V: 2, M: 2, SP: True}),
     "t4sp": (4, {T: 4, SP: True}),
     "t4p2": (8, {T: 4, P: 2, M: 2}),
+    "t2p2sp": (4, {T: 2, P: 2, M: 2, SP: True}),
+    "d2": (2, {}),
+    "c2": (2, {"context_parallel_size": 2}),
     "d2t2p2": (8, {T: 2, P: 2, M: 2}),
 }
 

@@ -1,0 +1,137 @@
+"""Any language model of Hugging Face as a LightningModule, unmodified. Nothing here knows how it is parallelized."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, is_dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.models.folder import InitialWeights, local_folder
+from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
+from lightning_ptdp.models.optimization import AdamWConfig
+
+__all__ = ["Dtype", "LitCausalLM", "LitMaskedLM"]
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_DEFAULT_OPTIMIZER = AdamWConfig()
+
+
+class _LitHuggingFace(LitTokens):
+    """What both have in common; arguments as of ``LitCausalLM``."""
+
+    _auto_class: ClassVar[str]
+    _inputs: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        pretrained: bool = True,
+        dtype: Dtype = "float32",
+        attention: str | None = None,
+        adapter: None = None,
+        optimizer: AdamWConfig = _DEFAULT_OPTIMIZER,
+    ) -> None:
+        super().__init__(optimizer)
+        if dtype not in get_args(Dtype):
+            raise ValueError(f"dtype={dtype!r} must be one of {list(get_args(Dtype))}")
+        self.path, self.pretrained, self.dtype_name, self.attention = os.fspath(path), pretrained, dtype, attention
+        self.adapter = adapter
+        self.save_hyperparameters(
+            {
+                "path": self.path,
+                "pretrained": pretrained,
+                "dtype": dtype,
+                "attention": attention,
+                "adapter": asdict(adapter) if is_dataclass(adapter) else None,
+                "optimizer": asdict(self.optimizer_config),
+            }
+        )
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        """Build the model: without values where the strategy fills in its parts, else with those of the folder."""
+        if self.model is not None:
+            return
+        import transformers
+
+        folder = local_folder(self.path)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        config.use_cache = False
+        kind = getattr(transformers, self._auto_class)
+        options = {"dtype": _dtype(self.dtype_name, config), "attn_implementation": self.attention or _attention(config)}
+        if self.pretrained and torch.get_default_device().type != "meta":
+            self.model = kind.from_pretrained(folder, config=config, **options).train()
+        else:
+            self.model = kind.from_config(config, **options)
+        # Adapters go in here.
+
+    def initial_weights(self) -> InitialWeights | None:
+        """What the strategy fills the model with; None: initial values are drawn."""
+        return InitialWeights(self.path) if self.pretrained else None
+
+    def forward(self, input_ids: Tensor, **others: Tensor) -> Tensor:
+        """Token ids (b, s) -> logits (b, s, V); ``others`` are the model's own arguments."""
+        if self.model is None:
+            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
+        logits: Tensor = self.model(input_ids=input_ids, **others).logits
+        return logits
+
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Loss of each label (b, s), 0 where it is ignored, float32."""
+        logits = self(**{name: batch[name] for name in self._inputs if name in batch})
+        labels = batch["labels"]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        losses = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+        return losses.view(labels.shape)
+
+
+class LitCausalLM(_LitHuggingFace):
+    """Language modelling with any ``AutoModelForCausalLM``: the model itself, called as it is.
+
+    A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64: the token that follows each input token
+    (already shifted), or -100 where no token is to be predicted; optionally ``position_ids`` (b, s) int64. The loss is the mean over the
+    counted tokens. Padding on the right needs no mask: no earlier token sees it, and it has no labels.
+
+    Logs ``train_loss`` each step; ``val_loss`` and ``val_perplexity``, or ``test_loss``, each epoch.
+
+    Args:
+        path: A folder with ``config.json`` (and the weights, as safetensors), or the name of a model on the hub.
+        pretrained: Begin with the weights of ``path``; else with initial values as the model draws them.
+        dtype: Of the parameters; "auto": as the configuration says. A Trainer's precision may change it.
+        attention: The model's attn_implementation; None: "sdpa", or "eager" where the model caps its attention scores, which only that
+            computes.
+        adapter: None; all parameters are trained.
+        optimizer: AdamW and its schedule.
+
+    Raises:
+        ValueError: (when built) The folder holds no causal language model.
+    """
+
+    _auto_class = "AutoModelForCausalLM"
+    _inputs = ("input_ids", "position_ids")
+
+
+class LitMaskedLM(_LitHuggingFace):
+    """Predicting masked tokens with any ``AutoModelForMaskedLM``.
+
+    A batch is a mapping with ``input_ids`` and ``labels`` (b, s) int64, the original token where one is to be predicted and -100
+    elsewhere; optionally ``attention_mask``, ``token_type_ids`` and ``position_ids``, (b, s) int64. Everything else, arguments included,
+    is as of ``LitCausalLM``.
+    """
+
+    _auto_class = "AutoModelForMaskedLM"
+    _inputs = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+def _dtype(name: Dtype, config: Any) -> torch.dtype:
+    found: Any = getattr(torch, name) if name != "auto" else getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, found) if isinstance(found, str) else found
+
+
+def _attention(config: Any) -> str:
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"

@@ -1,0 +1,80 @@
+"""A small model of Hugging Face with its tokenizer, made on the spot: for a first try, and for tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["make_tiny"]
+
+_SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+_CHAT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_FILES = ("argparse.py", "ast.py", "inspect.py", "pathlib.py", "textwrap.py", "typing.py")
+
+
+def make_tiny(folder: str | os.PathLike[str], *, vocabulary_size: int = 1024, seed: int = 0, **config: Any) -> None:
+    """Write a Llama of random weights with a byte-level tokenizer and a chat template, as ``save_pretrained`` does.
+
+    Args:
+        folder: Made; what is there already is left alone.
+        vocabulary_size: Ids of the tokenizer, which is learned from a few files of Python's standard library, and rows of the embedding.
+        seed: Of the weights.
+        config: Fields of ``transformers.LlamaConfig`` instead of: 4 layers of width 64 with 4 heads, of which 2 have keys, 256 positions.
+    """
+    import torch
+    import transformers
+
+    target = Path(os.path.abspath(folder))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        tokenizer = _tokenizer(vocabulary_size)
+        tokenizer.save_pretrained(part)
+        sizes = {
+            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 256, "vocab_size": vocabulary_size, "tie_word_embeddings": False,
+            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        }  # fmt: skip
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
+        model.save_pretrained(part)
+        part.chmod(0o755)
+        if not target.exists():
+            part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _tokenizer(vocabulary_size: int) -> Any:
+    import tokenizers
+    import transformers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(_text(), trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=_CHAT, model_max_length=256
+    )
+
+
+def _text() -> Iterator[str]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    return ((folder / name).read_text() for name in _FILES if (folder / name).is_file())

@@ -1,0 +1,106 @@
+"""LitCausalLM and LitMaskedLM: any model, the same in every layout and without the strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.models import AdamWConfig, LitCausalLM, LitMaskedLM, make_tiny
+from tests.huggingface.runs import Run, Samples, check, make_model
+from tests.models.fits import quiet_trainer
+from tests.pool import Pool
+
+pytest.importorskip("transformers")
+
+OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a small Llama, one with tied weights in several files, and a BERT."""
+    folder = tmp_path_factory.mktemp("folders")
+    make_tiny(folder / "llama", vocabulary_size=300, hidden_size=32, intermediate_size=48)
+    import transformers
+
+    torch.manual_seed(5)
+    make_model("llama", tie_word_embeddings=True).save_pretrained(folder / "tied", max_shard_size="20KB")
+    transformers.BertForMaskedLM(make_model("bert").config).save_pretrained(folder / "bert")
+    return folder
+
+
+def causal(run: Run) -> LitCausalLM:
+    assert run.pretrained is not None
+    return LitCausalLM(run.pretrained, optimizer=OPTIMIZER, **dict(run.options))
+
+
+def masked(run: Run) -> LitMaskedLM:
+    assert run.pretrained is not None
+    return LitMaskedLM(run.pretrained, optimizer=OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", "t2"), ("tied", "p2v2"), ("tied", "t2p2sp"), ("llama", "d2"), ("llama", "c2"), ("bert", "t2")],
+)
+def test_the_same_in_every_layout(name: str, layout: str, pool: Pool, reference: Any, folders: Path) -> None:
+    kind, data = (masked, "bert") if name == "bert" else (causal, "labelled")
+    check(pool, reference, Run(model=data, module=kind, pretrained=str(folders / name)), layout)
+
+
+def test_initial_values_are_drawn_where_no_weights_are_wanted(pool: Pool, reference: Any, folders: Path) -> None:
+    run = Run(model="labelled", module=causal, pretrained=str(folders / "llama"), options=(("pretrained", False),), steps=2)
+    check(pool, reference, run, "p2v2")
+    begun = reference(Run(model="labelled", module=causal, pretrained=str(folders / "llama"), steps=2))["initial"]
+    name = "model.model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(reference(run)["initial"][name], begun[name])
+
+
+def test_alone_it_is_the_model_under_lightning(folders: Path, tmp_path: Path) -> None:
+    """Fit, validate, test, predict, and loading what was saved, without the strategy; the loss is the model's own."""
+    lit, loader = LitCausalLM(str(folders / "tied"), optimizer=OPTIMIZER), DataLoader(Samples("labelled"), batch_size=4)
+    trainer = quiet_trainer(tmp_path, max_steps=2, val_check_interval=2)
+    trainer.fit(lit, loader, loader)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    loaded = LitCausalLM.load_from_checkpoint(tmp_path / "saved.ckpt")
+    assert loaded.optimizer_config == OPTIMIZER
+    before = trainer.validate(loaded, loader, verbose=False)
+    assert before == trainer.validate(lit, loader, verbose=False)
+    assert trainer.test(lit, loader, verbose=False)[0]["test_loss"] == pytest.approx(before[0]["val_loss"])
+    batch = next(iter(loader))
+    found: Any = trainer.predict(lit, loader)
+    logits = lit.model(batch["input_ids"]).logits.flatten(0, 1)
+    expected = F.cross_entropy(logits, batch["labels"].flatten(), reduction="none").view_as(batch["labels"])
+    torch.testing.assert_close(found[0]["token_nll"], expected.detach())
+    assert lit.summarize_predictions(found[0])["token_count"].tolist() == found[0]["counted"].sum(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "layout"),
+    [
+        ("gemma2", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0}, "t2"),
+        ("granite", {"logits_scaling": 3.0}, "t2"),
+    ],
+)
+def test_logits_that_the_model_scales_or_caps(
+    model: str, options: dict[str, Any], layout: str, pool: Pool, reference: Any, tmp_path: Path
+) -> None:
+    from tests.huggingface.architectures import build
+
+    build(model, **options).float().save_pretrained(tmp_path)
+    run = Run(model="labelled", module=causal, pretrained=str(tmp_path), steps=2)
+    check(pool, reference, run, layout)
+    lit = causal(run)
+    lit.configure_model()
+    batch = {key: value[None] for key, value in Samples("labelled")[3].items()}
+    loss, given = lit.training_step(batch, 0)["loss"], lit.model
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    expected = F.cross_entropy(theirs(batch["input_ids"]).logits[0], batch["labels"][0])
+    torch.testing.assert_close(loss, expected)
+    assert given.config._attn_implementation == ("eager" if model == "gemma2" else "sdpa")
