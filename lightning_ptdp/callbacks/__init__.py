@@ -1,5 +1,6 @@
 """Ordinary Lightning callbacks that tell what a run is doing; they work with any strategy and say more with "ptdp"."""
 
+from lightning_ptdp.callbacks.export_huggingface import ExportHuggingFace
 from lightning_ptdp.callbacks.gradient_norm import GradientNorm
 from lightning_ptdp.callbacks.init_from import InitFrom
 from lightning_ptdp.callbacks.layout_summary import LayoutSummary
@@ -16,6 +17,7 @@ from lightning_ptdp.callbacks.timeline import PipelineTimeline
 from lightning_ptdp.callbacks.validate import ValidateAtEnd
 
 __all__ = [
+    "ExportHuggingFace",
     "GradientNorm",
     "InitFrom",
     "LayoutSummary",

@@ -29,7 +29,8 @@ from lightning_ptdp.checkpoint.errors import CheckpointError, explain
 from lightning_ptdp.checkpoint.index import StoredRectangle
 from lightning_ptdp.checkpoint.local import LocalRectangle
 from lightning_ptdp.checkpoint.metadata import TensorEntry
-from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
+from lightning_ptdp.checkpoint.owners import Held, check_held
+from lightning_ptdp.checkpoint.rectangles import Rectangle
 from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, summing
 
 __all__ = ["Written", "write_rectangles"]
@@ -90,7 +91,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
-        _check_tensors(all_plans)  # torch looks for less, and does not say where
+        check_held([[*map(_held, plan.items)] for plan in all_plans], "to save")  # torch looks for less, and does not say where
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
@@ -181,21 +182,10 @@ def _done(value: T) -> torch.futures.Future[T]:
     return future
 
 
-def _check_tensors(plans: list[SavePlan]) -> None:
-    """All ranks mean the same tensor by a name, and what they have of it makes it up; the same rectangle on several ranks counts once."""
-    known: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
-    found: dict[str, set[Rectangle]] = {}
-    for rank, item in ((rank, item) for rank, plan in enumerate(plans) for item in plan.items):
-        assert item.tensor_data is not None
-        name, shape, dtype = item.index.fqn, tuple(item.tensor_data.size), item.tensor_data.properties.dtype
-        first = known.setdefault(name, (shape, dtype, rank))
-        if first[:2] != (shape, dtype):
-            raise CheckpointError(
-                f"{name!r} is {first[1]} of full shape {first[0]} on rank {first[2]}, but {dtype} of {shape} on rank {rank}"
-            )
-        found.setdefault(name, set()).add(Rectangle.at(item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes))
-    for name, rectangles in found.items():
-        check_cover(name, known[name][0], rectangles, "to save")
+def _held(item: dcp.WriteItem) -> Held:
+    assert item.tensor_data is not None
+    entry = TensorEntry(shape=tuple(item.tensor_data.size), dtype=item.tensor_data.properties.dtype)
+    return Held(item.index.fqn, entry, Rectangle.at(item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes))
 
 
 def _file_sizes(metadata: dcp.Metadata) -> dict[str, int]:

@@ -16,19 +16,20 @@ from torch.distributed.checkpoint import CheckpointException
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.checkpoint.errors import CheckpointError, explain
 
-__all__ = ["from_rank_zero", "gather", "is_rank_zero", "same_outcome"]
+__all__ = ["from_rank_zero", "gather", "is_rank_zero", "own_rank", "same_outcome"]
 
 T = TypeVar("T")
 _SHOWN = 3
 
 
-def _rank() -> int:
+def own_rank() -> int:
+    """Of this process among all."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def is_rank_zero() -> bool:
     """Whether this process writes what is written once."""
-    return _rank() == 0
+    return own_rank() == 0
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -78,7 +79,7 @@ def _reasons(error: BaseException) -> dict[int, str]:
     """Rank -> reason. DCP agrees on errors by itself and hands every rank the errors of all."""
     if isinstance(error, CheckpointException):
         return {rank: explain(inner) for rank, (inner, _) in error.failures.items()}
-    return {_rank(): explain(error)}
+    return {own_rank(): explain(error)}
 
 
 def _describe(failures: dict[int, str], *, world_size: int) -> str:

@@ -64,6 +64,10 @@ class LocalRectangle:
         """Where it is in the full tensor."""
         return Rectangle.at(self.offset, self.values.shape)
 
+    def within(self, place: Rectangle) -> LocalRectangle:
+        """The part of it at ``place`` of the full tensor."""
+        return replace(self, offset=place.begin, values=self.values[place.seen_from(self.offset).slices])
+
     def to_write(self) -> torch.Tensor:
         """The values, wherever they are and however they lie there."""
         return self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))
@@ -107,6 +111,6 @@ def cut_strips(rectangles: Iterable[LocalRectangle]) -> Iterator[LocalRectangle]
         begin, end = whole.place.begin[1], whole.place.end[1]
         while begin < end:
             stop = min((begin // width + 1) * width, end)
-            values = whole.values[:, begin - whole.offset[1] : stop - whole.offset[1]]
-            yield replace(whole, offset=(whole.offset[0], begin, *whole.offset[2:]), values=values)
+            ends = [(first, column, *rest) for (first, _, *rest), column in zip(whole.place, (begin, stop), strict=True)]
+            yield whole.within(Rectangle(*ends))
             begin = stop

@@ -73,9 +73,11 @@ def _read_runs(
     target.copy_(torch.from_numpy(whole).view(dtype).view(tuple(shape))[index])
 
 
-def runs(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], *, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a rectangle in a tensor stored row by row, ascending; gaps of less than a block, which would be read anyway, are
-    in them."""
+def runs(
+    shape: Sequence[int], offset: Sequence[int], size: Sequence[int], *, itemsize: int, gap: int = BLOCK
+) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a rectangle in a tensor stored row by row, ascending; gaps of less than ``gap`` bytes (a block, which would be read
+    anyway) are in them."""
     inner = len(shape)
     while inner > 0 and size[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -87,7 +89,7 @@ def runs(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], *, it
     begin = end = -1
     for place in np.ndindex(*size[:outer]):
         at = first + sum((offset[dim] + place[dim]) * step for dim, step in enumerate(steps))
-        if begin >= 0 and at - end >= BLOCK:
+        if begin >= 0 and at - end >= gap:
             yield begin, end
             begin = at
         begin, end = (at if begin < 0 else begin), at + length

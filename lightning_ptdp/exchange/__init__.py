@@ -4,25 +4,33 @@ All of it runs in one process, without the whole model in memory (but for ``torc
 """
 
 from lightning_ptdp.exchange.convert import Kind, convert, kind_of
+from lightning_ptdp.exchange.export import SHARD_BYTES, FolderExport, to_huggingface, verify_export
 from lightning_ptdp.exchange.families import FAMILIES
 from lightning_ptdp.exchange.folder import open_huggingface, reads_as_huggingface
-from lightning_ptdp.exchange.huggingface import from_huggingface, to_huggingface, verify_export
+from lightning_ptdp.exchange.huggingface import from_huggingface
+from lightning_ptdp.exchange.outgoing import Described, described_by_module, described_by_state
 from lightning_ptdp.exchange.plain import from_state_dict, open_state_dict, to_state_dict
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.tables import Family, Row
-from lightning_ptdp.exchange.weights import HuggingFaceNames, HuggingFaceWeights, names_in, weights_opener
+from lightning_ptdp.exchange.weights import HuggingFaceNames, HuggingFaceWeights, models_in, names_in, weights_opener
 
 __all__ = [
+    "Described",
     "FAMILIES",
     "Family",
+    "FolderExport",
     "HuggingFaceNames",
     "HuggingFaceWeights",
     "Kind",
     "Row",
+    "SHARD_BYTES",
     "convert",
+    "described_by_module",
+    "described_by_state",
     "from_huggingface",
     "from_state_dict",
     "kind_of",
+    "models_in",
     "names_in",
     "open_huggingface",
     "open_safetensors",

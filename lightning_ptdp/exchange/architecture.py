@@ -22,18 +22,21 @@ _CLOSE = 1e-4
 """Of logits, over the largest: two programs of one model in float32 sum in other orders."""
 
 
-def check_architecture(description: Mapping[str, Json], stored: Mapping[str, tuple[int, ...]], source: str) -> None:
+def check_architecture(
+    description: Mapping[str, Json], stored: Mapping[str, tuple[int, ...]], source: str, kind: Any = None
+) -> None:
     """Compare what is to be written with the architecture that its configuration names, built on the meta device.
 
     Args:
         description: The ``config.json``.
         stored: Name -> shape of every tensor.
         source: What it comes from, for messages.
+        kind: The class, where it is known.
 
     Raises:
         CheckpointError: transformers has no such architecture or is not installed; a name is missing or unknown; a shape differs.
     """
-    name, kind = _architecture(description)
+    name, kind = _architecture(description) if kind is None else (kind.__name__, kind)
     try:
         with torch.device("meta"):
             model = kind(kind.config_class.from_dict(dict(description)))

@@ -10,8 +10,9 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, to_lightning_file
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
+from lightning_ptdp.exchange.export import SHARD_BYTES, to_huggingface
 from lightning_ptdp.exchange.folder import reads_as_huggingface
-from lightning_ptdp.exchange.huggingface import Names, from_huggingface, to_huggingface
+from lightning_ptdp.exchange.huggingface import Names, from_huggingface
 from lightning_ptdp.exchange.plain import from_state_dict, to_state_dict
 
 __all__ = ["Kind", "convert", "kind_of"]
@@ -52,7 +53,7 @@ def convert(
     prefix: str | None = None,
     config: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Kind:
     """Convert between a checkpoint of ours and Hugging Face folders, state dicts and Lightning's single file.
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
 
-__all__ = ["open_safetensors", "write_safetensors"]
+__all__ = ["header_of", "open_safetensors", "write_safetensors"]
 
 _CODES = {
     torch.float64: "F64",
@@ -55,6 +55,28 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
+def header_of(entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """What a file of the tensors ``entries`` begins with, and by name the byte of the file at which each tensor's values begin.
+
+    Raises:
+        CheckpointError: A dtype has no code in the format.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins: dict[str, int] = {}
+    end = 0
+    for name, entry in entries.items():
+        if entry.dtype not in _CODES:
+            raise CheckpointError(
+                f"{name!r} is {entry.dtype}, which safetensors does not store; there are {sorted(_CODES.values())}"
+            )
+        begins[name], end = end, end + entry.num_bytes
+        header[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begins[name], end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + begin for name, begin in begins.items()}
+
+
 def write_safetensors(
     path: Path,
     entries: Mapping[str, TensorEntry],
@@ -73,19 +95,9 @@ def write_safetensors(
     Raises:
         CheckpointError: A dtype has no code in the format.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, entry in entries.items():
-        if entry.dtype not in _CODES:
-            raise CheckpointError(
-                f"{name!r} is {entry.dtype}, which safetensors does not store; there are {sorted(_CODES.values())}"
-            )
-        begin, end = end, end + entry.num_bytes
-        header[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    head, _ = header_of(entries, metadata=metadata)
     with open(path, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(head)
         for name, entry in entries.items():
             tensor = read(name).contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), name

@@ -1,4 +1,4 @@
-"""The tokenizer that goes along with an export."""
+"""The files of a tokenizer, and how a model generates, that go along with an export."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["tokenizer_beside", "tokenizer_folder", "tokenizer_of"]
+__all__ = ["files_beside", "tokenizer_folder", "tokenizer_of"]
 
-_FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
-"""What ``save_pretrained`` of a tokenizer writes."""
+_FILES = (
+    "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
+    "preprocessor_config.json", "processor_config.json", "generation_config.json",
+)  # fmt: skip
+"""What ``save_pretrained`` writes beside a model's configuration and weights;"""
 _SETTINGS = {
     # transformers' class of sentencepiece models with byte pieces; ours adds nothing to a text.
     "tokenizer_class": "LlamaTokenizer",
@@ -25,10 +28,11 @@ _SETTINGS = {
 }
 
 
-def tokenizer_beside(config: Path) -> dict[str, bytes]:
-    """By name, a tokenizer's files in the folder of a ``config.json``."""
+def files_beside(config: Path) -> dict[str, bytes]:
+    """By name, the files of a tokenizer and of generation in the folder of a ``config.json``."""
     folder = config if config.is_dir() else config.parent
-    return {file.name: file.read_bytes() for name in _FILES for file in sorted(folder.glob(name))}
+    found = {file for name in _FILES for file in folder.glob(name) if file.is_file()}
+    return {file.name: file.read_bytes() for file in sorted(found)}
 
 
 def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from lightning_ptdp.checkpoint.local import Tensors
 from lightning_ptdp.exchange.folder import open_huggingface
 from lightning_ptdp.exchange.huggingface import our_rectangles
 
-__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "names_in", "weights_opener"]
+__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "models_in", "names_in", "weights_opener"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +108,7 @@ def names_in(module: nn.Module, aliases: Mapping[str, str]) -> HuggingFaceNames:
     Raises:
         CheckpointError: There is none, or several.
     """
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_modules():
-        if hasattr(child, "base_model_prefix") and not any(f"{name}.".startswith(f"{outer}.") or not outer for outer in found):
-            found[name] = child
+    found = models_in(module)
     if len(found) != 1:
         raise CheckpointError(
             f"{type(module).__name__} holds {len(found)} Hugging Face models, and the folder has the tensors of one: say what its names "
@@ -123,3 +120,12 @@ def names_in(module: nn.Module, aliases: Mapping[str, str]) -> HuggingFaceNames:
     return HuggingFaceNames(
         prefix=f"{name}." if name else "", base=base if has_head else "", own_base="" if has_head else base, aliases=aliases
     )
+
+
+def models_in(module: nn.Module) -> dict[str, nn.Module]:
+    """The Hugging Face models in ``module`` by their names there, without those that are parts of others."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        if hasattr(child, "base_model_prefix") and not any(f"{name}.".startswith(f"{outer}.") or not outer for outer in found):
+            found[name] = child
+    return found

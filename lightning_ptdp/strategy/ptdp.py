@@ -46,6 +46,7 @@ from lightning_ptdp.strategy.checks import (
     warn_of_batch_norm,
 )
 from lightning_ptdp.strategy.conversion import convert, replacing
+from lightning_ptdp.strategy.exporting import ModelSpaceExporting
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.memory import explain_memory
 from lightning_ptdp.strategy.options import constructor
@@ -62,7 +63,7 @@ from lightning_ptdp.surroundings import Context, Surroundings
 __all__ = ["PTDPStrategy", "strategy_class"]
 
 
-class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, World):
+class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, ModelSpaceExporting, World):
     """Lightning's hooks; takes the fields of ``PTDPConfig`` and the arguments of Lightning's own strategies."""
 
     model: nn.Module

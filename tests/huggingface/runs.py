@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_ptdp.callbacks import InitFrom
+from lightning_ptdp.callbacks import ExportHuggingFace, InitFrom
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.pool import Pool
 
@@ -39,6 +39,7 @@ class Run:
     module: Callable[[Run], L.LightningModule] | None = None
     init_from: str | None = None
     pretrained: str | None = None
+    export: str | None = None
 
 
 def make_model(name: str, **options: Any) -> nn.Module:
@@ -226,7 +227,11 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
         max_steps=run.steps,
         gradient_clip_val=run.clip,
         precision=run.precision,
-        callbacks=[recorder, *([InitFrom(run.init_from)] if run.init_from else [])],
+        callbacks=[
+            recorder,
+            *([InitFrom(run.init_from)] if run.init_from else []),
+            *([ExportHuggingFace(run.export, shard_bytes=20_000)] if run.export else []),
+        ],
         logger=False,
         enable_checkpointing=False,
         num_sanity_val_steps=0,

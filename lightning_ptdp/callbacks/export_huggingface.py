@@ -1,0 +1,79 @@
+"""Training that ends with a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+
+__all__ = ["ExportHuggingFace"]
+
+When = Literal["end", "checkpoint"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class ExportHuggingFace(pl.Callback):
+    """Write the trained model as a Hugging Face folder, which ``from_pretrained`` and what serves such folders load: all ranks together,
+    each what it has.
+
+    Needs the "ptdp" strategy, and a module that wraps a Hugging Face model or is one of ours. Beside the weights, as a checkpoint would
+    hold them, there are ``config.json``, ``generation_config.json`` and the files of the tokenizer of the folder that the model's
+    configuration was read from. What cannot be exported is an error before the first step.
+
+    Args:
+        folder: The folder to make, on a file system that all ranks share; one of that kind is replaced when the new one is whole.
+        when: ``"end"``: of a fit that ends well. ``"checkpoint"``: besides, whenever a checkpoint is saved; these are
+            ``folder/step-NUMBER`` then, also the last one, and stay there.
+        dtype: What floating-point tensors are converted to; default: as they are.
+        shard_bytes: Most bytes of tensors in one file.
+        prefix: Where the module holds several Hugging Face models: the attribute of the one, with a dot.
+
+    Raises:
+        CheckpointError: (when fit begins, or when it is written) What is wrong with the model or the folder.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        when: When = "end",
+        dtype: Dtype | None = None,
+        shard_bytes: int = 5_000_000_000,
+        prefix: str | None = None,
+    ) -> None:
+        for name, value, choices in (("when", when, get_args(When)), ("dtype", dtype, (None, *get_args(Dtype)))):
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} must be one of {list(choices)}")
+        if shard_bytes < 1:
+            raise ValueError(f"shard_bytes={shard_bytes} must be a positive number of bytes")
+        self._folder, self._when = os.fspath(folder), when
+        self._options = {"dtype": dtype and getattr(torch, dtype), "shard_bytes": shard_bytes, "prefix": prefix}
+        self._last = -1
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what could not be written at the end."""
+        if not hasattr(trainer.strategy, "export_huggingface"):
+            raise ValueError(f'ExportHuggingFace needs Trainer(strategy="ptdp"), not {type(trainer.strategy).__name__}')
+        self._last = -1
+        self._export(trainer, check_only=True)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Beside a checkpoint, once a step."""
+        if self._when == "checkpoint" and trainer.state.fn == TrainerFn.FITTING and self._last != trainer.global_step:
+            self._export(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """When all other callbacks have done with the weights what they do at the end."""
+        if not (trainer.fast_dev_run or (self._when == "checkpoint" and self._last == trainer.global_step)):
+            self._export(trainer)
+
+    def _export(self, trainer: pl.Trainer, *, check_only: bool = False) -> None:
+        strategy: Any = trainer.strategy
+        folder = Path(self._folder)
+        if self._when == "checkpoint":
+            folder /= f"step-{trainer.global_step}"
+        strategy.export_huggingface(folder, **self._options, check_only=check_only)
+        self._last = -1 if check_only else trainer.global_step

@@ -1,0 +1,158 @@
+"""What goes into an export: which tensor is called what there, its ``config.json``, and the files beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ptdp.checked_json import Json
+from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
+from lightning_ptdp.exchange.architecture import check_architecture
+from lightning_ptdp.exchange.families import model_of_hyper_parameters
+from lightning_ptdp.exchange.folder import CONFIG_FILE, read_config
+from lightning_ptdp.exchange.plain import common_prefix, converted
+from lightning_ptdp.exchange.tables import Model, Part
+from lightning_ptdp.exchange.tokenizers import files_beside, tokenizer_of
+from lightning_ptdp.exchange.writer import Item
+from lightning_ptdp.models import GPTConfig
+
+__all__ = ["MODEL", "Described", "described_by_folder", "described_by_module", "described_by_state"]
+
+MODEL = "model/"
+"""What names of the module's tensors begin with in a checkpoint."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A model that is exported, whatever its values.
+
+    Attributes:
+        config: Its ``config.json``.
+        documents: Files that go along: name -> content.
+        ours: It is one of our own; None: a module wraps theirs, and its names are kept.
+        kind: Their class, where it is known; None: the one that ``config`` names.
+    """
+
+    config: Mapping[str, Json]
+    documents: Mapping[str, bytes]
+    ours: Model | None = None
+    kind: type[nn.Module] | None = None
+
+    def items(
+        self, entries: Mapping[str, TensorEntry], *, prefix: str | None, dtype: torch.dtype | None, source: str
+    ) -> dict[str, Item]:
+        """Every tensor of theirs, in the order in which they are stored.
+
+        Args:
+            entries: Tensors of ours, by their names in a checkpoint.
+            prefix: Name of the model's attribute in the LightningModule, with a dot. Default: what all names begin with.
+            dtype: What floating-point tensors are converted to.
+            source: What has them, for messages.
+
+        Raises:
+            CheckpointError: There are none, or they are not those of the model; names them.
+        """
+        names = {name.removeprefix(MODEL) for name in entries if name.startswith(MODEL)}
+        prefix = common_prefix(names) if prefix is None else prefix
+        if self.ours is not None:
+            found = dict(_our_items(self.ours, entries, prefix, dtype))
+        else:
+            whole = {name: Part(ours=name, transposed=False) for name in sorted(names) if name.startswith(prefix)}
+            found = {name.removeprefix(prefix): _item(entries, name, part, dtype) for name, part in whole.items()}
+        if not found:
+            raise CheckpointError(
+                f"{source} holds no tensor whose name begins with {prefix!r}; there are {sorted(names)[:_SHOWN]}"
+            )
+        return found
+
+    def check(self, items: Mapping[str, Item], source: str) -> None:
+        """Compare what is exported with what Hugging Face makes of the configuration; our own have been compared with their table.
+
+        Raises:
+            CheckpointError: They differ.
+        """
+        if self.ours is None or find_spec("transformers") is not None:
+            check_architecture(self.config, {name: item.entry.shape for name, item in items.items()}, source, self.kind)
+
+    def files(self, items: Mapping[str, Item]) -> dict[str, bytes]:
+        """All but the tensors: name -> content."""
+        kinds = [item.entry.dtype for item in items.values() if item.entry.dtype.is_floating_point]
+        config = {name: value for name, value in self.config.items() if name != "dtype"}  # what some versions call the next
+        config |= {"torch_dtype": str(kinds[0]).removeprefix("torch.")} if kinds else {}
+        return {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(), **self.documents}
+
+
+def described_by_folder(path: Path) -> Described:
+    """By a ``config.json``, or the Hugging Face folder that has it, with the files of the tokenizer and of generation that are there.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    return Described(config=read_config(path), documents=files_beside(path))
+
+
+def described_by_state(state: Mapping[str, Any]) -> Described:
+    """By what a checkpoint says of itself: one of our own models.
+
+    Raises:
+        CheckpointError: Of ``model_of_hyper_parameters``.
+    """
+    model = model_of_hyper_parameters(state.get("hyper_parameters", {}))
+    return Described(
+        config=model.write(), documents=tokenizer_of(state) if isinstance(model.config, GPTConfig) else {}, ours=model
+    )
+
+
+def described_by_module(model: Any) -> Described:
+    """By a Hugging Face model, whatever part of it is here; files of the folder that its configuration was read from go along."""
+    config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    documents = {"generation_config.json": model.generation_config.to_json_string().encode()} if model.can_generate() else {}
+    return Described(config=config, documents=documents | _files_of(model.config.name_or_path), kind=type(model))
+
+
+def _files_of(name: str) -> dict[str, bytes]:
+    """Those beside the configuration of a model that was given by its folder, or by its name at Hugging Face's hub."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if name and Path(name).is_dir():
+        return files_beside(Path(name))
+    try:
+        cached = try_to_load_from_cache(name, CONFIG_FILE)
+    except HFValidationError:
+        return {}
+    return files_beside(Path(cached)) if isinstance(cached, str) else {}
+
+
+def _our_items(
+    model: Model, entries: Mapping[str, TensorEntry], prefix: str, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Item]]:
+    shapes = model.shapes(stored=len(entries))
+    wanted = {f"{MODEL}{prefix}{name}" for name in (*shapes, *model.aliases)}
+    if other := sorted(name for name in entries if name.startswith(f"{MODEL}{prefix}") and name not in wanted):
+        raise CheckpointError(
+            f"the checkpoint has {other[0].removeprefix(MODEL)!r}, which its hyperparameters' model has not: merge adapters into the "
+            "weights first"
+        )
+    for name, shape in shapes.items():
+        if f"{MODEL}{prefix}{name}" not in entries:
+            raise CheckpointError(f"the checkpoint has no {prefix + name!r}, which its hyperparameters' model has")
+        if (found := tuple(entries[f"{MODEL}{prefix}{name}"].shape)) != shape:
+            raise CheckpointError(f"{prefix + name!r} has the shape {found}, which its hyperparameters make {shape}")
+        for theirs, part in model.parts(name):
+            yield theirs, _item(entries, prefix + name, part, dtype)
+
+
+def _item(entries: Mapping[str, TensorEntry], stored: str, part: Part, dtype: torch.dtype | None) -> Item:
+    entry = entries[MODEL + stored]
+    shape = entry.shape if part.rows is None else (part.rows, *entry.shape[1:])
+    theirs = TensorEntry(shape=shape[::-1] if part.transposed else shape, dtype=converted(entry.dtype, dtype))
+    return Item(stored=MODEL + stored, part=part, entry=theirs)
