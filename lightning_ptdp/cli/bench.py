@@ -18,6 +18,7 @@ from lightning.pytorch import LightningDataModule
 from lightning_ptdp.bench import BenchResult, StepTimes, SyntheticData, ranked, render, table
 from lightning_ptdp.cli.checks import check_run
 from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.data import StreamDataModule
@@ -64,10 +65,13 @@ def run(verb: str, arguments: list[str]) -> int:
     """
     for message in (".*LeafSpec.*", ".*validation_step. but have no .val_dataloader.*"):
         warnings.filterwarnings("ignore", message=message)
-    cli = _BenchCLI(verb, arguments)
-    world = cli.trainer.num_devices * cli.trainer.num_nodes
-    others = [layout_options(text, world) for text in (cli.config.compare or "").split(",") if text.strip()]
-    result = _measure(cli)
+    with held_back():
+        cli = _BenchCLI(verb, arguments)
+        world = cli.trainer.num_devices * cli.trainer.num_nodes
+        others = [layout_options(text, world) for text in (cli.config.compare or "").split(",") if text.strip()]
+        data = SyntheticData(cli.datamodule) if isinstance(cli.datamodule, StreamDataModule) else cli.datamodule
+        check_run(cli.trainer, cli.model, data, ckpt_path=None, writes=False)
+    result = _measure(cli, data)
     if result is None:  # another rank tells
         return 0
     options: dict[str, list[str]] = {result.layout: []}
@@ -144,12 +148,8 @@ def _same_batch(cli: _BenchCLI, samples: int, layout: Sequence[str], world_size:
     return [f"--{name}={value}" for name, value in sizes.items()]
 
 
-def _measure(cli: _BenchCLI) -> BenchResult | None:
+def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | None:
     """The result, in the process that has global rank 0 or started it."""
-    data: LightningDataModule | None = cli.datamodule
-    if isinstance(data, StreamDataModule):
-        data = SyntheticData(data)
-    check_run(cli.trainer, cli.model, data, ckpt_path=None, writes=False)
     peak = cli.config.peak_tflops
     with tempfile.TemporaryDirectory() as folder, ending_workers(cli.trainer):
         file = Path(folder) / "result.json"

@@ -17,6 +17,7 @@ from lightning_ptdp.callbacks import PredictionWriter, RunRecord, RunReport
 from lightning_ptdp.cli.checks import check_data, check_run, check_weights
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import write_text
+from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.cli.resume import find_newest
@@ -35,15 +36,18 @@ def run(verb: str, arguments: list[str]) -> int:
     """
     # torch's deprecation, seen by Lightning, once a process.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    cli = PTDPCLI(verb, arguments)
-    ckpt_path = _ckpt_path(cli, verb)
+    with held_back():
+        cli = PTDPCLI(verb, arguments)
+        ckpt_path = _ckpt_path(cli, verb)
+        if verb == "prepare":
+            check_data(cli.trainer, cli.datamodule)
+        else:
+            check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=verb == "fit")
+        if verb == "fit" and cli.config.init_from is not None:
+            check_weights("--init_from", cli.config.init_from, cli.model)
     if verb == "prepare":
-        check_data(cli.trainer, cli.datamodule)
         _prepare(cli)
         return 0
-    check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=verb == "fit")
-    if verb == "fit" and cli.config.init_from is not None:
-        check_weights("--init_from", cli.config.init_from, cli.model)
     if _launches(cli.trainer):
         _prepare(cli)
     if verb == "fit":
