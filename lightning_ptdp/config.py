@@ -53,6 +53,8 @@ class PTDPConfig:
         sequence_dims: Under context parallelism, the dimension along time of tensors in the batch under these keys (None: none),
             where it is not dimension 1.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence over the t ranks.
+        tensor_overlap: Under sequence parallelism, the number of pieces of the sequence in which linear layers gather their input, or sum
+            their output, beside their products with the other pieces; 1: before, or after, one product.
         num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline, else 1.
         micro_batch_size: b, samples of a microbatch, instead: m follows from each batch, which may grow during training.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", or "auto" (1F1B, interleaved if v > 1); the
@@ -112,6 +114,7 @@ class PTDPConfig:
     context_parallel_positions: bool = True
     sequence_dims: Mapping[str, int | None] | None = None
     sequence_parallel: bool = False
+    tensor_overlap: Size = 1
     num_microbatches: Size | None = None
     micro_batch_size: Size | None = None
     schedule: str | CustomSchedule = "auto"
@@ -170,6 +173,7 @@ class PTDPConfig:
                 f"partition={list(self.partition)} has {len(self.partition)} entries, but pipeline_parallel_size * "
                 f"virtual_pipeline_size = {self.num_stages}; give the number of layers of each stage"
             )
+        self._check_overlap()
         self._check_distribution()
         self._check_compilation()
         check_recompute_options(self.recompute, self.recompute_layers, num_stages=self.num_stages)
@@ -275,6 +279,20 @@ class PTDPConfig:
         unknown = [name for name in self.compile_options or () if name not in known]
         if unknown:
             raise ValueError(f"compile_options has {unknown[0]!r}, but torch.compile takes {', '.join(sorted(known))}")
+
+    def _check_overlap(self) -> None:
+        if self.tensor_overlap == 1:
+            return
+        if not self.sequence_parallel:
+            raise ValueError(
+                f"tensor_overlap={self.tensor_overlap} is for what is gathered and summed along the sequence, but sequence_parallel=False: "
+                "use sequence_parallel=True with tensor_parallel_size > 1, or tensor_overlap=1"
+            )
+        if self.fp8 is not None:
+            raise ValueError(
+                f"tensor_overlap={self.tensor_overlap} multiplies a piece of the sequence at a time, but fp8={self.fp8!r} scales all of "
+                "it: use tensor_overlap=1, or fp8=None"
+            )
 
     def _check_distribution(self) -> None:
         if not self.distribute_saved_activations:

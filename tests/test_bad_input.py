@@ -208,6 +208,8 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({"gradient_dtype": "bfloat16"}, ["gradient_dtype='bfloat16'", "'parameter'"]),
         ({"reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "'bfloat16'"]),
         ({"inter_node_reduce_dtype": "bfloat16"}, ["inter_node_reduce_dtype", "data_parallel_replicas=1"]),
+        ({T: 2, "tensor_overlap": 4}, ["tensor_overlap=4", "sequence_parallel=True"]),
+        ({T: 2, "sequence_parallel": True, "tensor_overlap": 4, "fp8": "rowwise"}, ["tensor_overlap=4", "fp8='rowwise'"]),
         ({"channel_ctas": 4}, ["channel_ctas=4", "pipeline_parallel_size=1"]),
         ({P: 2, "channel_ctas": 64}, ["channel_ctas=64", "at most 32"]),
         ({"check_finite": "warn"}, ["check_finite='warn'", "'skip'"]),

@@ -40,6 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "d2 sharded": {"shard_optimizer": True},
     "t2": {T: 2, R: "selective"},
     "t2sp": {T: 2, SP: True},
+    "t2sp in pieces": {T: 2, SP: True, "tensor_overlap": 3},
     "c2": {C: 2, R: "full"},
     "c2 all to all": {C: 2, A: "all_to_all"},
     "p2v2": {P: 2, V: 2, M: 4, R: "full"},

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline_parallel_size": 2,
         "tensor_parallel_size": 2,
         "sequence_parallel": True,
+        "tensor_overlap": 3,
         "num_microbatches": 4,
         "schedule": "zb_h1",
     },

@@ -60,7 +60,7 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "p2v2 zb_v full": (2, {P: 2, V: 2, M: 4, S: "zb_v", "recompute": "full", "recompute_layers": 1}),
     "p2v2 zb_v selective": (2, {P: 2, V: 2, M: 4, S: "zb_v", "recompute": "selective"}),
     "t2p2 zb_h1 full in parts": (4, {T: 2, P: 2, M: 2, S: "zb_h1", "recompute": "full", "distribute_saved_activations": True}),
-    "t2p2sp zb_h1 full": (4, {T: 2, P: 2, M: 2, S: "zb_h1", SP: True, "recompute": "full"}),
+    "t2p2sp zb_h1 full": (4, {T: 2, P: 2, M: 2, S: "zb_h1", SP: True, "tensor_overlap": 3, "recompute": "full"}),
     "p2v2 zb_v offload": (2, {P: 2, V: 2, M: 4, S: "zb_v", "recompute": "offload"}),
     "t2p2sp offload": (4, {T: 2, P: 2, M: 2, SP: True, "recompute": "offload", "recompute_layers": 2}),
     "t2p2 scattered": (4, {T: 2, P: 2, M: 2, "scatter_gather": True}),

@@ -105,6 +105,7 @@ _SLICE: dict[str, Any] = {
 _RECOMPUTED: Options = {"recompute": "full"}
 _SELECTIVE: Options = {"recompute": "selective", "sequence_parallel": True}
 _175B, _530B = _gpt(8, 12288, 96, 2048, vocabulary=51200), _gpt(3, 20480, 128, 2048, vocabulary=51200)
+_SPLIT: dict[str, Any] = {**_SLICE, "options": _SELECTIVE, "variants": (*_SLICE["variants"], {"tensor_overlap": 4})}
 _LEAN: dict[str, Any] = {"precision": "bf16-true", "options": {"master_weights": False, "gradient_dtype": "parameter"}}
 _COMPILED: Options = {"compile": "blocks"}
 _FASTER: tuple[Options, ...] = (_COMPILED, *({**_COMPILED, "fp8": scaling} for scaling in ("tensorwise", "rowwise")))
@@ -115,8 +116,8 @@ CASES = (
     Case(name="Llama 1B s=4096", config=_llama(16, 2048, 8192, 32, 4096), samples=2, variants=(*_FASTER, *_SMALLER)),
     Case(name="175B, a rank of t8 p12", config=_175B, options=_RECOMPUTED, published=153.0, **_SLICE),
     Case(name="530B, a rank of t8 p35", config=_530B, options=_RECOMPUTED, published=171.0, **_SLICE),
-    Case(name="175B, a rank of t8 p12, sp", config=_175B, options=_SELECTIVE, **_SLICE),
-    Case(name="530B, a rank of t8 p35, sp", config=_530B, options=_SELECTIVE, **_SLICE),
+    Case(name="175B, a rank of t8 p12, sp", config=_175B, **_SPLIT),
+    Case(name="530B, a rank of t8 p35, sp", config=_530B, **_SPLIT),
     Case(name="GPT 1.3B s=2048", config=_gpt(24, 2048, 16, 2048), samples=4),
     Case(name="BERT-large s=512", config=BertConfig(num_layers=24, hidden_size=1024, num_heads=16, dropout=0.0), samples=32),
     Case(name="Llama 3B s=4096", config=_llama(28, 3072, 8192, 24, 4096), samples=1, engines=("ptdp", "hf", "ptdp-hf"), **_LEAN),

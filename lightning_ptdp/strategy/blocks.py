@@ -10,6 +10,7 @@ from lightning_ptdp.fp8 import apply_fp8
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.recompute import apply_recomputation, remove_recomputation
 from lightning_ptdp.surroundings import Surroundings
+from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["prepare_blocks"]
@@ -18,7 +19,7 @@ __all__ = ["prepare_blocks"]
 def prepare_blocks(
     *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, surroundings: Surroundings, device: torch.device
 ) -> tuple[str, ...]:
-    """Products in float8, a compiled forward around them, and around that recomputation or offload, as the options say, in place.
+    """Products in pieces or float8, a compiled forward around them, around that recomputation or offload, as the options say, in place.
 
     Returns:
         What the summary tells of it.
@@ -28,6 +29,9 @@ def prepare_blocks(
     """
     module, notes = parallel.module, list[str]()
     blocks = parallel.cut.parts.blocks if parallel.cut is not None else parallel.plan.blocks
+    for layer in module.modules():
+        if isinstance(layer, ParallelLayer):
+            layer.pieces = config.tensor_overlap
     if config.fp8 is not None:
         notes.append(apply_fp8(module, scaling=config.fp8, blocks=blocks, device=device))
     remove_recomputation(module)

@@ -30,6 +30,7 @@ from lightning_ptdp.world.mesh import Group
 
 __all__ = [
     "Pending",
+    "check_divisible",
     "copy",
     "gather_last",
     "gather_sequence",
@@ -106,7 +107,7 @@ def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
         ValueError: The dimension is not a multiple of the group's size.
     """
     dim = dim % x.dim()
-    _check_divisible(x, dim, group)
+    check_divisible(x, dim, group)
     stacked = torch.unflatten(x, dim, (group.size, -1)).movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
         summed = start_traced("reduce_scatter_tensor", stacked.flatten(0, 1), "sum", group.size, group.name)
@@ -208,12 +209,17 @@ def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
-    _check_divisible(x, dim, group)
+    check_divisible(x, dim, group)
     length = x.size(dim) // group.size
     return x.narrow(dim, group.rank * length, length).clone(memory_format=torch.contiguous_format)
 
 
-def _check_divisible(x: Tensor, dim: int, group: Group) -> None:
+def check_divisible(x: Tensor, dim: int, group: Group) -> None:
+    """Check that the sequence, dimension ``dim``, can be split over the group.
+
+    Raises:
+        ValueError: It cannot; says which lengths can.
+    """
     if x.size(dim) % group.size:
         length, below = x.size(dim), x.size(dim) // group.size * group.size
         works = " or ".join(str(n) for n in (below, below + group.size) if n)

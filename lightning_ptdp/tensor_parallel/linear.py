@@ -9,6 +9,8 @@ reduce-scatter; of the column layer's input only the slice is kept for the backw
     plain               1 all-reduce                         1 all-reduce
     sequence parallel   1 all-gather + 1 reduce-scatter      2 all-gathers + 1 reduce-scatter
 
+A product without another beside which its collective could run does it in pieces, if asked (``overlap.py``).
+
 Shapes: b samples, s tokens, i input features, o output features; ... stands for any leading dimensions.
 """
 
@@ -26,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
 from lightning_ptdp.tensor_parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_ptdp.tensor_parallel.overlap import multiply_gathered, sum_product
 from lightning_ptdp.tensor_parallel.randomness import Randomness
 from lightning_ptdp.weight_gradients import Operand, Products, WeightGradients, multiply
 from lightning_ptdp.world.mesh import Group
@@ -51,6 +54,7 @@ class ParallelLayer(nn.Module):
         self.transposed, self.group, self.sequence_parallel = transposed, group, sequence_parallel
         self.weight_gradients: WeightGradients | None = None
         self.products: Products = MatrixProduct
+        self.pieces = 1
         self.randomness: Randomness | None = None
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, defers: bool = True) -> Tensor:
@@ -81,7 +85,8 @@ class ParallelLayer(nn.Module):
         dtype = autocast_dtype(x)
         x = x if dtype is None else x.to(dtype)
         store = self.weight_gradients if defers else None
-        product = _Product(self.products(weight, dtype, self.transposed), self.group, self.sequence_parallel, store)
+        pieces = self.pieces if self.sequence_parallel and x.dim() == 3 else 1
+        product = _Product(self.products(weight, dtype, self.transposed), self.group, self.sequence_parallel, store, pieces)
         return function.apply(x, weight, bias, product)
 
     def _multiply_alone(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -195,12 +200,14 @@ class _Product:
         group: The tensor group.
         sequence_parallel: What all members have of it is split along the sequence.
         store: Where the weight's gradient may wait.
+        pieces: Of the sequence, in which a collective runs beside its own product.
     """
 
     local: MatrixProduct
     group: Group
     sequence_parallel: bool
     store: WeightGradients | None
+    pieces: int = 1
 
     @property
     def waits(self) -> bool:
@@ -216,6 +223,31 @@ class _Product:
         if self.sequence_parallel:
             return start_reduce_scatter(term, dim=_SEQUENCE, group=self.group)
         return start_all_reduce(term, group=self.group, in_place=True)
+
+    def output_of_all(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + bias of all members' x."""
+        if self.pieces == 1:
+            return self.local.output(self.start_gather(x).wait() if self.sequence_parallel else x, bias)
+        bias = None if bias is None else bias.to(x.dtype)
+        return multiply_gathered(x, self.local.matrix.t(), bias, group=self.group, pieces=self.pieces)[0]
+
+    def summed_output(self, x: Tensor) -> Tensor:
+        """The sum of every member's x W^T, or this member's slice of it."""
+        if self.pieces == 1:
+            return self.start_sum(self.local.output(x)).wait()
+        return sum_product(x, self.local.matrix.t(), group=self.group, pieces=self.pieces)
+
+    def input_gradient_of_all(self, grad: Tensor, *, keeps: bool) -> tuple[Tensor, Tensor]:
+        """Of all members' gradient of the output that of the input, and the former, in pieces; itself unless it is kept."""
+        found, whole = multiply_gathered(grad, self.local.matrix, group=self.group, pieces=self.pieces, keeps=keeps)
+        return found, grad if whole is None else whole
+
+    def start_summed_gradient(self, grad: Tensor, *, alone: bool) -> Callable[[], Tensor]:
+        """Of the output's gradient that of the input, summed; ``alone`` if no other product comes between this and its end."""
+        if not alone or self.pieces == 1:
+            return self.start_sum(self.local.input_gradient(grad)).wait
+        total = sum_product(grad, self.local.matrix, group=self.group, pieces=self.pieces)
+        return lambda: total
 
     def weight_gradient(self, grad: Tensor, x: Operand) -> Tensor | None:
         """The weight's gradient, None if it comes later or has been added; only if it comes later ``x`` may be what fetches it."""
@@ -233,7 +265,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
         ctx.save_for_backward(x)
         ctx.product = product
-        return product.local.output(product.start_gather(x).wait() if product.sequence_parallel else x, bias)
+        return product.output_of_all(x, bias)
 
     @staticmethod
     @once_differentiable
@@ -244,14 +276,15 @@ class _ColumnLinear(torch.autograd.Function):
             # The gather hides behind the first matrix product, the reduction behind the second.
             gathers = product.sequence_parallel and wants_weight
             gathering = product.start_gather(x, after=grad) if gathers and not product.waits else None
-            reducing = product.start_sum(product.local.input_gradient(grad)) if wants_x else None
+            alone = product.waits or not wants_weight
+            reducing = product.start_summed_gradient(grad, alone=alone) if wants_x else None
             if gathering is not None:
                 x = gathering.wait()
             elif gathers:
                 x = partial(_start_gathering, x, product)
             grad_weight = product.weight_gradient(grad, x) if wants_weight else None
             grad_bias = bias_gradient(grad) if wants_bias else None
-        return reducing.wait() if reducing is not None else None, grad_weight, grad_bias, None
+        return reducing() if reducing is not None else None, grad_weight, grad_bias, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -261,7 +294,7 @@ class _RowLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
         ctx.save_for_backward(x)
         ctx.product = product
-        y = product.start_sum(product.local.output(x)).wait()
+        y = product.summed_output(x)
         if bias is None:
             return y
         if torch.compiler.is_compiling():  # torch 2.11's loses the gradients of a result that was changed in place
@@ -274,12 +307,17 @@ class _RowLinear(torch.autograd.Function):
         (x,), product = ctx.saved_tensors, ctx.product
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
-            gathering = product.start_gather(grad) if product.sequence_parallel and (wants_x or wants_weight) else None
+            in_pieces = wants_x and product.pieces > 1
+            gathers = product.sequence_parallel and (wants_x or wants_weight) and not in_pieces
+            gathering = product.start_gather(grad) if gathers else None
             # Under sequence parallelism this is the slice's share of the bias' gradient: Sharding.partial says so.
             grad_bias = bias_gradient(grad) if wants_bias else None
             if gathering is not None:
                 grad = gathering.wait()
-            grad_x = product.local.input_gradient(grad) if wants_x else None
+            if in_pieces:
+                grad_x, grad = product.input_gradient_of_all(grad, keeps=wants_weight)
+            else:
+                grad_x = product.local.input_gradient(grad) if wants_x else None
             grad_weight = product.weight_gradient(grad, x) if wants_weight else None
         return grad_x, grad_weight, grad_bias, None
 

@@ -24,12 +24,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "d4": (4, {}, {}),
     "d4 two levels ZeRO m2": (4, {"num_microbatches": 2, "shard_optimizer": True, "data_parallel_replicas": 2}, {}),
     "t2 d2 m2 masters": (4, {"tensor_parallel_size": 2, "num_microbatches": 2}, HALF),
-    "t4 SP recomputed": (4, {"tensor_parallel_size": 4, "sequence_parallel": True, "recompute": "full"}, HALF),
+    "t4 SP recomputed": (
+        4,
+        {"tensor_parallel_size": 4, "sequence_parallel": True, "tensor_overlap": 2, "recompute": "full"},
+        HALF,
+    ),
     "c4": (4, {"context_parallel_size": 4, "num_microbatches": 2}, {}),
     "c2 d2 all to all": (4, {"context_parallel_size": 2, "context_parallel_attention": "all_to_all"}, {}),
     "p4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}, {}),
     "p2 v2 d2 ZeRO": (4, {**P2, "virtual_pipeline_size": 2, "shard_optimizer": True}, {}),
-    "p2 t2 SP ZB-H1": (4, {**P2, "tensor_parallel_size": 2, "sequence_parallel": True, "schedule": "zb_h1"}, HALF),
+    "p2 t2 SP ZB-H1": (
+        4,
+        {**P2, "tensor_parallel_size": 2, "sequence_parallel": True, "tensor_overlap": 3, "schedule": "zb_h1"},
+        HALF,
+    ),
     "p2 d2 ZB-V": (4, {**P2, "virtual_pipeline_size": 2, "schedule": "zb_v"}, {"accumulate_grad_batches": 2}),
     "p2 c2": (4, {**P2, "context_parallel_size": 2}, {}),
 }

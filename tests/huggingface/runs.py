@@ -271,7 +271,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "named": (2, {P: 2, M: 2, "partition": ["encoder.block.0", "decoder.block.0"]}),
     "t2p2": (4, {T: 2, P: 2, M: 2}),
     "t2p2v2": (4, {T: 2, P: 2, V: 2, M: 2}),
-    "t2p2v2sp": (4, {T: 2, P: 2, V: 2, M: 2, SP: True}),
+    "t2p2v2sp": (4, {T: 2, P: 2, V: 2, M: 2, SP: True, "tensor_overlap": 4}),
     "t4sp": (4, {T: 4, SP: True}),
     "t4p2": (8, {T: 4, P: 2, M: 2}),
     "t2p2sp": (4, {T: 2, P: 2, M: 2, SP: True}),

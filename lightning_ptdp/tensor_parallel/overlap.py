@@ -1,0 +1,82 @@
+"""Products beside the collectives of sequence parallelism, in pieces of the sequence.
+
+All pieces of an input are on their way at once, and each is multiplied when it is there; each piece of an output is summed while the
+next is multiplied. A piece is the same tokens of every member's slice, so that what it becomes has its place in the whole:
+
+    the whole sequence    member 0: a a b b c c | member 1: a a b b c c        (t = 2, pieces a, b and c)
+
+Shapes: b samples, s tokens, t members, i input and o output features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.tensor_parallel.collectives import check_divisible, start_all_gather, start_reduce_scatter
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["multiply_gathered", "sum_product"]
+
+_SEQUENCE = 1
+
+
+def multiply_gathered(
+    x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, group: Group, pieces: int, keeps: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The whole sequence from every member's slice, times a matrix.
+
+    Args:
+        x: (b, s/t, i).
+        matrix: (i, o).
+        bias: (o), added to each token, or None.
+        group: The members.
+        pieces: Of the sequence, at most.
+        keeps: Return what was gathered, too.
+
+    Returns:
+        (b, s, o), and (b, s, i) or None.
+    """
+    count = min(pieces, x.size(_SEQUENCE))
+    gathering = [start_all_gather(piece, dim=_SEQUENCE, group=group) for piece in x.tensor_split(count, dim=_SEQUENCE)]
+    if torch.compiler.is_compiling():  # which takes no strided outputs
+        gathered = [_by_member(pending.wait(), group) for pending in gathering]
+        y = torch.cat([_multiply(piece, matrix, bias) for piece in gathered], dim=_SEQUENCE)
+    else:
+        gathered, y = [], x.new_empty((x.size(0) * group.size, x.size(_SEQUENCE), matrix.size(1)))
+        for pending, place in zip(gathering, y.tensor_split(count, dim=_SEQUENCE), strict=True):
+            piece = _by_member(pending.wait(), group)
+            _multiply(piece, matrix, bias, out=place)
+            gathered += [piece] if keeps else []
+    return _joined(y, group), _joined(torch.cat(gathered, dim=_SEQUENCE), group) if keeps else None
+
+
+def sum_product(x: Tensor, matrix: Tensor, *, group: Group, pieces: int) -> Tensor:
+    """This member's slice of the sum over the group of x times the matrix; (b, s, i), (i, o) -> (b, s/t, o).
+
+    Raises:
+        ValueError: The sequence length is not a multiple of the group's size.
+    """
+    check_divisible(x, _SEQUENCE, group)
+    x = _by_member(x, group)
+    summing = [
+        start_reduce_scatter(_joined(_multiply(piece, matrix), group), dim=_SEQUENCE, group=group)
+        for piece in x.tensor_split(min(pieces, x.size(_SEQUENCE)), dim=_SEQUENCE)
+    ]
+    return torch.cat([pending.wait() for pending in summing], dim=_SEQUENCE)
+
+
+def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """A product for each member, since what comes of it may lie apart: (b t, l, i) -> (b t, l, o)."""
+    matrices = matrix.expand(x.size(0), -1, -1)
+    return torch.bmm(x, matrices, out=out) if bias is None else torch.baddbmm(bias, x, matrices, out=out)
+
+
+def _by_member(x: Tensor, group: Group) -> Tensor:
+    """(b, t l, ...) -> (b t, l, ...)."""
+    return torch.unflatten(x, _SEQUENCE, (group.size, -1)).flatten(0, 1)
+
+
+def _joined(x: Tensor, group: Group) -> Tensor:
+    """(b t, l, ...) -> (b, t l, ...)."""
+    return torch.unflatten(x, 0, (-1, group.size)).flatten(1, 2)

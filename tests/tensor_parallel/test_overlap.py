@@ -1,0 +1,115 @@
+"""Products in pieces of the sequence, beside the collectives of the others, are the same products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.world.mesh import Group
+from tests.pool import Pool
+from tests.queued import HOST
+from tests.tensor_parallel.toy import tensor_group
+
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+WIDTH, LENGTH = 6, 5
+"""A slice of the sequence is LENGTH."""
+
+
+@dataclass
+class Beside(TorchDispatchMode):
+    """Which collectives are under way while a product is computed.
+
+    Attributes:
+        since: The place in the host's calls from which on they count.
+        beside: Their places.
+    """
+
+    since: int = field(default_factory=lambda: len(HOST.calls))
+    beside: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ in PRODUCTS:
+            calls = range(self.since, len(HOST.calls))
+            waited = {HOST.calls[place].waits for place in calls}
+            self.beside |= {place for place in calls if HOST.calls[place].what.startswith("_")} - waited
+        return function(*args, **kwargs or {})
+
+    @property
+    def share(self) -> Fraction:
+        """Of the elements that this rank has given to collectives since: those beside products."""
+        given = {p: call.parts[0][0] for p, call in enumerate(HOST.calls) if p >= self.since and call.what.startswith("_")}
+        return Fraction(sum(given[place] for place in self.beside), sum(given.values()))
+
+
+def _whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Whose products and sums are exact in any order."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def _pair(group: Group, pieces: int, *, samples: int, bias: bool, frozen: bool, defers: bool, transposed: bool) -> Any:
+    """Outputs and gradients of a column and a row layer, and which share of what was sent was beside products, forward and backward."""
+
+    def parameter(*shape: int, seed: int) -> nn.Parameter:
+        values = _whole_numbers(*shape, seed=seed)
+        return nn.Parameter(values.t().contiguous() if transposed and len(shape) > 1 else values, requires_grad=not frozen)
+
+    options: dict[str, Any] = {"transposed": transposed, "group": group, "sequence_parallel": True}
+    up, down = parameter(4, WIDTH, seed=group.rank), parameter(WIDTH, 4, seed=9 + group.rank)
+    first, last = (parameter(n, seed=n + seed) if bias else None for n, seed in ((4, group.rank), (WIDTH, 0)))
+    found, shares = [], []
+    for layer, shape in (
+        (ColumnParallelLinear(up, first, **options), (samples, LENGTH, WIDTH)),
+        (RowParallelLinear(down, last, **options), (samples, LENGTH * group.size, 4)),
+    ):
+        layer.pieces, store = pieces, WeightGradients()
+        layer.weight_gradients = store if defers else None
+        x = _whole_numbers(*shape, seed=20 + group.rank).requires_grad_()
+        with Beside() as forward:
+            y = layer(x)
+        shares.append(forward.share)
+        with Beside() as backward, store.collecting(0):
+            y.backward(_whole_numbers(*y.shape, seed=30 + group.rank))
+        shares.append(backward.share)
+        store.run(0)
+        found += [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+    return found, shares
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {"samples": 2, "bias": True, "frozen": False, "defers": False, "transposed": False},
+    {"samples": 1, "bias": False, "frozen": False, "defers": True, "transposed": False},
+    {"samples": 2, "bias": True, "frozen": False, "defers": True, "transposed": True},
+    {"samples": 1, "bias": True, "frozen": True, "defers": False, "transposed": False},
+)
+
+
+def check(rank: int) -> None:
+    group = tensor_group(rank)
+    for options in CASES:
+        expected, before = _pair(group, 1, **options)
+        # The column layer's backward has another product beside which it is summed, unless that comes later or not at all.
+        other = 0 if options["frozen"] or options["defers"] else 1
+        assert before == [0, other, 0, 0], options
+        for pieces in (LENGTH, 3):
+            found, beside = _pair(group, pieces, **options)
+            for value, got in zip(expected, found, strict=True):
+                torch.testing.assert_close(got, value, rtol=0, atol=0, msg=lambda m, o=options, p=pieces: f"{o}, {p} pieces: {m}")
+            if pieces == LENGTH:
+                all_but_one = Fraction(LENGTH - 1, LENGTH)
+                assert beside == [all_but_one, other or all_but_one, all_but_one, all_but_one], options
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_pieces_it_is_the_same(size: int, pool: Pool) -> None:
+    pool.run(check, world_size=size, backend="queued")
