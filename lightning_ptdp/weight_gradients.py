@@ -241,7 +241,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: MatrixProduct, store: WeightGradients | None
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.product, ctx.bias, ctx.store = product, bias, store
         return product.output(x, bias)
 

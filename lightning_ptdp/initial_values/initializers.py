@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp._peft import adapter_initializer
 from lightning_ptdp.initial_values.shadow import shallow_copy, without_tensors
 
 __all__ = ["Initializers", "why_without_values"]
@@ -40,7 +41,7 @@ class Initializers:
         """
         chain = self._chain(name)
         module = chain[-1]
-        owner, resets = self._owner(chain), _resets(chain)
+        owner, resets = self._who(chain)
         if owner is None and not resets:
             return None
         tensors = dict(module._parameters), dict(module._buffers)
@@ -63,8 +64,13 @@ class Initializers:
 
     def knows(self, name: str) -> bool:
         """Whether there is anything that would initialize the module."""
-        chain = self._chain(name)
-        return self._owner(chain) is not None or bool(_resets(chain))
+        owner, resets = self._who(self._chain(name))
+        return owner is not None or bool(resets)
+
+    def _who(self, chain: list[Any]) -> tuple[Any, list[Callable[[], object]]]:
+        """The model that initializes the last module of the chain, and the functions that do so before."""
+        adapter = adapter_initializer(chain)
+        return (None, [adapter]) if adapter is not None else (self._owner(chain), _resets(chain))
 
     def _chain(self, name: str) -> list[Any]:
         """The modules from the root down to ``name``."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ptdp._peft import original_name
 from lightning_ptdp.initial_values.initializers import Initializers, why_without_values
 from lightning_ptdp.random import derive_seed, seeded
 
@@ -81,6 +82,7 @@ class Materializer:
 
     def _values(self, name: str, asked: nn.Module) -> nn.Module:
         """A module with initial values, drawn on the CPU so that they do not depend on the device."""
+        name = original_name(name)
         assert self._initialize is not None
         with seeded(derive_seed(self._seed, "init", name), torch.device("cpu")):
             made = self._initialize(name, others=self._others.get(name, ()))

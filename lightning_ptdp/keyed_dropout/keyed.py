@@ -83,6 +83,13 @@ class KeyedDropout(Surrounding):
         """What follows is whole."""
         self._inside = False
 
+    @contextlib.contextmanager
+    def within(self, *, split: bool) -> Iterator[None]:
+        """Around what is split over the tensor group, or whole, whatever what follows is."""
+        outer, self._inside = self._inside, split
+        yield
+        self._inside = outer
+
     def around(self, forward: Forward) -> Context:
         """Drop by key in training.
 

@@ -14,6 +14,7 @@ from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.schedule.generators import may_split_backward
 from lightning_ptdp.surroundings import Surrounding, Surroundings
 from lightning_ptdp.tensor_parallel import SplitRandomness
+from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 from lightning_ptdp.tensor_parallel.region import is_whole
 from lightning_ptdp.weight_gradients import WeightGradients
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -48,7 +49,7 @@ def make_surroundings(
     if config.keyed_dropout:
         entries.append(KeyedDropout(tensor=tensor, context=context, sequence_parallel=config.sequence_parallel, seed=seed))
     elif tensor.size > 1 and (parallel.split_blocks is not None or not config.sequence_parallel):
-        returns = any(map(is_whole, parallel.module.modules()))
+        returns = any(is_whole(m) or (isinstance(m, PlacedDropout) and not m.split) for m in parallel.module.modules())
         entries.append(SplitRandomness(rank=tensor.rank, device=device, blocks=parallel.split_blocks, returns=returns))
     return Surroundings(entries)
 

@@ -263,7 +263,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.product = product
         return product.output_of_all(x, bias)
 
@@ -292,7 +292,7 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.product = product
         y = product.summed_output(x)
         if bias is None:

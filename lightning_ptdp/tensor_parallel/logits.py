@@ -1,10 +1,10 @@
 """Logits that are split along the vocabulary and look whole, so that an unmodified ``training_step`` stays right and cheap.
 
 The tensor holds the local columns and reports the shape of the whole. What losses usually do to logits works on the local part:
-reshaping, casting and indexing that leave the last dimension alone, arithmetic with Python numbers, ``F.cross_entropy`` of class
-indices, ``argmax(-1)``, ``logsumexp(-1)``. Every other function gathers the vocabulary first (autograd follows) and goes on with a
-plain tensor. Gathering is collective over the tensor group: all its members must call it, which they do where they run the same code.
-Operations in place would change a copy and are refused.
+reshaping, casting and indexing that leave the last dimension alone, arithmetic with Python numbers and among themselves,
+``F.cross_entropy`` of class indices, ``argmax(-1)``, ``logsumexp(-1)``. Every other function gathers the vocabulary first (autograd
+follows) and goes on with a plain tensor. Gathering is collective over the tensor group: all its members must call it, which they do
+where they run the same code. Operations in place would change a copy and are refused.
 """
 
 from __future__ import annotations
@@ -128,10 +128,15 @@ def _wrapped(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwar
     return _like(logits, func(_local(logits), *args, **kwargs))
 
 
-def _with_number(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    if kwargs or not all(isinstance(arg, int | float) for arg in args):
+def _arithmetic(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+    """With numbers, or with logits of the same columns (of an adapter beside the head)."""
+    if kwargs or not all(isinstance(arg, int | float) or _has_columns_of(logits, arg) for arg in args):
         return NotImplemented
-    return _wrapped(logits, func, args, kwargs)
+    return _wrapped(logits, func, tuple(_local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in args), kwargs)
+
+
+def _has_columns_of(logits: VocabularyParallelLogits, other: object) -> bool:
+    return isinstance(other, VocabularyParallelLogits) and other.vocabulary == logits.vocabulary and other.shape == logits.shape
 
 
 def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
@@ -274,7 +279,7 @@ _HANDLERS: Mapping[str, Callable[[VocabularyParallelLogits, Callable, tuple, dic
     {
         **dict.fromkeys(_LOCAL.split(), _on_local),
         **dict.fromkeys(_KEEP.split(), _wrapped),
-        **dict.fromkeys(_NUMBER.split(), _with_number),
+        **dict.fromkeys(_NUMBER.split(), _arithmetic),
         **dict.fromkeys(("__repr__", "__format__", "__str__"), _text),
         **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _refuse_hook),
         **dict.fromkeys(_SHAPE.split(), _as_whole),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-
-from torch import nn
 
 __all__ = ["matches", "nearest_names"]
 
@@ -17,7 +15,7 @@ def matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(fnmatchcase(part, glob) for part, glob in zip(parts, wanted, strict=True))
 
 
-def nearest_names(wanted: str, modules: Mapping[str, nn.Module]) -> str:
+def nearest_names(wanted: str, modules: Iterable[str]) -> str:
     """The end of an error message: names of ``modules`` that ``wanted`` may mean."""
     names = [name for name in modules if name]
     if not names:

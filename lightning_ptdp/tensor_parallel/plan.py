@@ -8,7 +8,9 @@ from typing import Literal
 
 from torch import nn
 
+from lightning_ptdp._peft import replaced_by, seen_through
 from lightning_ptdp.option_types import check_types
+from lightning_ptdp.tensor_parallel.adapters import adapter_kinds, check_adapters
 from lightning_ptdp.tensor_parallel.explain import explain
 from lightning_ptdp.tensor_parallel.kinds import Kind, kind_from
 from lightning_ptdp.tensor_parallel.numbers import Number, local_numbers
@@ -102,15 +104,14 @@ class ParallelPlan:
         return kinds
 
     def _matched(self, model: nn.Module) -> dict[str, Kind]:
-        modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+        plain = {name: plain for name, plain, _ in seen_through(model) if plain}
         found: dict[str, Kind] = {}
         origin: dict[str, str] = {}
         for pattern, kind in self.kinds.items():
-            names = [name for name in modules if matches(name, pattern)]
+            names = [name for name, known in plain.items() if matches(known, pattern)]
             if not names:
-                raise ValueError(
-                    f"the plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}; {nearest_names(pattern, modules)}"
-                )
+                near = nearest_names(pattern, dict.fromkeys(plain.values()))
+                raise ValueError(f"the plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}; {near}")
             for name in names:
                 if found.setdefault(name, kind) != kind:
                     raise ValueError(
@@ -118,7 +119,10 @@ class ParallelPlan:
                         f"{pattern!r}); keep one of them"
                     )
                 origin.setdefault(name, pattern)
-        return {name: found[name] for name in modules if name in found}
+        for name, module in model.named_modules(remove_duplicate=False):
+            if f"{name}.{replaced_by(module)}" in found:
+                found |= adapter_kinds(name, module, found[f"{name}.{replaced_by(module)}"])
+        return {name: found[name] for name, _ in model.named_modules(remove_duplicate=False) if name in found}
 
     def check(
         self, model: nn.Module, tensor_parallel_size: int, sequence_parallel: bool = False, *, converted: bool = False
@@ -137,6 +141,7 @@ class ParallelPlan:
         self._check_paths(model)
         if tensor_parallel_size == 1:
             return
+        check_adapters(model, kinds)
         for _ in local_numbers(model, self.numbers, tensor_parallel_size=tensor_parallel_size):
             pass
         for name, kind in kinds.items():
@@ -230,6 +235,12 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
 
 
 def _check_ends(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
+    for name, _ in model.named_modules():
+        if name.endswith(".lora_embedding_A"):
+            raise ValueError(
+                f"'{name.rpartition('.')[0]}' adapts an embedding behind which sequence_parallel=True splits the sequence: leave it out "
+                "of target_modules, or use sequence_parallel=False"
+            )
     words = [model.get_submodule(name) for name, kind in kinds.items() if kind.pads]
     missing: Sequence[str] = [
         label

@@ -19,14 +19,15 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_ptdp._torch import untraced
 from lightning_ptdp.random import States, derive_seed, reseed, set_states
 from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.tensor_parallel.region import is_whole
 
-__all__ = ["Randomness", "SplitRandomness", "give_randomness"]
+__all__ = ["PlacedDropout", "Randomness", "SplitRandomness", "give_randomness"]
 
 
 class Randomness(Protocol):
@@ -37,6 +38,9 @@ class Randomness(Protocol):
 
     def leave(self) -> None:
         """What follows is the same on all members again."""
+
+    def within(self, *, split: bool) -> Context:
+        """Around what is split, or the same on all members, whatever what follows is."""
 
 
 class SplitRandomness(Surrounding):
@@ -90,6 +94,17 @@ class SplitRandomness(Surrounding):
         if self._drops or not torch.compiler.is_compiling():
             self._leave()
 
+    @contextlib.contextmanager
+    def within(self, *, split: bool) -> Iterator[None]:
+        """Around what is split, or the same on all members, whatever what follows is."""
+        change, back = (self.enter, self.leave) if split else (self.leave, self.enter)
+        changes = (self._shared is not None) != split
+        if changes:
+            change()
+        yield
+        if changes:
+            back()
+
     @untraced
     def _enter(self) -> None:
         if self._shared is not None:
@@ -102,6 +117,22 @@ class SplitRandomness(Surrounding):
             return
         shared, self._shared = self._shared, None
         set_states(shared, self._device)
+
+
+class PlacedDropout(nn.Dropout):
+    """Dropout that knows whether its input is split over the tensor group, whatever the layer that ran before it left behind."""
+
+    def __init__(self, p: float, *, split: bool) -> None:
+        super().__init__(p)
+        self.split = split
+        self.randomness: Randomness | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``nn.Dropout``."""
+        if self.randomness is None or not self.training:
+            return F.dropout(x, self.p, self.training)
+        with self.randomness.within(split=self.split):
+            return F.dropout(x, self.p, self.training)
 
 
 def _drops(module: nn.Module) -> bool:
@@ -124,17 +155,16 @@ def give_randomness(module: nn.Module, randomness: Randomness, *, blocks: nn.Mod
         A function that undoes it.
     """
     undo = contextlib.ExitStack()
+    for layer in module.modules():
+        if "randomness" in vars(layer) and (blocks is None or isinstance(layer, PlacedDropout)):
+            vars(layer)["randomness"] = randomness
+            undo.callback(setattr, layer, "randomness", None)
     if blocks is not None:
         enter, leave = partial(_enter, randomness), partial(_leave, randomness)
         for block in blocks.children():
             _around(block, enter, leave, undo)
             for child in (module for module in block.modules() if is_whole(module)):
                 _around(child, leave, enter, undo)
-        return undo.close
-    for layer in module.modules():
-        if "randomness" in vars(layer):
-            vars(layer)["randomness"] = randomness
-            undo.callback(setattr, layer, "randomness", None)
     return undo.close
 
 

@@ -31,6 +31,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
     """
 
     shown = ("num_embeddings", "embedding_dim", "padded_vocabulary")
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # as adapters ask an nn.Embedding
 
     def __init__(
         self,

@@ -42,10 +42,15 @@ class Run:
     export: str | None = None
 
 
-def make_model(name: str, **options: Any) -> nn.Module:
-    """A small model without dropout."""
+def make_model(name: str, *, lora: Any = None, **options: Any) -> nn.Module:
+    """A small model without dropout; with ``lora``, which are LoraConfig's arguments, what peft makes of it."""
     import transformers
 
+    if lora is not None:
+        import peft
+
+        defaults = {"r": 3, "target_modules": "all-linear", "fan_in_fan_out": name == "gpt2"}
+        return peft.get_peft_model(make_model(name, **options), peft.LoraConfig(**defaults | dict(lora)))
     small = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4}
     llama = {**small, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}
     bert = {**small, "intermediate_size": 48, "max_position_embeddings": 32, "attention_probs_dropout_prob": 0.0}
@@ -190,7 +195,8 @@ class LitHuggingFace(L.LightningModule):
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=5e-3, eps=1e-3, weight_decay=0.01)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=5e-3, eps=1e-3, weight_decay=0.01)
 
 
 class Recorder(L.Callback):
@@ -269,6 +275,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "p4": (4, {P: 4, M: 4}),
     "full": (2, {P: 2, M: 2, "recompute": "full"}),
     "named": (2, {P: 2, M: 2, "partition": ["encoder.block.0", "decoder.block.0"]}),
+    "d2 sharded": (2, {"shard_optimizer": True}),
     "t2p2": (4, {T: 2, P: 2, M: 2}),
     "t2p2v2": (4, {T: 2, P: 2, V: 2, M: 2}),
     "t2p2v2sp": (4, {T: 2, P: 2, V: 2, M: 2, SP: True, "tensor_overlap": 4}),
@@ -284,7 +291,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def check(pool: Pool, reference: Any, run: Run, layout: str, *, tolerance: float = 1e-5) -> None:
     world_size, degrees = LAYOUTS[layout]
     expected = reference(run)
-    found = pool.run(fit, world_size=world_size, args=(replace(run, layout=degrees, world_size=world_size),))
+    found = pool.run(fit, world_size=world_size, args=(replace(run, layout=run.layout | degrees, world_size=world_size),))
     assert found[0]["initial"].keys() == expected["initial"].keys()
     for name, value in expected["initial"].items():
         assert torch.equal(found[0]["initial"][name], value), f"{name} starts differently"

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from lightning_ptdp._peft import replaced_by
+from lightning_ptdp.initial_values.shadow import shallow_copy
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS, encoder_decoder_plan
 from lightning_ptdp.models.plans.families import FAMILIES, family_plan
@@ -21,6 +23,10 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
     Returns:
         None if nothing is known of the class. A subclass is known if it has the forward of the class that it extends.
     """
+    return _plan_for(without_adapters(module), prefix)
+
+
+def _plan_for(module: nn.Module, prefix: str) -> ParallelPlan | None:
     for kind in type(module).__mro__:
         if type(module).forward is not vars(kind).get("forward"):
             continue
@@ -44,12 +50,12 @@ def find_plan(model: nn.Module) -> ParallelPlan | None:
     Returns:
         None if there is none, or if there are several, which may or may not be one after the other.
     """
-    found = list(_known(model, ""))
+    found = list(_known(without_adapters(model), ""))
     return found[0] if len(found) == 1 else None
 
 
 def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
-    plan = plan_for(module, prefix)
+    plan = _plan_for(module, prefix)
     if plan is not None:
         yield plan
         return
@@ -67,3 +73,22 @@ def _is_hugging_face(module: nn.Module) -> bool:
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in type(module).__mro__
     )
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """A view of a model in which what peft adapts stands as it was, to ask for its structure; the model itself if nothing is adapted."""
+    if all(replaced_by(module) is None for module in model.modules()):
+        return model
+    views: dict[nn.Module, nn.Module] = {}
+
+    def view(module: nn.Module) -> nn.Module:
+        base = replaced_by(module)
+        if base is not None:
+            return view(module.get_submodule(base))
+        if module not in views:
+            views[module] = shallow_copy(module)
+            children = {key: child if child is None else view(child) for key, child in module._modules.items()}
+            views[module].__dict__["_modules"] = children
+        return views[module]
+
+    return view(model)

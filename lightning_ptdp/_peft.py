@@ -1,0 +1,76 @@
+"""Names of peft, in one place (tests/huggingface/test_lora.py): told by name, so that peft need not be imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["adapter_initializer", "adapters_of", "copies_of", "original_name", "replaced_by", "seen_through"]
+
+_BASES = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_module"}
+
+
+def replaced_by(module: nn.Module) -> str | None:
+    """Under which name a module of peft's holds the module in whose place it was put; None: it is no such module."""
+    for kind in type(module).__mro__:
+        if kind.__name__ in _BASES and kind.__module__.startswith("peft."):
+            return _BASES[kind.__name__]
+    return None
+
+
+def copies_of(module: nn.Module) -> Iterator[str]:
+    """Under which names a module of ``modules_to_save`` holds the copies that are trained."""
+    held = module._modules.get("modules_to_save")
+    for name in held._modules if held is not None else ():
+        yield f"modules_to_save.{name}"
+
+
+def adapters_of(module: nn.Module) -> list[str] | None:
+    """Names of the adapters that a layer of LoRA has; None: it is none, but something else of peft's."""
+    if not any(kind.__name__ == "LoraLayer" and kind.__module__.startswith("peft.") for kind in type(module).__mro__):
+        return None
+    return list(getattr(module, "scaling"))  # noqa: B009 - its type is peft's
+
+
+def seen_through(module: nn.Module, name: str = "", plain: str = "") -> Iterator[tuple[str, str, nn.Module]]:
+    """(name, name without peft's, module) of everything in ``module``; its own layers stand for what they replace."""
+    base = replaced_by(module)
+    if base is None:
+        yield name, plain, module
+    inner = [(key, "") for key in (base, *copies_of(module))] if base is not None else [(key, key) for key in module._modules]
+    for key, own in inner:
+        child = module.get_submodule(key) if base is not None else module._modules[key]
+        if child is not None:
+            yield from seen_through(child, f"{name}.{key}".lstrip("."), f"{plain}.{own}".strip("."))
+
+
+def original_name(name: str) -> str:
+    """Of a module in a copy of ``modules_to_save``: the same in the original, whose initial values it has."""
+    return re.sub(r"\.modules_to_save\.[^.]+", ".original_module", name)
+
+
+def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | None:
+    """What gives initial values to the last module of ``chain`` (from the root down) if it belongs to an adapter: peft's own."""
+    for place in reversed(range(len(chain) - 1)):
+        layer: Any = chain[place]
+        if adapters_of(layer) is not None and chain[place + 1] is not layer.base_layer:
+            configs: Any = next(vars(above)["peft_config"] for above in reversed(chain[:place]) if "peft_config" in vars(above))
+            return lambda: _initialize(layer, chain[-1], configs)
+    return None
+
+
+@torch.no_grad()
+def _initialize(layer: Any, part: nn.Module, configs: Any) -> None:
+    for adapter in adapters_of(layer) or ():
+        own = {id(held[adapter]) for held in layer.children() if adapter in dict(held.named_children())}
+        if id(part) not in own and adapter not in part._parameters:
+            continue
+        for parameter in part.parameters():
+            nn.init.normal_(parameter)
+        if isinstance(part, nn.Linear):
+            part.reset_parameters()
+        layer.reset_lora_parameters(adapter, configs[adapter].init_lora_weights)
