@@ -9,6 +9,9 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_ptdp.checkpoint import files
 
 __all__ = ["ExportHuggingFace"]
 
@@ -49,6 +52,8 @@ class ExportHuggingFace(pl.Callback):
                 raise ValueError(f"{name}={value!r} must be one of {list(choices)}")
         if shard_bytes < 1:
             raise ValueError(f"shard_bytes={shard_bytes} must be a positive number of bytes")
+        if when == "end":
+            files.check_replaceable(folder, marker="config.json")
         self._folder, self._when = os.fspath(folder), when
         self._options = {"dtype": dtype and getattr(torch, dtype), "shard_bytes": shard_bytes, "prefix": prefix}
         self._last = -1
@@ -76,4 +81,6 @@ class ExportHuggingFace(pl.Callback):
         if self._when == "checkpoint":
             folder /= f"step-{trainer.global_step}"
         strategy.export_huggingface(folder, **self._options, check_only=check_only)
-        self._last = -1 if check_only else trainer.global_step
+        if not check_only:
+            self._last = trainer.global_step
+            rank_zero_info(f"exported:    {folder}")

@@ -13,8 +13,8 @@ __all__ = ["run"]
 _DESCRIPTION = """\
 Convert between a checkpoint of ours (a folder) and
 
-  a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2, Llama and BERT for our own models; any for a
-                          LightningModule that wraps a Hugging Face model, with --names hf and --config)
+  a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2, Llama and BERT for our own models; any for LitCausalLM
+                          and LitMaskedLM, and for another LightningModule that wraps theirs with --names hf and --config)
   a state dict            .pt, .pth, .bin or .safetensors
   a Lightning checkpoint  one .ckpt file, as LightningModule.load_from_checkpoint reads it
 
@@ -80,7 +80,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="attribute of the model in the LightningModule, with a dot (default: for Hugging Face 'model.' on the way in and what all "
         "names begin with on the way out; for state dicts none)",
     )
-    parser.add_argument("--config", help="to Hugging Face, for a module that wraps their model: its config.json or its folder")
+    parser.add_argument(
+        "--config", help="to Hugging Face, for a module of your own that wraps their model: its config.json or its folder"
+    )
     parser.add_argument(
         "--verify", action="store_true", help="to Hugging Face: load it with transformers and compare it with the checkpoint"
     )

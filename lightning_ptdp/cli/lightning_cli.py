@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 # Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
 from lightning_ptdp import callbacks, data, loggers, strategy  # noqa: F401
 from lightning_ptdp.callbacks import (
+    ExportHuggingFace,
     GradientNorm,
     InitFrom,
     LayoutSummary,
@@ -137,6 +138,8 @@ class PTDPCLI(LightningCLI):
                 self.trainer_defaults["callbacks"].append(StepProgress())
             if self.config.init_from is not None:
                 self.trainer_defaults["callbacks"].append(InitFrom(self.config.init_from))
+            if self.config.export is not None:
+                self.trainer_defaults["callbacks"].append(ExportHuggingFace(self.config.export))
 
 
 def _wants_our_bar(trainer: Namespace) -> bool:

@@ -54,6 +54,12 @@ _OPTIONS = {
             text="Checkpoint or Hugging Face folder whose weights training begins with, as for fine-tuning; for other names use the "
             "callback InitFrom.",
         ),
+        VerbOption(
+            name="export",
+            type=str | None,
+            text="Hugging Face folder to write at the end, by all ranks together; for every checkpoint or another dtype use the callback "
+            "ExportHuggingFace.",
+        ),
     ),
     "predict": (
         VerbOption(name="output", type=str | None, text="File to write to, a line a sample; null: the lines are printed."),

@@ -46,9 +46,10 @@ def to_huggingface(
     Args:
         source: The checkpoint folder.
         destination: The folder to make; an existing folder of that kind is replaced.
-        config: For a LightningModule that wraps a Hugging Face model, that model's ``config.json``, or the folder it is in. For our
-            own models it follows from the checkpoint. The files of the tokenizer and of generation beside it go along, or for a GPT of
-            ours the tokenizer of the data folder that the checkpoint names, as transformers reads it.
+        config: For a LightningModule that wraps a Hugging Face model, that model's ``config.json``, or the folder it is in. It follows
+            from the checkpoint for our own models, and where the hyperparameters have the folder as ``path`` (``LitCausalLM``). The files
+            of the tokenizer and of generation beside it go along, or for a GPT of ours the tokenizer of the data folder that the
+            checkpoint names, as transformers reads it.
         prefix: Name of the model's attribute in the LightningModule, with a dot; tensors of other names are left out. Default: what
             all names begin with.
         dtype: What floating-point tensors are converted to; default: as they are.

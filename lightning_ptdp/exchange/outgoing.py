@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from lightning_ptdp.exchange.tables import Model, Part
 from lightning_ptdp.exchange.tokenizers import files_beside, tokenizer_of
 from lightning_ptdp.exchange.writer import Item
 from lightning_ptdp.models import GPTConfig
+from lightning_ptdp.models.folder import local_folder
 
 __all__ = ["MODEL", "Described", "described_by_folder", "described_by_module", "described_by_state"]
 
@@ -100,12 +102,18 @@ def described_by_folder(path: Path) -> Described:
 
 
 def described_by_state(state: Mapping[str, Any]) -> Described:
-    """By what a checkpoint says of itself: one of our own models.
+    """By what a checkpoint says of itself: the Hugging Face folder that its model was built from, or one of our own models.
 
     Raises:
-        CheckpointError: Of ``model_of_hyper_parameters``.
+        CheckpointError: Of ``model_of_hyper_parameters``; or the folder is not there any more.
     """
-    model = model_of_hyper_parameters(state.get("hyper_parameters", {}))
+    given = state.get("hyper_parameters", {})
+    if isinstance(given.get("path"), str):
+        try:
+            return described_by_folder(local_folder(given["path"]))
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint's model was built from {given['path']}: {error}") from error
+    model = model_of_hyper_parameters(given)
     return Described(
         config=model.write(), documents=tokenizer_of(state) if isinstance(model.config, GPTConfig) else {}, ours=model
     )
@@ -114,22 +122,12 @@ def described_by_state(state: Mapping[str, Any]) -> Described:
 def described_by_module(model: Any) -> Described:
     """By a Hugging Face model, whatever part of it is here; files of the folder that its configuration was read from go along."""
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    config |= {"use_cache": True} if "use_cache" in config else {}  # it is False while a model is trained
     documents = {"generation_config.json": model.generation_config.to_json_string().encode()} if model.can_generate() else {}
-    return Described(config=config, documents=documents | _files_of(model.config.name_or_path), kind=type(model))
-
-
-def _files_of(name: str) -> dict[str, bytes]:
-    """Those beside the configuration of a model that was given by its folder, or by its name at Hugging Face's hub."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    if name and Path(name).is_dir():
-        return files_beside(Path(name))
-    try:
-        cached = try_to_load_from_cache(name, CONFIG_FILE)
-    except HFValidationError:
-        return {}
-    return files_beside(Path(cached)) if isinstance(cached, str) else {}
+    if model.config.name_or_path:
+        with contextlib.suppress(ValueError):
+            documents |= files_beside(local_folder(model.config.name_or_path))
+    return Described(config=config, documents=documents, kind=type(model))
 
 
 def _our_items(

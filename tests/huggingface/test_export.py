@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
-from lightning_ptdp.checkpoint import read_full, read_metadata
+from lightning_ptdp.callbacks import ExportHuggingFace
+from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata
 from lightning_ptdp.exchange import open_huggingface, to_huggingface
-from tests.huggingface.runs import Run, fit
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.huggingface.runs import LitHuggingFace, Run, Samples, fit, make_model
 from tests.pool import Pool
 
-transformers = pytest.importorskip("transformers")
+transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
 T, P, V, C, M = (
     "tensor_parallel_size",
@@ -60,3 +68,95 @@ def test_an_export_is_the_checkpoint(
     assert state.keys() == {name.removeprefix("model.") for name in whole}
     assert all(torch.equal(state[name.removeprefix("model.")], value) for name, value in whole.items())
     assert loaded.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+
+class LitTwo(LitHuggingFace):
+    """A student and its teacher."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.teacher = make_model("gpt2").requires_grad_(False)
+
+
+class LitAdapted(LitHuggingFace):
+    """A frozen model with adapters."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), self.model)
+
+
+class LitFull(LitHuggingFace):
+    """Where the disk is full."""
+
+    def setup(self, stage: str) -> None:
+        usage = shutil.disk_usage("/")
+        shutil.disk_usage = lambda path: usage._replace(free=9_000)
+
+
+def _fit(rank: int, kind: type[LitHuggingFace], model: str, options: dict[str, Any], folder: Path) -> list[str]:
+    """What is left in the folder above, behind what fit says where it refuses."""
+    L.seed_everything(3, verbose=False)
+    usage, said = shutil.disk_usage, []
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(), accelerator="cpu", devices=2, max_steps=3, logger=False, enable_progress_bar=False,
+        callbacks=[ExportHuggingFace(folder, **options), ModelCheckpoint(folder.parent / "saved", every_n_train_steps=2, save_top_k=-1)],
+        enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(kind(Run(model=model)), DataLoader(Samples(model), batch_size=2))
+    except CheckpointError as error:
+        assert trainer.global_step == 0
+        said = [str(error)]
+    finally:
+        shutil.disk_usage = usage
+    return said + sorted(os.listdir(folder.parent))
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "words"),
+    [
+        (LitHuggingFace, "encoder", r"hyperparameters name no configuration of one of our models"),
+        (LitTwo, "llama", r"LitTwo holds the Hugging Face models \['model', 'teacher'\]: name the one.*, such as prefix='model\.'"),
+        (LitFull, "llama", r"will have 0\.\d+ GB, but its disk has 0\.00 GB left"),
+        (LitAdapted, "llama", r"has 'model.layers.0.self_attn.q_proj.base_layer.weight'.*merge adapters"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_refused_before_the_first_step(
+    kind: type[LitHuggingFace], model: str, words: str, pool: Pool, tmp_path: Path
+) -> None:
+    for message, *left in pool.run(_fit, world_size=2, args=(kind, model, {}, tmp_path / "out")):
+        assert re.search(words, message), message
+        assert left == []
+
+
+def test_beside_every_checkpoint_and_at_the_end(pool: Pool, tmp_path: Path) -> None:
+    options = {"when": "checkpoint", "prefix": "model.", "dtype": "bfloat16"}
+    found = pool.run(_fit, world_size=2, args=(LitTwo, "llama", options, tmp_path / "out"))
+    assert found == [["out", "saved"]] * 2
+    assert sorted(os.listdir(tmp_path / "out")) == ["step-2", "step-3"]
+    (checkpoint,) = (tmp_path / "saved").glob("*step=2*")
+    whole, written = read_full(checkpoint), open_huggingface(tmp_path / "out" / "step-2")
+    assert {f"model.{name}" for name in written} == {name for name in whole if not name.startswith("teacher.")}
+    assert all(torch.equal(value, whole[f"model.{name}"].bfloat16()) for name, value in written.items())
+    later = open_huggingface(tmp_path / "out" / "step-3")
+    assert not all(torch.equal(value, written[name]) for name, value in later.items())
+
+
+def test_a_callback_that_makes_no_sense(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is a folder with other content"):
+        ExportHuggingFace(tmp_path)
+    for options, words in (
+        ({"when": "never"}, "when='never' must be one of"),
+        ({"dtype": "int8"}, "dtype='int8' must be one of"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ExportHuggingFace(tmp_path / "out", **options)  # type: ignore[arg-type]
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, callbacks=[ExportHuggingFace(tmp_path / "out")], logger=False, barebones=True
+    )
+    with pytest.raises(ValueError, match=r'needs Trainer\(strategy="ptdp"\), not SingleDeviceStrategy'):
+        trainer.fit(LitHuggingFace(Run(model="llama")), DataLoader(Samples("llama"), batch_size=2))

@@ -1,0 +1,148 @@
+"""A Hugging Face folder that several ranks write together, each what it has of the tensors; and what is left when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, rectangles_of, save_checkpoint
+from lightning_ptdp.checkpoint.owners import Held, share_out
+from lightning_ptdp.exchange import FolderExport, described_by_state, open_huggingface, to_huggingface, writer
+from lightning_ptdp.exchange.writer import FolderPlan
+from lightning_ptdp.models import BertConfig, GPTConfig, LitBert, LitGPT
+from lightning_ptdp.sharding import Sharding
+from tests.checkpoint.layouts import shard
+from tests.models.configs import GPT2, LLAMA
+from tests.pool import Pool, WorkerFailure
+
+BERT = BertConfig.original(vocabulary_size=60, sequence_length=16, num_layers=2, hidden_size=16, num_heads=2)
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT}
+Config = GPTConfig | BertConfig
+
+
+def _whole(config: Config) -> dict[str, torch.Tensor]:
+    """A whole model of ours, the same in every process."""
+    torch.manual_seed(1)
+    module: Any = LitGPT(config) if isinstance(config, GPTConfig) else LitBert(config)
+    module.configure_model()
+    first: dict[int, str] = {}
+    state = {
+        name: value for name, value in module.state_dict(keep_vars=True).items() if first.setdefault(id(value), name) == name
+    }
+    return {f"model/{name}": torch.randn(value.shape) for name, value in state.items()}
+
+
+def _part(config: Config, rank: int) -> list[LocalRectangle]:
+    """Of one of four ranks: two replicas, each a pair that holds rows, columns or all of a tensor."""
+    tensors = {}
+    for number, (name, value) in enumerate(_whole(config).items()):
+        kinds = ["replicated", "vocabulary", *["row"] * (value.dim() == 2 and value.shape[1] % 2 == 0)]
+        kinds += ["column"] * (value.shape[0] % 2 == 0)
+        tensors[name] = shard(value, kinds[number % len(kinds)], size=2, rank=rank % 2)
+    return rectangles_of(tensors)
+
+
+def _export(target: Path, config: Config) -> FolderExport:
+    described = described_by_state({"hyper_parameters": {"config": asdict(config)}})
+    return FolderExport(target=target, described=described, dtype=torch.bfloat16, shard_bytes=9_000)
+
+
+def _write(rank: int, folder: Path) -> None:
+    block, writer._BLOCK = writer._BLOCK, 100  # bytes
+    for name, config in CONFIGS.items():
+        export = _export(folder / name, config)
+        export.check(_part(config, rank))
+        export.write(_part(config, rank))
+    writer._BLOCK = block
+
+
+def test_our_models_as_from_their_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_write, world_size=4, args=(tmp_path / "all",))
+    assert sorted(os.listdir(tmp_path / "all")) == sorted(CONFIGS)
+    for name, config in CONFIGS.items():
+        tensors = {key: (value, Sharding.replicated(tuple(value.shape))) for key, value in _whole(config).items()}
+        save_checkpoint(tmp_path / "c", tensors=tensors, state={"hyper_parameters": {"config": asdict(config)}}, metadata={})
+        to_huggingface(tmp_path / "c", tmp_path / "one", dtype=torch.bfloat16, shard_bytes=9_000)
+        one, together = (
+            {path.name: path.read_bytes() for path in place.iterdir()} for place in (tmp_path / "one", tmp_path / "all" / name)
+        )
+        assert len(one) > 3
+        assert one == together
+        assert sum(value.float().norm() for value in open_huggingface(tmp_path / "one").values()) > 100  # no holes on both sides
+
+
+def test_ranks_write_about_the_same() -> None:
+    ranks = [[Held.of(one) for one in _part(LLAMA, rank)] for rank in range(4)]
+    shares = share_out(ranks)
+    assert shares == share_out(ranks)
+    written = Counter(what for share in shares for what in share)
+    assert written.keys() == {(one.name, one.place) for rank in ranks for one in rank}
+    assert set(written.values()) == {1}
+    assert all(
+        what in {(one.name, one.place) for one in rank} for rank, share in zip(ranks, shares, strict=True) for what in share
+    )
+    bytes_of = {(one.name, one.place): one.num_bytes for rank in ranks for one in rank}
+    loads = [sum(bytes_of[what] for what in share) for share in shares]
+    assert max(loads) < 1.2 * sum(loads) / 4
+
+
+def _fail(rank: int, target: Path, how: str) -> str:
+    export = _export(target, LLAMA)
+    export.write(_part(LLAMA, rank))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fill = FolderPlan.fill
+
+    def killed(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    parts, wrong = _part(LLAMA, rank), rank == 1
+    if how == "full disk" and wrong:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, before[1]))
+    if how == "killed" and wrong:
+        FolderPlan.fill = killed  # type: ignore[method-assign]
+    if how == "lacking":
+        parts = [one for one in parts if "head" not in one.name]
+    if how == "not shared" and wrong:
+        shutil.copytree(target, target.parent / "elsewhere", dirs_exist_ok=True)
+        FolderPlan.fill = lambda self, part, mine: fill(self, part / "elsewhere", mine)  # type: ignore[method-assign]
+    try:
+        export.write(parts)
+        return "written"
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        FolderPlan.fill = fill  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("full disk", r"exporting .*out failed: rank 1: OSError: .*File too large"),
+        ("lacking", r"exporting .*out failed: the checkpoint has no 'model.head.weight', which its hyperparameters' model has"),
+        ("not shared", r"rank 1: .*safetensors was made but is not seen here: all ranks must write to one shared file system"),
+    ],
+)
+def test_one_that_fails_fails_all_and_leaves_the_old_folder(how: str, words: str, pool: Pool, tmp_path: Path) -> None:
+    messages = pool.run(_fail, world_size=2, args=(tmp_path / "new" / "out", how))
+    assert messages[0] == messages[1]
+    assert re.search(words, messages[0]), messages[0]
+    assert [name for name in os.listdir(tmp_path / "new") if name != "elsewhere"] == ["out"]
+    assert open_huggingface(tmp_path / "new" / "out")
+
+
+def test_a_killed_writer_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure, match="the worker process died"):
+        pool.run(_fail, world_size=2, args=(tmp_path / "out", "killed"))
+    assert os.listdir(tmp_path) == ["out"]
+    assert open_huggingface(tmp_path / "out")
