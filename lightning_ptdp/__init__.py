@@ -11,18 +11,35 @@ from lightning_ptdp.version import __version__
 from lightning_ptdp.world.layout import ParallelLayout
 
 if TYPE_CHECKING:
+    from lightning_ptdp.generation import Sampling, generate
     from lightning_ptdp.models import LitCausalLM, LitMaskedLM
     from lightning_ptdp.strategy import PTDPStrategy
     from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["LitCausalLM", "LitMaskedLM", "PTDPStrategy", "ParallelLayout", "ParallelPlan", "__version__"]
+__all__ = [
+    "LitCausalLM",
+    "LitMaskedLM",
+    "PTDPStrategy",
+    "ParallelLayout",
+    "ParallelPlan",
+    "Sampling",
+    "__version__",
+    "generate",
+]
 
 _install()
 
 
 def __getattr__(name: str) -> object:
-    """Import Lightning only for those who ask for a name that needs it."""
-    rooms = {"LitCausalLM": "models", "LitMaskedLM": "models", "PTDPStrategy": "strategy", "ParallelPlan": "tensor_parallel"}
+    """Import torch and Lightning only for those who ask for a name that needs them."""
+    rooms = {
+        "LitCausalLM": "models",
+        "LitMaskedLM": "models",
+        "PTDPStrategy": "strategy",
+        "ParallelPlan": "tensor_parallel",
+        "Sampling": "generation",
+        "generate": "generation",
+    }
     if name not in rooms:
         raise AttributeError(f"module 'lightning_ptdp' has no attribute '{name}'")
     return getattr(import_module(f"lightning_ptdp.{rooms[name]}"), name)

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["captured_outputs", "install_capture", "is_capture"]
+__all__ = [
+    "advance_cache",
+    "captured_outputs",
+    "install_capture",
+    "is_capture",
+    "is_causal_model",
+    "is_huggingface_model",
+    "new_cache",
+]
 
 _CAPTURING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
@@ -33,3 +43,32 @@ def install_capture(model: nn.Module) -> None:
 def is_capture(hook: object) -> bool:
     """Whether a forward hook is one of those."""
     return getattr(hook, "__module__", None) == _CAPTURING
+
+
+def is_huggingface_model(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers."""
+    return callable(getattr(type(module), "can_generate", None))
+
+
+def is_causal_model(module: nn.Module) -> bool:
+    """Whether it is one that tells of each token what follows it, and has no encoder."""
+    model: Any = module
+    return is_huggingface_model(model) and model.can_generate() and not model.config.is_encoder_decoder
+
+
+def new_cache(config: Any) -> Any:
+    """An empty cache of keys and values for a model of ``config``; None where the model keeps something else, or its layers share them."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    cache = DynamicCache(config=config)
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return cache if plain and len(cache.layers) == config.get_text_config(decoder=True).num_hidden_layers else None
+
+
+def advance_cache(cache: Any, length: int, device: torch.device) -> None:
+    """Let the layers that were not called, since they are on other stages, have seen ``length`` tokens too: a model asks any of them."""
+    for layer in cache.layers:
+        missing = length - layer.get_seq_length()
+        if missing > 0:
+            nothing = torch.zeros(1, 1, missing, 1, device=device)
+            layer.update(nothing, nothing)

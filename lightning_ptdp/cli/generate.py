@@ -11,33 +11,17 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.option_types import Count, check_types
+from lightning_ptdp.generation.sampling import Sampling
 
 __all__ = ["SampleOptions", "run", "write_text"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """How text is written.
-
-    Args:
-        prompt: Text to continue.
-        max_new_tokens: Number of tokens to write.
-        temperature: Divides the logits; 0 takes the most likely token.
-        top_k: Sample among the k most likely tokens only; 0 or null: among all.
-        seed: Seed of the draws.
+class SampleOptions(Sampling):
+    __doc__ = f"""{Sampling.__doc__}        prompt: Text to continue.
     """
 
     prompt: str = "def "
-    max_new_tokens: Count = 64
-    temperature: float = 0.8
-    top_k: Count | None = 50
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature!r} must not be negative; 0 takes the most likely token")
 
 
 def run(verb: str, arguments: list[str]) -> int:
@@ -69,10 +53,9 @@ def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str
         UserError: The checkpoint is missing, holds no model of ours, or names no tokenizer.
         CheckpointError, TokenizerError: One of them is damaged.
     """
-    import torch
-
     from lightning_ptdp.data import Tokenizer
-    from lightning_ptdp.models import GPTConfig, generate
+    from lightning_ptdp.generation import generate
+    from lightning_ptdp.models import GPTConfig
 
     state, weights = _read(checkpoint)
     tokenizer = Tokenizer.load(tokenizer_folder or _tokenizer_folder(state, checkpoint))
@@ -86,16 +69,8 @@ def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str
         )
     # A document begins after the end token of the one before it.
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eos_id]
-    ids = generate(
-        module,
-        torch.tensor([prompt]),
-        options.max_new_tokens,
-        sequence_length=module.config.sequence_length,
-        temperature=options.temperature,
-        top_k=options.top_k or None,
-        generator=torch.Generator().manual_seed(options.seed),
-    )
-    return tokenizer.decode(ids[0].tolist())
+    (written,) = generate(module, [prompt], options, eos_ids=(tokenizer.eos_id,))
+    return tokenizer.decode([*prompt, *written])
 
 
 def _read(checkpoint: str) -> tuple[Mapping[str, Any], Mapping[str, object]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Gradients
 from lightning_ptdp.engine.agreement import check_same_batch, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
+from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_checks import GradientChecks, check_held
 from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens
@@ -207,6 +208,24 @@ class Engine:
         if not self._config.cuts_forward:
             return self._straight_step(hook, context, args)
         return self._run(self._job(hook, context, args), hook).extras
+
+    def decode(
+        self,
+        context: MakesContext,
+        call: Callable[[int], Tensor],
+        choose: Callable[[Tensor], Tensor],
+        *,
+        rows: int,
+        key: Hashable,
+    ) -> Tensor:
+        """The next token of each row, (b) int64, on all ranks of a replica (see ``Decoding``)."""
+        self.gradients.parameters_needed()
+        decoding = Decoding(call=call, choose=choose, key=key, context=context)
+        # What is compiled would be compiled again for every length.
+        eager = contextlib.nullcontext() if self._config.compile == "none" else torch.compiler.set_stance("force_eager")
+        with eager:
+            schedule = self._config.build_schedule(1, training=False)
+            return decoding.run(self._runtime, schedule, rows=rows, mesh=self._mesh, device=self._device)
 
     def compare_lengths(self, loader: Collection[object]) -> None:
         """Whether the replicas evaluate equally many batches, so that they may speak after each; collective over the replicas."""

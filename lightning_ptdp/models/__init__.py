@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.models.bert import Bert, BertOutput
+from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.config import BertConfig, GPTConfig, check_tensor_parallel
-from lightning_ptdp.models.generate import generate
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.optimization import AdamWConfig
 from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
@@ -24,6 +24,7 @@ __all__ = [
     "BertOutput",
     "GPT",
     "GPTConfig",
+    "KeyValueCache",
     "LitBert",
     "LitCausalLM",
     "LitGPT",
@@ -32,7 +33,6 @@ __all__ = [
     "bert_plan",
     "check_tensor_parallel",
     "flops_per_sample",
-    "generate",
     "gpt_plan",
     "make_tiny",
     "num_bert_parameters",

@@ -19,6 +19,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.layers import AttentionCore, GeluMLP, NormalEmbedding, NormalLinear, TiedLinear, Transformer
 from lightning_ptdp.models.lean import RMSNorm, swiglu
@@ -54,11 +55,19 @@ class GPT(Transformer):
         else:
             self.head = NormalLinear(config.hidden_size, config.vocabulary_size, bias=False, std=config.init_std)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, *, logits: bool = True) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        logits: bool = True,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         """Logits (b, s, V) of the token that follows each token of ``input_ids`` (b, s).
 
         ``position_ids`` (s), (1, s) or (b, s) int64 are the tokens' places in their sequence, where they are not 0 .. s-1. Without
-        ``logits``: what the head would be called with, (b, s, h), for a loss that calls it (``linear_cross_entropy``).
+        ``logits``: what the head would be called with, (b, s, h), for a loss that calls it (``linear_cross_entropy``). A ``cache`` has
+        what the tokens before these left, and keeps what these leave.
         """
         self.check_sequence_length(input_ids.size(1))
         x_bsh = self.wte(input_ids)
@@ -67,7 +76,7 @@ class GPT(Transformer):
             x_bsh = x_bsh + self.wpe(places)
         x_bsh = self.dropout(x_bsh)
         for block in self.blocks:
-            x_bsh = block(x_bsh, position_ids)
+            x_bsh = block(x_bsh, position_ids, cache)
         x_bsh = self.norm(x_bsh)
         return self.head(x_bsh) if logits else x_bsh
 
@@ -88,8 +97,8 @@ class Block(nn.Module):
         self.mlp = gelu_mlp(config) if config.mlp == "gelu" else SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), position_ids))
+    def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), position_ids, cache))
         return x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
 
 
@@ -106,13 +115,16 @@ class Attention(nn.Module):
         self.core = AttentionCore(config.dropout, is_causal=True)
         self.projection = residual_projection(config, config.hidden_size)
 
-    def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         heads_bsnd = torch.unflatten(self.qkv(x_bsh), -1, (-1, self.head_dim))
         kv_heads = heads_bsnd.size(2) // (self.queries_per_kv + 2)
         if self.rotary is not None:
             heads_bsnd = self.rotary(heads_bsnd, position_ids, turned=heads_bsnd.size(2) - kv_heads)
         q_bsnd, k_bsnd, v_bsnd = heads_bsnd.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2)
-        return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd).flatten(2))
+        if cache is None:
+            return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd).flatten(2))
+        k_bsnd, v_bsnd = cache.extend(self, k_bsnd, v_bsnd)
+        return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd, cache.mask_b1qs).flatten(2))
 
 
 class SwiGLU(nn.Module):

@@ -40,27 +40,27 @@ class Transformer(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(d)) v; q (b, s, n, d), k and v (b, s, n_kv, d) -> (b, s, n, d).
+    """softmax(q k^T / sqrt(d)) v; q (b, q, n, d), k and v (b, s, n_kv, d) -> (b, q, n, d).
 
     A module of its own, without parameters, so that what it keeps can be recomputed alone (``recompute="selective"``).
 
     Args:
         dropout: Probability on the attention weights.
-        is_causal: A token sees itself and what is before it; else all keys that a mask (b, 1, 1, s) admits.
+        is_causal: Without a mask a token sees itself and what is before it; else all keys that a mask (b, 1, 1 or q, s) admits.
     """
 
     def __init__(self, dropout: float, *, is_causal: bool) -> None:
         super().__init__()
         self.dropout, self.is_causal = dropout, is_causal
 
-    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, v_bsnd: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
+    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, v_bsnd: Tensor, mask_b1qs: Tensor | None = None) -> Tensor:
         y_bnsd = F.scaled_dot_product_attention(
             q_bsnd.transpose(1, 2),
             k_bsnd.transpose(1, 2),
             v_bsnd.transpose(1, 2),
-            attn_mask=mask_b11s,
+            attn_mask=mask_b1qs,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.is_causal,
+            is_causal=self.is_causal and mask_b1qs is None,
             enable_gqa=q_bsnd.size(2) != k_bsnd.size(2),
         )
         return y_bnsd.transpose(1, 2)

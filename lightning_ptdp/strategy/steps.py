@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from lightning_ptdp._lightning import Precision, fits
 from lightning_ptdp.engine.evaluations import Closure
 from lightning_ptdp.nested import Nested
 from lightning_ptdp.pipeline.progress import Observers
+from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
 from lightning_ptdp.strategy.run import RunningStrategy
 from lightning_ptdp.surroundings import Context
@@ -80,6 +81,34 @@ class ScheduledSteps(RunningStrategy):
     def predict_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """The user's ``predict_step`` on every stage; every rank of a replica returns the whole prediction."""
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
+
+    def decode(self, call: Callable[[int], Tensor], choose: Callable[[Tensor], Tensor], *, rows: int, key: Hashable) -> Tensor:
+        """One forward of the model for the next token of each of ``rows`` rows, (b) int64, outside of the steps (``generate``).
+
+        Args:
+            call: Runs the model as a pipeline stage; on the last one it returns the logits (b, V).
+            choose: From these, whole, to the tokens.
+            rows: b.
+            key: Forwards of one key have hidden states of the same shape.
+        """
+        with self._during("writing text at step"):
+            return self.engine.decode(self.precision_plugin.predict_step_context, call, choose, rows=rows, key=key)
+
+    def decodes(self) -> bool:
+        """Whether ``decode`` can be asked now, while the Trainer runs.
+
+        Raises:
+            MisconfigurationException: It cannot, and the model is cut, so that nobody else can run it.
+        """
+        module = self.lightning_module
+        if module.trainer.state.status == "running":
+            return True
+        if CUT_MARK in vars(module):
+            raise self.refusal(
+                f"the model is cut ({vars(module)[CUT_MARK]}) and writes text while the Trainer runs only: call generate in a hook such as "
+                "on_validation_epoch_end or on_predict_start, or use ptdp generate with a checkpoint"
+            )
+        return False
 
     def _evaluate(self, hook: str, context: Callable[[], Context], args: Sequence[Nested]) -> Nested:
         # Replicas may have different numbers of batches: only the ranks of one agree. The others of a fit would wait for them.

@@ -132,7 +132,9 @@ def _arithmetic(logits: VocabularyParallelLogits, func: Callable, args: tuple, k
     """With numbers, or with logits of the same columns (of an adapter beside the head)."""
     if kwargs or not all(isinstance(arg, int | float) or _has_columns_of(logits, arg) for arg in args):
         return NotImplemented
-    return _wrapped(logits, func, tuple(_local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in args), kwargs)
+    return _wrapped(
+        logits, func, tuple(_local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in args), kwargs
+    )
 
 
 def _has_columns_of(logits: VocabularyParallelLogits, other: object) -> bool:

@@ -14,7 +14,8 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT, flops_per_sample, generate, num_parameters
+from lightning_ptdp import Sampling, generate
+from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT, flops_per_sample, num_parameters
 from tests.models.configs import GPT2, LLAMA
 from tests.models.fits import quiet_trainer
 
@@ -140,8 +141,8 @@ def test_training_memorizes_a_sequence_and_greedy_generation_repeats_it(tmp_path
     assert perplexity == pytest.approx(math.exp(trainer.callback_metrics["val_loss"].item()), rel=1e-5)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)  # the cosine ends with the Trainer's steps
     assert lit.model is not None
-    continued = generate(lit.model, PATTERN[None, :3], 10, temperature=0.0)
-    assert torch.equal(continued[0], PATTERN)
+    (written,) = generate(lit, PATTERN[None, :3].tolist(), Sampling(temperature=0.0, max_new_tokens=10))
+    assert written == PATTERN[3:].tolist()
     assert trainer.test(lit, pattern_loader(), verbose=False)[0]["test_loss"] < 0.02
     predictions = trainer.predict(lit, pattern_loader())
     assert predictions is not None

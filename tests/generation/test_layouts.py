@@ -1,0 +1,60 @@
+"""What is written in a layout is what one process writes, and training goes on as if nothing had been written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.generation.writing import Writing, fit
+from tests.huggingface.runs import LAYOUTS
+from tests.pool import Pool
+
+Fit = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def written(pool: Pool) -> Fit:
+    """A training run, by rank; each is run once."""
+
+    @cache
+    def run(model: str, layout: str | None, **options: Any) -> list[dict[str, Any]]:
+        world_size, degrees = {**LAYOUTS, "c2": (2, {"context_parallel_size": 2}), "d2": (2, {}), None: (1, {})}[layout]
+        writing = Writing(model=model, layout=degrees, world_size=world_size, **options)
+        return pool.run(fit, world_size=world_size, args=(writing,))
+
+    return run
+
+
+CASES = [
+    ("llama", "t2"),
+    ("llama", "p2v2"),
+    ("llama", "t2p2"),
+    ("llama", "t2sp"),
+    ("gemma3", "p2"),
+    ("gpt", "t2p2"),
+    ("gpt", "t2sp"),
+    ("gpt", "c2"),
+    ("gpt", "d2"),
+    ("rope", "p2v2"),
+    ("own", "p2"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_the_same_text_as_on_one_process(written: Fit, model: str, layout: str) -> None:
+    found = written(model, layout)
+    assert all(rank["written"] == found[0]["written"] for rank in found)
+    assert found[0]["written"] == written(model, None)[0]["written"]
+
+
+@pytest.mark.parametrize(("model", "layout"), [("gpt", "t2p2"), ("llama", "p2v2"), ("gpt", None)])
+def test_training_goes_on_as_if_nothing_had_been_written(written: Fit, model: str, layout: str | None) -> None:
+    writes, silent = (written(model, layout, random=True, **options)[0] for options in ({}, {"samplings": None}))
+    assert len(writes["written"]) == 2 * 2
+    assert not silent["written"]
+    for name, value in silent["final"].items():
+        assert torch.equal(writes["final"][name], value), name

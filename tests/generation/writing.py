@@ -1,0 +1,137 @@
+"""A training run in the middle of which text is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_ptdp import ParallelPlan, PTDPStrategy, Sampling, generate
+from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
+from tests.huggingface.runs import LENGTH, VOCABULARY, Samples, make_model
+
+PROMPTS = [[5, 6, 7], [1, 2, 3, 4, 5, 9, 10], [8]]
+GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
+SAMPLED = Sampling(temperature=1.5, top_k=20, top_p=0.9, max_new_tokens=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """What is trained, in which layout, and what it writes at the end of every validation (None: nothing).
+
+    What a ``random`` training draws is not what one process draws.
+    """
+
+    model: str
+    layout: dict[str, Any] = field(default_factory=dict, hash=False)
+    world_size: int = 1
+    samplings: tuple[Sampling, ...] | None = (GREEDY, SAMPLED)
+    steps: int = 2
+    random: bool = False
+
+
+def gpt(**options: Any) -> GPT:
+    sizes = {"vocabulary_size": VOCABULARY, "sequence_length": LENGTH, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
+    return GPT(GPTConfig(**sizes | options))
+
+
+class Own(nn.Module):
+    """Somebody's model, which takes token ids and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.ModuleList(Mixer() for _ in range(4))
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Mixer(nn.Module):
+    """Each token sees the mean of those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x.cumsum(1) / torch.arange(1, x.size(1) + 1, device=x.device)[:, None]
+        return x + torch.tanh(self.linear(self.norm(before)))
+
+
+class LitWriting(L.LightningModule):
+    def __init__(self, writing: Writing) -> None:
+        super().__init__()
+        self.writing, self.model = writing, None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            name = self.writing.model
+            if name == "own":
+                self.model = Own()
+            elif name == "gpt":
+                self.model = gpt(dropout=0.1 * self.writing.random)
+            elif name == "rope":
+                self.model = gpt(position="rope", num_kv_heads=2)
+            else:
+                self.model = make_model(name)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids)
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        output = self.model(batch["input_ids"])
+        logits = getattr(output, "logits", output)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), (batch["labels"] + 1).flatten() % VOCABULARY)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        if self.writing.random:
+            loss = loss * torch.rand(())  # must not depend on what was written
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class LitGPTWriting(LitWriting):
+    def configure_parallel(self) -> ParallelPlan:
+        return gpt_plan(self.model.config, prefix="model")
+
+
+class Writer(L.Callback):
+    def __init__(self, samplings: tuple[Sampling, ...]) -> None:
+        self.samplings, self.written = samplings, []
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        modes = [child.training for child in module.modules()]
+        self.written += [generate(module, PROMPTS, sampling) for sampling in self.samplings]
+        assert modes == [child.training for child in module.modules()]
+
+
+def fit(rank: int, writing: Writing) -> dict[str, Any]:
+    """Train; returns what was written, and the weights in the end."""
+    L.seed_everything(3, verbose=False)
+    strategy, writer = PTDPStrategy(**writing.layout), Writer(writing.samplings or ())
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=writing.world_size, max_steps=writing.steps, callbacks=[writer], logger=False,
+        enable_checkpointing=False, num_sanity_val_steps=0, val_check_interval=1, limit_val_batches=1,
+        check_val_every_n_epoch=None, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = (LitGPTWriting if writing.model in ("gpt", "rope") else LitWriting)(writing)
+    sampler = DistributedSampler(Samples("llama"), **strategy.distributed_sampler_kwargs, shuffle=False)
+    loader = DataLoader(sampler.dataset, batch_size=4 // sampler.num_replicas, sampler=sampler)
+    trainer.fit(module, loader, loader)
+    return {"written": writer.written, "final": strategy.gather_state_dict()}
