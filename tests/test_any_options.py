@@ -31,7 +31,7 @@ from lightning_ptdp.data.corpus import Corpus
 from lightning_ptdp.models import BertConfig, GPTConfig
 from lightning_ptdp.models.optimization import AdamWConfig
 from lightning_ptdp.option_types import shown
-from lightning_ptdp.planner import DEVICES, Device, Job, Link, Space
+from lightning_ptdp.planner import DEVICES, SOFTWARE, Cluster, Device, Job, Link, Software, Space
 from lightning_ptdp.schedule import CustomSchedule
 from lightning_ptdp.schedule.generators import SCHEDULES, gpipe
 from lightning_ptdp.schedule.simulate import Costs
@@ -98,8 +98,10 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "order": (gpipe, lambda p, v, m: 3, lambda: None),
     "model": (TINY,),
     "device": tuple(DEVICES.values()),
-    "inside": (Link(bandwidth=1e9, latency_s=1e-6),),
-    "between": (Link(bandwidth=1e9, latency_s=1e-6),),
+    "node": (Link(bandwidth=1e9, latency_s=1e-6),),
+    "card": (Link(bandwidth=1e9, latency_s=1e-6),),
+    "cluster": (DEVICE.cluster,),
+    "software": tuple(SOFTWARE.values()),
     "output": ("folder",),
     "data_dir": ("folder",),
     "data_prefix": ("folder/x",),
@@ -152,6 +154,8 @@ FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, 
     "job": (Job, Job.__init__, ()),
     "device": (Device, Device.__init__, ()),
     "link": (Link, Link.__init__, ()),
+    "cluster": (Cluster, Cluster.__init__, ()),
+    "software": (Software, Software.__init__, ()),
     "sample": (SampleOptions, SampleOptions.__init__, ()),
     "launch": (LaunchJob, LaunchJob.__init__, ()),
 }

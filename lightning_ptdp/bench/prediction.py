@@ -6,7 +6,16 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.models.config import TransformerConfig
-from lightning_ptdp.planner import Choice, Job, as_gpt, find_precision, known_device, simulated_step_time, step_time
+from lightning_ptdp.planner import (
+    Choice,
+    Job,
+    as_gpt,
+    find_precision,
+    find_software,
+    known_device,
+    simulated_step_time,
+    step_time,
+)
 from lightning_ptdp.schedule.generators import schedule_name
 
 __all__ = ["predicted_seconds"]
@@ -34,6 +43,7 @@ def predicted_seconds(trainer: Trainer, module: LightningModule, *, samples: int
             global_batch_size=samples // accumulated,
             device=device,
             precision=find_precision(str(trainer.precision)),
+            software=find_software("ours" if config.compile == "none" else "ours-compiled"),
             sequence_length=length,
         )
         choice = Choice(

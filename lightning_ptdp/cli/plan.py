@@ -98,11 +98,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     job.add_argument(
         "--batch", type=int, metavar="B", help="sequences in an optimizer step, over all replicas (default: the file's)"
     )
-    job.add_argument("--device", default="h100", help="a100, h100, h200 or cpu (default h100)")
+    job.add_argument("--device", default="h100", help="a100, a100-40gb, a100-pcie, v100, h100, h200, b200 or cpu (default h100)")
     job.add_argument(
         "--memory", type=float, metavar="GIB", help="memory of a device that training can use (default: the device's)"
     )
     job.add_argument("--node-size", type=int, metavar="N", help="devices of a node (default: the device's)")
+    job.add_argument("--cards", type=int, metavar="N", help="network cards of a node (default: the device's)")
+    job.add_argument(
+        "--software",
+        default="ours",
+        help="ours, ours-compiled (with compile=blocks), megatron-2021 or megatron-2022 (default ours)",
+    )
     job.add_argument("--precision", help="Lightning's precision (default: the file's, else bf16-true, on a CPU 32-true)")
 
     space = parser.add_argument_group("what is tried; several values separated by commas")
@@ -125,7 +131,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
-    from lightning_ptdp.planner import Job, find_precision
+    from lightning_ptdp.planner import Job, find_precision, find_software
 
     model = _model(options, config)
     trainer = config.get("trainer") or {}
@@ -136,6 +142,7 @@ def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         global_batch_size=_batch(options, config),
         device=_device(options),
         precision=find_precision(str(precision)),
+        software=find_software(options.software),
         sequence_length=min(model.sequence_length, _inner(config, "data").get("sequence_length") or model.sequence_length),
     )
 
@@ -186,7 +193,8 @@ def _device(options: argparse.Namespace) -> Device:
     device = find_device(options.device)
     if options.memory is not None:
         device = dataclasses.replace(device, memory_bytes=options.memory * 2**30, reserved_bytes=0.0)
-    return device if options.node_size is None else dataclasses.replace(device, node_size=options.node_size)
+    given = {name: getattr(options, name) for name in ("node_size", "cards") if getattr(options, name) is not None}
+    return dataclasses.replace(device, cluster=dataclasses.replace(device.cluster, **given)) if given else device
 
 
 def _space(options: argparse.Namespace) -> Space:

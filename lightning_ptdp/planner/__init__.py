@@ -10,12 +10,14 @@ schedules, steps) has a file each.
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, ClosedForm, least_microbatches
-from lightning_ptdp.planner.devices import DEVICES, Device, Link, find_device, known_device, known_peak_flops
+from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
 from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, as_gpt, find_precision
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import layer_parameters, layers_by_stage, stage_parameters
+from lightning_ptdp.planner.products import product_time
 from lightning_ptdp.planner.search import Candidate, Plan, search
+from lightning_ptdp.planner.software import SOFTWARE, Software, find_software
 from lightning_ptdp.planner.space import Misfit, Space
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 
@@ -24,6 +26,7 @@ __all__ = [
     "Candidate",
     "Choice",
     "ClosedForm",
+    "Cluster",
     "DEVICES",
     "Device",
     "Job",
@@ -35,11 +38,14 @@ __all__ = [
     "Plan",
     "Precision",
     "RankMemory",
+    "SOFTWARE",
+    "Software",
     "Space",
     "StepTime",
     "as_gpt",
     "find_device",
     "find_precision",
+    "find_software",
     "fullest_rank",
     "head_time",
     "input_time",
@@ -51,6 +57,7 @@ __all__ = [
     "layers_by_stage",
     "least_microbatches",
     "logits_bytes",
+    "product_time",
     "search",
     "simulated_step_time",
     "stage_parameters",

@@ -1,17 +1,17 @@
 """Bytes that a transformer layer keeps for its backward, for one microbatch on one rank.
 
-The formulas of arXiv 2205.05198 (section 4 and table 2), adapted to fused attention, which keeps queries, keys, values, its output and
-one log-sum-exp a query and head instead of the s x s scores: the term 5 a s / h becomes 4 a / h. In 16 bits with dropout and without
-tensor parallelism that is ``s b h (34 + 4 a / h)``. What is kept, n = b s / c tokens, f inner channels, q and k the widths of the
-queries and of the keys, in elements::
+The formulas of arXiv 2205.05198 (section 4 and table 2), ``s b h (34 + 5 a s / h)`` in 16 bits with dropout and without tensor parallelism,
+by what makes them up; fused attention keeps a log-sum-exp a query and head instead of the s x s scores: 4 a / h for 5 a s / h. What is
+kept, n = b s / c tokens, f inner channels, q and k the widths of the queries and of the keys, in elements::
 
     everywhere alike, 1/t with sequence parallelism     split over t anyway
     2 n h   inputs of the two norms                     n (q + 2 k)  queries, keys and values
     2 n h   their outputs                               n q          output of the attention, and n a fp32 log-sum-exps
     2 n h   masks of the two dropouts, 1 byte each      2 n f        before and after GELU, or 3 n f: gate and up, their product
+                                                        n a s        unfused: probabilities, the dropout's mask (1 byte) and result
 
-It is what the kernels for CUDA keep, and with ``dropout=0`` what our blocks keep on a CPU: there dropout keeps a mask of the activation's
-dtype, and attention with dropout keeps its scores.
+On a CPU a dropout keeps a mask of the activation's dtype, and attention with dropout is torch's composition of operations: it keeps its
+probabilities, mask and result, and copies of queries, keys (for each query head) and values, all in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_ptdp.planner.parameters import matrix_elements
 
 __all__ = ["LayerActivations", "layer_activations", "logits_bytes"]
 
-_LOG_SUM_EXP, _STATISTIC = 4, 4
+_LOG_SUM_EXP, _STATISTIC, _SINGLE, _MASK = 4, 4, 4, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,8 @@ def layer_activations(job: Job, choice: Choice) -> LayerActivations:
         return LayerActivations(kept=0.0, recomputed=2 * everything, cast_weights=cast)
     if choice.recompute == "selective":
         # The core's inputs are kept to run it again, its output by the projection behind it.
-        inside = choice.tokens(job) * (job.model.num_heads // choice.layout.tensor_parallel_size) * _LOG_SUM_EXP
+        (qkv, _), *_ = layer_matrices(job.model, choice.layout.tensor_parallel_size)
+        inside = choice.tokens(job) * (_core(job, choice) - qkv * job.precision.compute)
         return LayerActivations(kept=everything - inside, recomputed=inside, cast_weights=cast)
     return LayerActivations(kept=everything, recomputed=0.0, cast_weights=cast)
 
@@ -89,16 +90,28 @@ def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
 def _everything(job: Job, choice: Choice) -> float:
     model, precision, t = job.model, job.precision, choice.layout.tensor_parallel_size
     tokens, h = choice.tokens(job), model.hidden_size
-    (qkv, _), (_, q), _, (_, f) = layer_matrices(model, t)
+    _, (_, q), _, (_, f) = layer_matrices(model, t)
 
     statistics = _STATISTIC * (1 if model.norm == "rms" else 2)
     norm = h * precision.residual + statistics + h * precision.compute
-    masks = 2 * h if model.dropout else 0
+    masks = 2 * h * (precision.compute if job.device.kind == "cpu" else _MASK) if model.dropout else 0
     alike = (2 * norm + masks) / (t if choice.layout.sequence_parallel else 1)
 
     inner = 2 * f if model.mlp == "gelu" else 3 * f
-    split = (qkv + q + inner) * precision.compute + model.num_heads // t * _LOG_SUM_EXP
+    split = _core(job, choice) + (q + inner) * precision.compute
     return tokens * (alike + split) + _rotary_tables(job, choice)
+
+
+def _core(job: Job, choice: Choice) -> float:
+    """Bytes a token that the attention itself keeps, its inputs among them."""
+    model, w, t = job.model, job.precision.compute, choice.layout.tensor_parallel_size
+    (qkv, _), (_, q), *_ = layer_matrices(model, t)
+    heads = model.num_heads // t
+    if job.fuses_attention:
+        return qkv * w + heads * _LOG_SUM_EXP
+    if job.device.kind == "cpu":
+        return 3 * q * _SINGLE + heads * job.sequence_length * 3 * _SINGLE
+    return qkv * w + heads * job.sequence_length * (w + (w + _MASK if model.dropout else 0))
 
 
 def _rotary_tables(job: Job, choice: Choice) -> float:

@@ -1,14 +1,16 @@
-"""How long messages and collectives take between the ranks of a layout: the alpha-beta model with ring algorithms.
+"""How long messages and collectives take between the ranks of a layout: the alpha-beta model on nodes and network cards.
 
 Ranks are numbered tensor first, then context, data, pipeline (layout.py), and nodes are filled in that order; so a group's members are
-``stride`` ranks apart, and it stays inside a node if all of it fits.
+``stride`` ranks apart, and it stays inside a node if all of it fits. Of a group that does not, the members in a node share out the traffic
+of its collectives, each driving the cards next to it; but what one rank sends to the next goes over one card.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from lightning_ptdp.planner.devices import Device, Link
+from lightning_ptdp.planner.devices import Cluster, Link
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["GroupLink", "group_link", "pipeline_link"]
@@ -16,43 +18,76 @@ __all__ = ["GroupLink", "group_link", "pipeline_link"]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLink:
-    """A group of ranks and the link that limits it."""
+    """A group of ranks, and what limits it.
+
+    Attributes:
+        size: Members.
+        members: Of them, those of one node.
+        link: What limits collectives: the node's links, or the cards that a node's members drive together.
+        hop: From a member to the next, the slowest: the node's link, or one card.
+        inside: The node's links.
+        start_s: What a collective takes before its first step.
+    """
 
     size: int
+    members: int
     link: Link
+    hop: Link
+    inside: Link
+    start_s: float
 
     def all_gather(self, nbytes: float) -> float:
-        """Seconds to gather a tensor of ``nbytes`` in all, or to reduce-scatter it: (size - 1) steps of 1/size of it."""
-        steps = self.size - 1
-        return steps * (self.link.latency_s + nbytes / self.size / self.link.bandwidth)
+        """Seconds to gather a tensor of ``nbytes`` in all, or to reduce-scatter it: round a ring, 1/size of it at each member."""
+        return self._collective(nbytes * (self.size - 1) / self.size, self._around)
 
     def all_reduce(self, nbytes: float) -> float:
-        """Seconds to sum a tensor of ``nbytes``: a reduce-scatter and an all-gather."""
-        return 2 * self.all_gather(nbytes)
+        """Seconds to sum a tensor of ``nbytes``: a reduce-scatter and an all-gather round a ring, or up and down a tree of nodes."""
+        levels = math.ceil(math.log2(max(1, self.size // self.members)))
+        tree = levels * self.link.latency_s + (self.members - 1) * self.inside.latency_s
+        return self._collective(2 * nbytes * (self.size - 1) / self.size, 2 * min(self._around, tree))
 
     def send(self, nbytes: float) -> float:
         """Seconds of one message from a member to the next."""
-        return self.link.latency_s + nbytes / self.link.bandwidth if self.size > 1 else 0.0
+        return self.hop.latency_s + nbytes / self.hop.bandwidth if self.size > 1 else 0.0
+
+    @property
+    def _around(self) -> float:
+        nodes = self.size // self.members
+        crossing = nodes - 1 if nodes > 1 else 0
+        return crossing * self.link.latency_s + (self.size - 1 - crossing) * self.inside.latency_s
+
+    def _collective(self, sent: float, latency: float) -> float:
+        return self.start_s + latency + sent / self.link.bandwidth if self.size > 1 else 0.0
 
 
-def group_link(layout: ParallelLayout, device: Device, axis: str) -> GroupLink:
+def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink:
     """The groups of an axis, or of several that are neighbours in the order of ranks (``SETS``).
 
     Args:
         layout: Of the ranks.
-        device: Of each.
+        cluster: What joins them.
         axis: ``"tensor"``, or ``"replica_sum"``, over which gradients are summed.
     """
-    size, stride = layout.size(axis), layout.stride(axis)
-    if size * stride <= device.node_size:
-        return GroupLink(size=size, link=device.inside)
-    # The members that a node has share out the traffic between nodes: each drives its own network card.
-    members = max(1, min(size, device.node_size // stride))
-    bandwidth = min(device.inside.bandwidth, members * device.between.bandwidth)
-    return GroupLink(size=size, link=Link(bandwidth=bandwidth, latency_s=device.between.latency_s))
+    return _group(layout.size(axis), layout.stride(axis), cluster)
 
 
-def pipeline_link(layout: ParallelLayout, device: Device) -> GroupLink:
-    """Neighbours in the pipeline; the slowest hop counts."""
-    inside = layout.world_size <= device.node_size
-    return GroupLink(size=layout.pipeline_parallel_size, link=device.inside if inside else device.between)
+def _group(size: int, stride: int, cluster: Cluster) -> GroupLink:
+    inside, between = cluster.node, cluster.between
+    if size * stride <= cluster.node_size:
+        return GroupLink(size=size, members=size, link=inside, hop=inside, inside=inside, start_s=cluster.start_s)
+    members = max(1, min(size, cluster.node_size // stride))
+    # All groups of a node cross at once.
+    cards = cluster.cards * members / cluster.node_size
+    return GroupLink(
+        size=size,
+        members=members,
+        link=Link(bandwidth=min(inside.bandwidth, cards * between.bandwidth), latency_s=between.latency_s),
+        hop=Link(bandwidth=min(inside.bandwidth, min(1.0, cards) * between.bandwidth), latency_s=between.latency_s),
+        inside=inside,
+        start_s=cluster.start_s,
+    )
+
+
+def pipeline_link(layout: ParallelLayout, cluster: Cluster) -> GroupLink:
+    """Neighbours in the pipeline; the slowest hop counts, where all ranks of a stage that are in one node send to another."""
+    return _group(layout.pipeline_parallel_size, layout.world_size // layout.pipeline_parallel_size, cluster)

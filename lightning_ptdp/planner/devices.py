@@ -1,8 +1,7 @@
-"""What a device can do, in a few numbers; presets by name.
+"""What a device can do, how several are joined, in a few numbers; presets by name.
 
-The presets' rates are the vendors' (data sheets named beside each), their efficiencies what matrix products, attention and collectives
-of large models are known to reach. They are meant to rank layouts, not to replace a measurement: change what you know better with
-``dataclasses.replace``.
+The presets' rates are the vendors' (data sheets named beside each); the shares of them that programs reach are published measurements,
+named beside each, too. Change what you know better with ``dataclasses.replace``.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Literal
 
-from lightning_ptdp.option_types import check_types
+from lightning_ptdp.option_types import Size, check_types
 
-__all__ = ["DEVICES", "Device", "Link", "find_device", "known_device", "known_peak_flops"]
+__all__ = ["DEVICES", "Cluster", "Device", "Link", "find_device", "known_device", "known_peak_flops"]
 
 _GIB = 2**30
 
@@ -24,7 +24,7 @@ class Link:
     """The alpha-beta model of a connection: a message of x bytes takes ``latency_s + x / bandwidth``.
 
     Attributes:
-        bandwidth: Bytes a second, of one device in one direction.
+        bandwidth: Bytes a second in one direction.
         latency_s: Seconds until the first byte is there.
     """
 
@@ -40,39 +40,83 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """How devices are joined: fast links inside of a node, network cards between nodes.
+
+    Attributes:
+        node_size: Devices of a node.
+        cards: Network cards of a node, which its devices share out.
+        node: From a device to the others of its node.
+        card: Of one network card.
+        rail: What the switches between cards at the same place of their nodes give to each, if that is less than the card's.
+        start_s: What a collective takes before its first step.
+    """
+
+    node_size: Size
+    cards: Size
+    node: Link
+    card: Link
+    rail: Link | None = None
+    start_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.start_s >= 0:
+            raise ValueError(f"start_s={self.start_s!r} must not be negative")
+
+    @property
+    def between(self) -> Link:
+        """From a network card to that of another node."""
+        if self.rail is None:
+            return self.card
+        return Link(
+            bandwidth=min(self.card.bandwidth, self.rail.bandwidth), latency_s=max(self.card.latency_s, self.rail.latency_s)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, and how several are connected.
+    """One accelerator.
 
     Attributes:
         name: For tables.
+        kind: torch's name of such devices.
         memory_bytes: What a process can allocate at most.
-        reserved_bytes: Of that, what the driver, communication buffers, workspaces and fragmentation take.
+        reserved_bytes: Of that, what the driver, NCCL's buffers, the libraries' workspaces and fragmentation take.
         flops_16: Peak operations a second of dense matrix products in bf16 or fp16, accumulated in fp32.
         flops_32: The same in fp32, as torch computes it by default (without TF32).
         memory_bandwidth: Bytes a second, of its own memory.
-        gemm_efficiency: Share of the peak that a large matrix product reaches.
-        attention_efficiency: Share of the peak that the fused attention kernel reaches.
-        kernel_s: Seconds between the launches of two kernels; what a small operation takes at least.
-        node_size: Devices of a node.
-        inside: Between devices of a node.
-        between: Between nodes; the bandwidth is a device's share.
+        memory_share: Share of it that operations reach which only read and write.
+        product_share: Share of the peak that the best matrix product reaches while it lasts.
+        attention_share: Share of the peak that the fused attention kernel's forward reaches.
+        sustained: Of these rates, each measured alone, what a training reaches that lasts: a device is slowed by its power, and its
+            memory by what runs beside.
+        units: Multiprocessors: tiles of a product that are computed at a time.
+        cache_bandwidth: Bytes a second from the shared cache to all units; what makes small tiles slow.
+        memory_latency_s: Of a read that misses the caches: what a tile waits for before its first multiplication, and behind its last.
+        cluster: How several are joined.
+        products: Measured matrix products, (m, n, k, operations a second), in place of what tiles say (calibration.py).
 
     Raises:
-        ValueError: A number is not positive, or an efficiency above 1.
+        ValueError: A number is not positive, or a share above 1.
     """
 
     name: str
+    kind: Literal["cuda", "cpu"] = "cuda"
     memory_bytes: float
     reserved_bytes: float = 0.0
     flops_16: float
     flops_32: float
     memory_bandwidth: float
-    gemm_efficiency: float
-    attention_efficiency: float
-    kernel_s: float
-    node_size: int
-    inside: Link
-    between: Link
+    memory_share: float
+    product_share: float
+    attention_share: float
+    sustained: float = 1.0
+    units: Size
+    cache_bandwidth: float
+    memory_latency_s: float
+    cluster: Cluster
+    products: tuple[tuple[int, int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -80,7 +124,7 @@ class Device:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and field.name != "reserved_bytes" and not value > 0:
                 raise ValueError(f"{field.name}={value!r} must be greater than 0")
-            if field.name.endswith("_efficiency") and value > 1:
+            if (field.name.endswith("_share") or field.name == "sustained") and value > 1:
                 raise ValueError(f"{field.name}={value!r} is a share of the peak: use a number between 0 and 1")
         if not 0 <= self.reserved_bytes < self.memory_bytes:
             raise ValueError(
@@ -92,62 +136,145 @@ class Device:
         """Memory that training can use."""
         return self.memory_bytes - self.reserved_bytes
 
+    @property
+    def stream(self) -> float:
+        """Bytes a second of operations that only read and write."""
+        return self.memory_bandwidth * self.memory_share * self.sustained
+
     def peak(self, element_bytes: int) -> float:
         """Peak operations a second for elements of 2 or 4 bytes."""
         return self.flops_16 if element_bytes == 2 else self.flops_32
 
 
-# Collectives reach about 80 % of a link's rate.
+# What a collective takes to start and a step of its ring: all-reduces of 1 to 64 MiB on 2, 4 and 8 A100s joined by NVSwitch, as published
+# with arXiv 2312.12391, are 30 us + 5 us a step longer than their bytes take; the same measurements reach 229 of 300 GB/s at 1 GiB.
+_START_S, _STEP_S, _NODE_SHARE = 30e-6, 5e-6, 0.77
+# Between nodes: NCCL's own model takes 14 us a step of a ring over the network (src/graph/tuning.cc, hwLat). Collectives reach about 90 %
+# of InfiniBand's rate: 64 of 66 encoded bits, headers, and the ring's fill.
+_HOP_S, _CARD_SHARE = 14e-6, 0.9
+# Share of memory's bandwidth that reads and writes reach: arXiv 2402.13499, table 5 (A100 and H100, PCIe).
+_MEMORY_SHARE = 0.9
+_CYCLES = 470
+"""Of the clock, of a read that misses the caches: arXiv 2402.13499, table 4: 466 on an A100, 479 on an H100."""
+
+_SUSTAINED = 0.89
+"""The one number here that is fitted: on rows 1, 3, 5, 7 and 9 of table 1 of arXiv 2104.04473."""
+
+
+def _nvidia_node(*, node_size: int = 8, cards: int = 8, nvlink: float, card: float) -> Cluster:
+    """``nvlink`` and ``card``: bytes a second in one direction by the data sheet."""
+    return Cluster(
+        node_size=node_size,
+        cards=cards,
+        node=Link(bandwidth=_NODE_SHARE * nvlink, latency_s=_STEP_S),
+        card=Link(bandwidth=_CARD_SHARE * card, latency_s=_HOP_S),
+        start_s=_START_S,
+    )
+
+
 _A100 = Device(
     name="a100-80gb",
-    # NVIDIA A100 80GB (SXM) data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2,039 GB/s, NVLink 600 GB/s in both directions together.
+    # NVIDIA A100 80GB (SXM) data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2,039 GB/s, NVLink 600 GB/s in both directions together; A100
+    # whitepaper: 108 multiprocessors at 1.41 GHz, L2 5,120 bytes a clock.
     memory_bytes=79 * _GIB,
     reserved_bytes=4 * _GIB,
     flops_16=312e12,
     flops_32=19.5e12,
     memory_bandwidth=2.039e12,
-    gemm_efficiency=0.75,
-    attention_efficiency=0.6,  # arXiv 2307.08691, figures 4 to 6: 50 to 73 %
-    kernel_s=4e-6,
-    node_size=8,
-    inside=Link(bandwidth=0.8 * 300e9, latency_s=5e-6),
+    memory_share=_MEMORY_SHARE,
+    product_share=0.869,  # 271.2 TFLOP/s: S. Bekman, Machine Learning Engineering, table of the maximum achievable matmul FLOPS
+    attention_share=0.6,  # arXiv 2307.08691, figures 4 to 6: 50 to 73 %
+    sustained=_SUSTAINED,
+    units=108,
+    cache_bandwidth=5120 * 1.41e9,
+    memory_latency_s=_CYCLES / 1.41e9,
     # arXiv 2104.04473, section 5: eight 200 Gbps HDR InfiniBand cards a node, one a GPU.
-    between=Link(bandwidth=0.8 * 25e9, latency_s=15e-6),
+    cluster=_nvidia_node(nvlink=300e9, card=25e9),
+)
+# NVIDIA A100 40GB (SXM) data sheet: 1,555 GB/s.
+_A100_40 = replace(_A100, name="a100-40gb", memory_bytes=39.5 * _GIB, memory_bandwidth=1.555e12)
+# NVIDIA A100 80GB PCIe data sheet: 1,935 GB/s, 300 W; without a bridge PCIe 4.0 x16, 64 GB/s both ways. 252.9 TFLOP/s in the same table.
+_A100_PCIE = replace(
+    _A100,
+    name="a100-pcie",
+    memory_bandwidth=1.935e12,
+    product_share=0.811,
+    cluster=replace(_nvidia_node(nvlink=32e9, card=25e9), cards=2),
+)
+_V100 = Device(
+    name="v100",
+    # NVIDIA V100 (SXM2, 32 GB) data sheet: 125 TFLOP/s fp16, 15.7 fp32, 900 GB/s, NVLink 300 GB/s both ways; V100 whitepaper: 80
+    # multiprocessors at 1.53 GHz; A100 whitepaper: V100's L2 gives 2,048 bytes a clock.
+    memory_bytes=31.7 * _GIB,
+    reserved_bytes=2 * _GIB,
+    flops_16=125e12,
+    flops_32=15.7e12,
+    memory_bandwidth=0.9e12,
+    memory_share=_MEMORY_SHARE,
+    product_share=0.74,  # arXiv 1804.06826, section 4.4: 83 of 112.7 TFLOP/s
+    attention_share=0.5,  # there is no fused kernel but torch's memory-efficient one, which does not reach more than products do
+    sustained=_SUSTAINED,
+    units=80,
+    cache_bandwidth=2048 * 1.53e9,
+    memory_latency_s=_CYCLES / 1.53e9,
+    # arXiv 1909.08053, section 5: DGX-2H, 16 GPUs at 300 GB/s by NVSwitch, eight 100 Gbps cards a node.
+    cluster=_nvidia_node(node_size=16, nvlink=150e9, card=12.5e9),
 )
 _H100 = Device(
     name="h100-80gb",
-    # NVIDIA H100 (SXM) data sheet: 989 TFLOP/s bf16 without sparsity, 67 fp32, 3.35 TB/s, NVLink 900 GB/s both ways.
+    # NVIDIA H100 (SXM) data sheet: 989 TFLOP/s bf16 without sparsity, 67 fp32, 3.35 TB/s, NVLink 900 GB/s both ways; H100 whitepaper: 132
+    # multiprocessors, 1.83 GHz at this peak, L2 as the A100's; a cluster of two units loads 2/3 of what both would alone.
     memory_bytes=79 * _GIB,
     reserved_bytes=4 * _GIB,
     flops_16=989e12,
     flops_32=67e12,
     memory_bandwidth=3.35e12,
-    gemm_efficiency=0.7,
-    attention_efficiency=0.38,  # arXiv 2407.08608, section 1: FlashAttention-2, which torch has, reaches 35 to 40 %
-    kernel_s=4e-6,
-    node_size=8,
-    inside=Link(bandwidth=0.8 * 450e9, latency_s=5e-6),
+    memory_share=_MEMORY_SHARE,
+    product_share=0.803,  # 794.5 TFLOP/s in the table named above
+    attention_share=0.38,  # arXiv 2407.08608, section 1: FlashAttention-2, which torch has, reaches 35 to 40 %
+    sustained=_SUSTAINED,
+    units=132,
+    cache_bandwidth=1.5 * 5120 * 1.83e9,
+    memory_latency_s=_CYCLES / 1.83e9,
     # NVIDIA DGX H100 data sheet: eight 400 Gbps cards.
-    between=Link(bandwidth=0.8 * 50e9, latency_s=15e-6),
+    cluster=_nvidia_node(nvlink=450e9, card=50e9),
 )
 # NVIDIA H200 (SXM) data sheet: an H100 with 141 GB at 4.8 TB/s.
 _H200 = replace(_H100, name="h200", memory_bytes=139 * _GIB, memory_bandwidth=4.8e12)
+_B200 = replace(
+    _H100,
+    name="b200",
+    # NVIDIA DGX B200 data sheet: 180 GB at 8 TB/s and 2.25 PFLOP/s bf16 without sparsity a GPU, NVLink 1.8 TB/s both ways, 400 Gbps cards.
+    memory_bytes=178 * _GIB,
+    flops_16=2250e12,
+    flops_32=80e12,
+    memory_bandwidth=8e12,
+    product_share=0.776,  # 1,745 TFLOP/s in the table named above
+    attention_share=0.3,  # FlashAttention-2's instructions do not use Blackwell's: no more than on an H100
+    units=148,
+    cache_bandwidth=2 * 1.5 * 5120 * 1.83e9,  # its pairs of units multiply tiles of twice the size
+    cluster=_nvidia_node(nvlink=900e9, card=50e9),
+)
 _CPU = Device(
     name="cpu",
-    # One core for each process, joined by gloo over the loopback device; orders of magnitude, no data sheet.
+    kind="cpu",
+    # One core for each process, joined by gloo over the loopback device; orders of magnitude, no data sheet: calibrate.
     memory_bytes=4 * _GIB,
     flops_16=25e9,
     flops_32=50e9,
     memory_bandwidth=10e9,
-    gemm_efficiency=0.8,
-    attention_efficiency=0.4,
-    kernel_s=1e-5,
-    node_size=64,
-    inside=Link(bandwidth=1e9, latency_s=1e-4),
-    between=Link(bandwidth=1e9, latency_s=2e-4),
+    memory_share=1.0,
+    product_share=0.8,
+    attention_share=0.4,
+    units=1,
+    cache_bandwidth=1e15,  # a core's tiles fit into its own caches
+    memory_latency_s=1e-7,
+    cluster=Cluster(node_size=64, cards=64, node=Link(bandwidth=1e9, latency_s=1e-4), card=Link(bandwidth=1e9, latency_s=2e-4)),
 )
 
-DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in (_A100, _H100, _H200, _CPU)})
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {device.name: device for device in (_A100, _A100_40, _A100_PCIE, _V100, _H100, _H200, _B200, _CPU)}
+)
 """The presets."""
 
 
@@ -169,7 +296,9 @@ def find_device(name: str) -> Device:
 def known_device(name: str) -> Device | None:
     """The preset of a device that calls itself ``name`` ("NVIDIA H100 80GB HBM3", "cpu"); None if it is none of them."""
     words = name.lower().replace("-", " ").split()
-    return next((preset for key, preset in DEVICES.items() if key.partition("-")[0] in words), None)
+    found = [preset for key, preset in DEVICES.items() if key.partition("-")[0] in words]
+    # The kind of an A100 follows: "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-40GB".
+    return next((preset for preset in reversed(found) if preset.name.rpartition("-")[2] in words), found[0] if found else None)
 
 
 def known_peak_flops(device: str, precision: str) -> float | None:

@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 from lightning_ptdp.models.config import GPTConfig, TransformerConfig
 from lightning_ptdp.option_types import Count, Size, check_types
-from lightning_ptdp.planner.devices import Device
+from lightning_ptdp.planner.devices import Cluster, Device
+from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -74,6 +75,7 @@ class Job:
         global_batch_size: B, sequences in an optimizer step, over all replicas.
         device: What each process has.
         precision: Of weights and arithmetic.
+        software: What runs.
         sequence_length: s in tokens; by default the longest that the model takes.
 
     Raises:
@@ -85,6 +87,7 @@ class Job:
     global_batch_size: Size
     device: Device
     precision: Precision = field(default_factory=lambda: PRECISIONS["bf16-true"])
+    software: Software = field(default_factory=lambda: SOFTWARE["ours"])
     sequence_length: Count = 0
 
     def __post_init__(self) -> None:
@@ -96,6 +99,21 @@ class Job:
                 f"sequence_length={self.sequence_length} is longer than the model's {self.model.sequence_length}: use a model with a "
                 "greater sequence_length"
             )
+
+    @property
+    def cluster(self) -> Cluster:
+        """What joins the devices."""
+        return self.device.cluster
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of a gradient."""
+        return self.precision.gradient if self.software.gradient is None else self.software.gradient
+
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether no s x s scores are in memory: torch's kernel for CPUs takes no dropout."""
+        return self.software.attention == "fused" and not (self.device.kind == "cpu" and self.model.dropout)
 
     @property
     def tokens(self) -> int:

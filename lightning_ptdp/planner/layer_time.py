@@ -1,8 +1,7 @@
 """Seconds that one rank spends on one layer, and on the ends of the model, for one microbatch.
 
-Matrix products and attention run at a share of the peak, or as fast as memory delivers their operands; the operations between them
-read and write about what the layer keeps, once in the forward and twice in the backward. Collectives of tensor parallelism add to
-that what the product beside them does not hide.
+The device computes products by their shapes (products.py) and reads and writes what lies between them (elementwise.py); collectives of
+tensor parallelism add what no product beside them hides. If the host needs longer to launch all of it, its time counts.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.models.size import layer_matrices
-from lightning_ptdp.planner.activations import layer_activations
 from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.elementwise import attention_traffic, layer_traffic
 from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.parameters import matrix_elements
+from lightning_ptdp.planner.products import product_time
 
 __all__ = ["NOTHING", "PassTime", "head_time", "input_time", "layer_time"]
 
-_FORWARD_KERNELS = 14
-_ATTENTION_BACKWARD = 2.5
+_FUSED_BACKWARD = 2.5
 """The backward of fused attention makes five products where the forward makes two (arXiv 2307.08691, section 3.1.2)."""
 
 
@@ -39,7 +39,12 @@ class PassTime:
     communication: float = 0.0
 
     def __add__(self, other: PassTime) -> PassTime:
-        return PassTime(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+        return PassTime(
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+            weight=self.weight + other.weight,
+            communication=self.communication + other.communication,
+        )
 
     def times(self, count: int) -> PassTime:
         """``count`` of them after each other."""
@@ -49,87 +54,127 @@ class PassTime:
 NOTHING = PassTime(forward=0.0, backward=0.0, weight=0.0)
 
 
+@dataclass(frozen=True)
+class _Products:
+    """Seconds of one product, and of those of its backward."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
 def layer_time(job: Job, choice: Choice) -> PassTime:
     """One transformer layer."""
-    products = _products(job, choice)
-    gemms = sum(products)
-    attention, ring = _attention(job, choice)
-    memory = _memory_traffic(job, choice) / job.device.memory_bandwidth
-    sent_forward, sent_backward = _tensor_collectives(job, choice, products)
+    software, stream = job.software, job.device.stream
+    products = [_products(job, choice, *shape) for shape in layer_matrices(job.model, choice.layout.tensor_parallel_size)]
+    traffic = layer_traffic(job, choice)
+    core, core_backward, exposed, exposed_backward = _attention(job, choice)
+    sent, sent_backward, collectives = _tensor_collectives(job, choice, products)
 
-    least = _FORWARD_KERNELS * job.device.kernel_s
-    forward = max(least, gemms + max(attention, ring) + memory) + sent_forward
-    again = forward if choice.recompute == "full" else attention if choice.recompute == "selective" else 0.0
-    attention_backward = max(_ATTENTION_BACKWARD * attention, 2 * ring)
-    backward = max(2 * least, 2 * gemms + attention_backward + 2 * memory) + sent_backward + again
-    waiting = sent_forward * (2 if choice.recompute == "full" else 1) + sent_backward
-    waiting += max(0.0, ring - attention) + max(0.0, 2 * ring - _ATTENTION_BACKWARD * attention)
-    return PassTime(forward=forward, backward=backward, weight=gemms, communication=waiting)
+    host = software.operation_s * (software.operations + collectives * software.collective_operations)
+    forward = sum(one.forward for one in products) + core + traffic.forward / stream + sent + exposed
+    forward, waited = max(host, forward), sent + exposed
+    weight = sum(one.weight_gradient for one in products) + _accumulation(job, choice)
+    backward = sum(one.input_gradient for one in products) + weight + core_backward + traffic.backward / stream
+    backward = max(2 * host, backward + sent_backward + exposed_backward)
+    if choice.recompute == "full":
+        backward, waited = backward + forward, 2 * waited
+    elif choice.recompute == "selective":
+        backward += core
+    return PassTime(forward=forward, backward=backward, weight=weight, communication=waited + sent_backward + exposed_backward)
 
 
 def input_time(job: Job, choice: Choice) -> PassTime:
-    """The embedding: a look-up, and the sum over the split vocabulary."""
-    nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.residual
-    lookup = 2 * nbytes / job.device.memory_bandwidth
-    summed = group_link(choice.layout, job.device, "tensor").all_reduce(nbytes)
-    return PassTime(forward=lookup + summed, backward=2 * lookup, weight=0.0, communication=summed)
+    """The embedding: a look-up, the sum over the split vocabulary, and the gradient of the table."""
+    model, t = job.model, choice.layout.tensor_parallel_size
+    nbytes = choice.tokens(job) * model.hidden_size * job.precision.residual
+    lookup = 2 * nbytes / job.device.stream
+    table = -(-model.vocabulary_size // t) * model.hidden_size * (job.precision.weight + job.software.accumulation)
+    group = group_link(choice.layout, job.cluster, "tensor")
+    summed = group.all_gather(nbytes) if choice.layout.sequence_parallel else group.all_reduce(nbytes)
+    gathered = group.all_gather(nbytes) if choice.layout.sequence_parallel else 0.0
+    return PassTime(
+        forward=lookup + summed,
+        backward=2 * lookup + table / job.device.stream + gathered,
+        weight=0.0,
+        communication=summed + gathered,
+    )
 
 
 def head_time(job: Job, choice: Choice) -> PassTime:
     """The output head and the loss."""
-    model, t = job.model, choice.layout.tensor_parallel_size
+    model, t, sequence = job.model, choice.layout.tensor_parallel_size, choice.layout.sequence_parallel
     tokens, rows = choice.tokens(job), -(-model.vocabulary_size // t)
-    product = _gemm(job, tokens, rows, model.hidden_size)
-    loss = tokens * rows * (job.precision.compute + 8) / job.device.memory_bandwidth
-    summed = group_link(choice.layout, job.device, "tensor").all_reduce(tokens * model.hidden_size * job.precision.compute)
-    exposed = max(0.0, summed - product)
-    return PassTime(forward=product + loss, backward=2 * product + 2 * loss + exposed, weight=product, communication=exposed)
+    product = _products(job, choice, rows, model.hidden_size)
+    loss = tokens * rows * job.software.loss / job.device.stream
+    group, nbytes = group_link(choice.layout, job.cluster, "tensor"), tokens * model.hidden_size * job.precision.compute
+    gathered = group.all_gather(nbytes) if sequence else 0.0
+    summed = group.all_gather(nbytes) if sequence else group.all_reduce(nbytes)
+    exposed = max(0.0, summed - product.weight_gradient) if job.software.hides_tensor else summed
+    weight = product.weight_gradient + rows * model.hidden_size * job.software.accumulation / job.device.stream
+    return PassTime(
+        forward=product.forward + loss / 3 + gathered,
+        backward=product.input_gradient + weight + 2 / 3 * loss + exposed,
+        weight=weight,
+        communication=exposed + gathered,
+    )
 
 
-def _products(job: Job, choice: Choice) -> Sequence[float]:
-    """Forward seconds of a layer's matrix products: qkv, projection, up, down."""
-    shapes = layer_matrices(job.model, choice.layout.tensor_parallel_size)
-    return [_gemm(job, choice.tokens(job), outputs, inputs) for outputs, inputs in shapes]
+def _products(job: Job, choice: Choice, outputs: int, inputs: int) -> _Products:
+    """(tokens, inputs) times (inputs, outputs), and its gradients."""
+    device, width, tokens = job.device, job.precision.compute, max(1, round(choice.tokens(job)))
+    return _Products(
+        forward=product_time(device, width, tokens, outputs, inputs),
+        input_gradient=product_time(device, width, tokens, inputs, outputs),
+        weight_gradient=product_time(device, width, outputs, inputs, tokens),
+    )
 
 
-def _gemm(job: Job, tokens: float, outputs: float, inputs: float) -> float:
-    """(tokens, inputs) times (inputs, outputs)."""
-    device, width = job.device, job.precision.compute
-    work = 2 * tokens * outputs * inputs / (device.peak(width) * device.gemm_efficiency)
-    traffic = width * (tokens * inputs + inputs * outputs + tokens * outputs) / device.memory_bandwidth
-    return max(work, traffic)
+def _accumulation(job: Job, choice: Choice) -> float:
+    """Seconds to add the gradients of a layer's weights to those of earlier microbatches."""
+    elements = matrix_elements(job.model, choice.layout.tensor_parallel_size)
+    return elements * job.software.accumulation / job.device.stream
 
 
-def _attention(job: Job, choice: Choice) -> tuple[float, float]:
-    """Seconds of the attention's forward, causal, and of sending keys and values around the ring of context parallelism."""
-    model, device, width = job.model, job.device, job.precision.compute
+def _attention(job: Job, choice: Choice) -> tuple[float, float, float, float]:
+    """Seconds of the attention's forward and backward, and of what they wait for keys and values round the ring of context parallelism."""
+    model, device, software, width = job.model, job.device, job.software, job.precision.compute
     (qkv, _), (_, q), *_ = layer_matrices(model, choice.layout.tensor_parallel_size)
-    work = 4 * choice.tokens(job) * job.sequence_length * q / 2
-    ring = group_link(choice.layout, device, "context")
-    block = choice.tokens(job) * (qkv - q) * width
-    return work / (device.peak(width) * device.attention_efficiency), (ring.size - 1) * ring.send(block)
+    tokens, length = choice.tokens(job), job.sequence_length
+    if job.fuses_attention:
+        work = 4 * tokens * length * q / (2 if software.skips_masked else 1)
+        forward = work / (device.peak(width) * device.attention_share * device.sustained)
+        backward = _FUSED_BACKWARD * forward
+    else:
+        heads = choice.micro_batch_size * model.num_heads // choice.layout.tensor_parallel_size
+        mine, channels = round(length / choice.layout.context_parallel_size), model.head_dim
+        scores = product_time(device, width, mine, length, channels, heads)
+        values = product_time(device, width, mine, channels, length, heads)
+        traffic = attention_traffic(job, choice)
+        forward = scores + values + traffic.forward / device.stream
+        # Each product's two gradients are one of its own shape, or of the other's.
+        backward = 2 * (scores + values) + traffic.backward / device.stream
+    ring = group_link(choice.layout, job.cluster, "context")
+    around = (ring.size - 1) * ring.send(tokens * (qkv - q) * width)
+    return forward, backward, max(0.0, around - forward), max(0.0, 2 * around - backward)
 
 
-def _memory_traffic(job: Job, choice: Choice) -> float:
-    held = layer_activations(job, choice)
-    return held.recomputed if choice.recompute == "full" else held.kept
-
-
-def _tensor_collectives(job: Job, choice: Choice, products: Sequence[float]) -> tuple[float, float]:
-    """Seconds of waiting in the forward and in the backward.
+def _tensor_collectives(job: Job, choice: Choice, products: Sequence[_Products]) -> tuple[float, float, int]:
+    """Seconds of waiting in the forward and in the backward, and how many collectives the forward has.
 
     Without sequence parallelism an all-reduce in each half of the layer and direction, the backward's beside the product of the weight
-    gradient. With it an all-gather and a reduce-scatter; in the backward the gradient is gathered first, while the input's gather and
-    the reduce-scatter run beside products (tensor_parallel/linear.py).
+    gradient where the software does that. With it an all-gather and a reduce-scatter; in the backward the gradient is gathered first, while
+    the input's gather and the reduce-scatter run beside products (tensor_parallel/linear.py).
     """
-    group = group_link(choice.layout, job.device, "tensor")
+    group = group_link(choice.layout, job.cluster, "tensor")
     if group.size == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0
     nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.compute
     qkv, _, up, _ = products
+    hides = job.software.hides_tensor
     if choice.layout.sequence_parallel:
         one = group.all_gather(nbytes)
-        hidden = sum(2 * max(0.0, one - product) for product in (qkv, up))
-        return 4 * one, 2 * one + hidden
+        beside = [*(product.input_gradient for product in (qkv, up)), *(product.weight_gradient for product in (qkv, up))]
+        return 4 * one, 2 * one + sum(max(0.0, one - product) if hides else one for product in beside), 4
     one = group.all_reduce(nbytes)
-    return 2 * one, sum(max(0.0, one - product) for product in (qkv, up))
+    return 2 * one, sum(max(0.0, one - product.weight_gradient) if hides else one for product in (qkv, up)), 2

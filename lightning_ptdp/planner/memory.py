@@ -55,15 +55,19 @@ def static_bytes(job: Job, choice: Choice, parameters: float) -> tuple[float, fl
     """
     precision, layout = job.precision, choice.layout
     shards = layout.size("replica_sum") if choice.shard_optimizer else 1
-    return parameters * precision.weight, parameters * precision.gradient, parameters * precision.state / shards
+    gradient = job.gradient + job.software.gradient_copy
+    return parameters * precision.weight, parameters * gradient, parameters * precision.state / shards
 
 
 def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     """Peak memory of the rank that needs most."""
-    layer, stages = layer_activations(job, choice), stage_parameters(job.model, choice.layout)
+    layer, stages = (
+        layer_activations(job, choice),
+        stage_parameters(job.model, choice.layout, balanced=job.software.balances_stages),
+    )
     # Between the first and the last rank, what is held falls from rank to rank; remainders of layers may sit anywhere at the front.
     layout = choice.layout
-    layers = layers_by_stage(job.model, layout.num_stages)
+    layers = layers_by_stage(job.model, layout.num_stages, balanced=job.software.balances_stages)
     largest = max(range(layout.num_stages), key=lambda stage: layers[stage])
     ranks = {0, min(1, layout.pipeline_parallel_size - 1), layout.rank_of_stage(largest), layout.last_stage_rank}
     return max((rank_memory(job, choice, rank, layer, stages) for rank in sorted(ranks)), key=lambda memory: memory.total)
@@ -76,7 +80,7 @@ def rank_memory(job: Job, choice: Choice, pipeline_rank: int, layer: LayerActiva
     """
     layout = choice.layout
     mine = layout.stages_of(pipeline_rank)
-    layers = layers_by_stage(job.model, layout.num_stages)
+    layers = layers_by_stage(job.model, layout.num_stages, balanced=job.software.balances_stages)
     held = _held(choice, pipeline_rank)
     parameters = sum(stages[stage] for stage in mine)
     weights, gradients, optimizer = static_bytes(job, choice, parameters)
@@ -110,7 +114,7 @@ def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int,
     model, total = job.model, 0.0
     if 0 in stages:
         alike = layout.tensor_parallel_size if layout.sequence_parallel else 1
-        masks = model.hidden_size / alike if model.dropout else 0
+        masks = model.hidden_size / alike * (job.precision.residual if job.device.kind == "cpu" else 1) if model.dropout else 0
         total += _held(choice, layout.rank_of_stage(0)) * choice.tokens(job) * (8 + masks)
     if layout.num_stages - 1 in stages and job.precision.casts and layout.tensor_parallel_size == 1:
         total += model.vocabulary_size * model.hidden_size * job.precision.compute

@@ -18,14 +18,15 @@ def matrix_elements(model: GPTConfig, t: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def stage_parameters(model: GPTConfig, layout: ParallelLayout) -> tuple[int, ...]:
-    """Parameters of each stage on one tensor-parallel rank, in the order of stages, the vocabulary padded.
+def stage_parameters(model: GPTConfig, layout: ParallelLayout, *, balanced: bool = True) -> tuple[int, ...]:
+    """Parameters of each stage on one tensor-parallel rank, in the order of stages, the vocabulary padded; ``balanced`` as of
+    ``layers_by_stage``.
 
     A tied head is a second copy where it is on another rank than the embedding.
     """
     t = layout.tensor_parallel_size
     table = -(-model.vocabulary_size // t) * model.hidden_size
-    stages = [count * layer_parameters(model, t) for count in layers_by_stage(model, layout.num_stages)]
+    stages = [count * layer_parameters(model, t) for count in layers_by_stage(model, layout.num_stages, balanced=balanced)]
     stages[0] += table + position_parameters(model)
     shared = model.tie_embeddings and layout.last_stage_rank == layout.rank_of_stage(0)
     stages[-1] += norm_parameters(model) + (0 if shared else table)
@@ -33,8 +34,11 @@ def stage_parameters(model: GPTConfig, layout: ParallelLayout) -> tuple[int, ...
 
 
 @functools.lru_cache(maxsize=64)
-def layers_by_stage(model: GPTConfig, num_stages: int) -> tuple[int, ...]:
-    """How many layers each stage has: the split that the strategy makes on its own, by multiply-adds and an eighth for a look-up."""
+def layers_by_stage(model: GPTConfig, num_stages: int, *, balanced: bool = True) -> tuple[int, ...]:
+    """How many layers each stage has: the split that the strategy makes on its own, by multiply-adds and an eighth for a look-up; not
+    ``balanced``: as if there were nothing but layers."""
+    if not balanced:
+        return _split(model.num_layers, num_stages, 0.0, 0.0)
     matrices, table = matrix_elements(model, 1), model.vocabulary_size * model.hidden_size
     return _split(model.num_layers, num_stages, (table + position_parameters(model)) / 8 / matrices, table / matrices)
 

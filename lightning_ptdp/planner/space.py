@@ -114,7 +114,7 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
 def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
     if space.tensor_parallel_sizes is not None:
         return space.tensor_parallel_sizes
-    return divisors(math.gcd(job.device.node_size, job.world_size))
+    return divisors(math.gcd(job.cluster.node_size, job.world_size))
 
 
 def _tensor_misfit(job: Job, t: int) -> Misfit | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.models.size import flops_per_sample
@@ -13,6 +14,7 @@ from lightning_ptdp.planner.memory import static_bytes
 from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
 from lightning_ptdp.schedule.generators import build_schedule
 from lightning_ptdp.schedule.simulate import Costs, simulate
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["StepTime", "simulated_step_time", "step_time"]
 
@@ -80,13 +82,14 @@ def step_time(job: Job, choice: Choice) -> StepTime:
     """
     layout, m = choice.layout, choice.num_microbatches
     p, v = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    stages = _stages(job, choice)
     bubble = messages = 0.0
     if p > 1:
         form = CLOSED_FORMS[choice.schedule]
-        mean = sum(_stages(job, choice), NOTHING)
+        mean = sum(stages, NOTHING)
         bubble = form.bubble(p, v, mean.forward / p, mean.backward / p, mean.weight / p)
-        messages = form.waits(p, v, m) * _message(job, choice)
-    return _whole_step(job, choice, _slowest(job, choice), bubble=bubble, messages=messages)
+        messages = form.waits(p, v, m) * _message(job, choice) if job.software.hides_messages else 0.0
+    return _whole_step(job, choice, _slowest(stages, layout), bubble=bubble, messages=messages)
 
 
 def simulated_step_time(job: Job, choice: Choice) -> StepTime:
@@ -114,41 +117,48 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
         )
         return float(simulate(schedule, costs).step_time)
 
-    slowest, without = _slowest(job, choice), length(0.0)
+    slowest, without = _slowest(stages, layout), length(0.0)
     bubble = max(0.0, without - m * (slowest.forward + slowest.backward))
-    return _whole_step(job, choice, slowest, bubble=bubble, messages=length(_message(job, choice)) - without)
+    waited = length(_message(job, choice)) - without if job.software.hides_messages else 0.0
+    return _whole_step(job, choice, slowest, bubble=bubble, messages=waited)
 
 
 def _stages(job: Job, choice: Choice) -> list[PassTime]:
-    layer = layer_time(job, choice)
-    stages = [layer.times(count) for count in layers_by_stage(job.model, choice.layout.num_stages)]
+    """Of each stage; with the messages that hold a rank, one in each direction a microbatch."""
+    layer, layout = layer_time(job, choice), choice.layout
+    counts = layers_by_stage(job.model, layout.num_stages, balanced=job.software.balances_stages)
+    each = {count: layer.times(count) for count in set(counts)}
+    held = 0.0 if job.software.hides_messages else _message(job, choice)
+    if held:
+        each = {count: stage + PassTime(forward=held, backward=held, weight=0.0) for count, stage in each.items()}
+    stages = [each[count] for count in counts]
     stages[0] += input_time(job, choice)
     stages[-1] += head_time(job, choice)
     return stages
 
 
-def _slowest(job: Job, choice: Choice) -> PassTime:
+def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
     """Of the ranks, with all of its stages."""
-    stages, layout = _stages(job, choice), choice.layout
     ranks = [sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING) for rank in range(layout.pipeline_parallel_size)]
     return max(ranks, key=lambda rank: rank.forward + rank.backward)
 
 
 def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float) -> StepTime:
     layout, m = choice.layout, choice.num_microbatches
-    parameters = stage_parameters(job.model, layout)
+    parameters = stage_parameters(job.model, layout, balanced=job.software.balances_stages)
     fullest = max(sum(parameters[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_parallel_size))
     waiting = m * slowest.communication
+    held = 0.0 if job.software.hides_messages else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
     model, hardware = (
         job.global_batch_size * flops_per_sample(job.model, sequence_length=job.sequence_length, recompute=again)
         for again in (False, choice.recompute == "full")
     )
     return StepTime(
-        compute=m * (slowest.forward + slowest.backward) - waiting,
+        compute=m * (slowest.forward + slowest.backward) - waiting - held,
         tensor=waiting,
         bubble=bubble,
-        messages=messages,
-        gradients=_gradients(job, choice, fullest, hidden_behind=slowest.backward),
+        messages=messages + held,
+        gradients=_gradients(job, choice, fullest, hidden_behind=slowest.backward if job.software.hides_gradients else 0.0),
         optimizer=_optimizer(job, choice, fullest),
         model_flops=model,
         hardware_flops=hardware,
@@ -160,8 +170,15 @@ def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, m
 def _message(job: Job, choice: Choice) -> float:
     """Seconds of one hidden state between stages: 1/t of it a rank, gathered at the other end unless the sequence is split."""
     layout, t = choice.layout, choice.layout.tensor_parallel_size
+    if layout.pipeline_parallel_size == 1:
+        return 0.0
     nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.residual
-    return pipeline_link(layout, job.device).send(nbytes / t)
+    link = pipeline_link(layout, job.cluster)
+    if layout.sequence_parallel:
+        return link.send(nbytes / t)
+    if not job.software.gathers_messages:
+        return link.send(nbytes)
+    return link.send(nbytes / t) + group_link(layout, job.cluster, "tensor").all_gather(nbytes)
 
 
 def _gradients(job: Job, choice: Choice, parameters: int, *, hidden_behind: float) -> float:
@@ -169,12 +186,13 @@ def _gradients(job: Job, choice: Choice, parameters: int, *, hidden_behind: floa
 
     The reductions start in the last microbatch's backward and hide behind half of it, the gathering behind as much of a forward.
     """
-    group, weight, gradient = group_link(choice.layout, job.device, "replica_sum"), job.precision.weight, job.precision.gradient
+    group, weight, gradient = group_link(choice.layout, job.cluster, "replica_sum"), job.precision.weight, job.gradient
     tied = 0.0
     layout = choice.layout
     if job.model.tie_embeddings and layout.last_stage_rank != layout.rank_of_stage(0):
         rows = job.model.vocabulary_size / layout.tensor_parallel_size
-        tied = 2 * pipeline_link(layout, job.device).send(rows * job.model.hidden_size * gradient)
+        # Two ranks exchange all of it, both ways at once.
+        tied = pipeline_link(layout, job.cluster).send(rows * job.model.hidden_size * gradient)
     if choice.shard_optimizer:
         reduced = max(0.0, group.all_gather(parameters * gradient) - hidden_behind / 2)
         return tied + reduced + max(0.0, group.all_gather(parameters * weight) - hidden_behind / 4)
@@ -182,8 +200,9 @@ def _gradients(job: Job, choice: Choice, parameters: int, *, hidden_behind: floa
 
 
 def _optimizer(job: Job, choice: Choice, parameters: int) -> float:
-    """Every byte of weights, gradients and state is read, and all but the gradients written."""
+    """What the software reads and writes; else every byte of weights and state both ways, and gradients twice: for their norm, too."""
     weights, gradients, state = static_bytes(job, choice, parameters)
-    layout = choice.layout
-    share = 1 / layout.size("replica_sum") if choice.shard_optimizer else 1.0
-    return (share * (2 * weights + gradients) + 2 * state) / job.device.memory_bandwidth
+    share = 1 / choice.layout.size("replica_sum") if choice.shard_optimizer else 1.0
+    if job.software.optimizer is not None:
+        return share * parameters * job.software.optimizer / job.device.stream
+    return (share * 2 * (weights + gradients) + 2 * state) / job.device.stream

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Choice, Job, find_device, find_precision
+from lightning_ptdp.planner import Choice, Job, find_device, find_precision, find_software
 from lightning_ptdp.world.layout import ParallelLayout
 
 
 class Row(NamedTuple):
-    """A row of table 1 of arXiv 2104.04473."""
+    """A row of table 1 of arXiv 2104.04473, with the microbatch and the chunks with which it was run (Megatron-LM,
+    examples/academic_paper_scripts/sc21/run_table_1.sh)."""
 
     parameters: float  # in 10^9
     heads: int
@@ -21,50 +22,73 @@ class Row(NamedTuple):
     gpus: int
     batch: int
     tflops: int
+    micro_batch: int
+    chunks: int
 
 
 TABLE_1 = (
-    Row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
-    Row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
-    Row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
-    Row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
-    Row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
-    Row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
-    Row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
-    Row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
-    Row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
-    Row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+    Row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 16, 1),
+    Row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 16, 1),
+    Row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 16, 1),
+    Row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 8, 1),
+    Row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 4, 1),
+    Row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 2, 3),
+    Row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 2, 2),
+    Row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 1, 2),
+    Row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 1, 3),
+    Row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 1, 1),
 )
 
 
-def job_of(row: Row) -> Job:
-    """The row's model on its GPUs, in the paper's precision and with its dropout."""
+def a100_job(
+    *, layers: int, hidden: int, heads: int, gpus: int, batch: int, software: str = "megatron-2021", vocabulary: int = 51200
+) -> Job:
+    """A GPT on A100s, in the papers' precision, sequence length and dropout."""
     model = GPTConfig.gpt2(
-        vocabulary_size=51200,
+        vocabulary_size=vocabulary,
         sequence_length=2048,
-        num_layers=row.layers,
-        hidden_size=row.hidden,
-        num_heads=row.heads,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
         dropout=0.1,
     )
-    return Job(model=model, world_size=row.gpus, global_batch_size=row.batch, device=find_device("a100"))
+    return Job(
+        model=model,
+        world_size=gpus,
+        global_batch_size=batch,
+        device=find_device("a100"),
+        software=find_software(software),
+    )
+
+
+def job_of(row: Row, software: str = "megatron-2021") -> Job:
+    """The row's model on its GPUs."""
+    return a100_job(layers=row.layers, hidden=row.hidden, heads=row.heads, gpus=row.gpus, batch=row.batch, software=software)
 
 
 def choice_of(row: Row, **changes: Any) -> Choice:
-    """The row's layout: 1F1B, full recomputation, one sample a microbatch."""
-    layout = ParallelLayout(world_size=row.gpus, tensor_parallel_size=row.tensor, pipeline_parallel_size=row.pipeline)
-    options: dict[str, Any] = {"micro_batch_size": 1, "recompute": "full"} | changes
+    """The row's layout, with full recomputation."""
+    layout = ParallelLayout(
+        world_size=row.gpus,
+        tensor_parallel_size=row.tensor,
+        pipeline_parallel_size=row.pipeline,
+        virtual_pipeline_size=row.chunks,
+    )
+    schedule = "1f1b" if row.chunks == 1 else "interleaved_1f1b"
+    options: dict[str, Any] = {"micro_batch_size": row.micro_batch, "recompute": "full", "schedule": schedule} | changes
     m = row.batch // (layout.data_parallel_size * options["micro_batch_size"])
     return Choice(layout=layout, num_microbatches=m, **options)
 
 
-def small_job(model: GPTConfig, *, precision: str = "bf16-true", world_size: int = 1, batch: int = 8) -> Job:
-    """A job on H100s."""
+def small_job(
+    model: GPTConfig, *, precision: str = "bf16-true", world_size: int = 1, batch: int = 8, device: str = "h100"
+) -> Job:
+    """A job on H100s, or other devices."""
     return Job(
         model=model,
         world_size=world_size,
         global_batch_size=batch,
-        device=find_device("h100"),
+        device=find_device(device),
         precision=find_precision(precision),
     )
 

@@ -23,7 +23,9 @@ def degrees(plan: Plan) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("row", [TABLE_1[index] for index in (0, 2, 4, 6, 8, 9)], ids=lambda row: f"{row.parameters} B")
 def test_table_1_is_near_the_top(row: Row) -> None:
-    """The layout of arXiv 2104.04473, table 1, takes at most a tenth longer than the best of hundreds in its own space."""
+    """The layout of arXiv 2104.04473, table 1, beside the best of hundreds in its own space: found by rules, it takes at most 15 % longer;
+    the largest, for which there is little choice, at most 5 %. (That t = 4 is quicker than 8 for some of these sizes is measured:
+    arXiv 2312.12391, its data for 39.1 B on 512 GPUs.)"""
     plan = search(job_of(row), PAPER, count=1000, simulate=False)
     own = [
         candidate
@@ -31,8 +33,8 @@ def test_table_1_is_near_the_top(row: Row) -> None:
         if (candidate.choice.layout.tensor_parallel_size, candidate.choice.layout.pipeline_parallel_size)
         == (row.tensor, row.pipeline)
     ]
-    assert own[0].time.total <= 1.1 * plan.best[0].time.total, degrees(plan)
-    assert plan.examined >= len(plan.best) >= 20
+    assert own[0].time.total <= (1.05 if row.parameters > 500 else 1.15) * plan.best[0].time.total, degrees(plan)
+    assert plan.examined >= len(plan.best) >= 15
 
 
 def test_tensor_parallelism_stays_inside_a_node() -> None:
@@ -59,7 +61,7 @@ def test_a_model_that_fits_on_one_device_is_data_parallel() -> None:
 
 
 def test_everything_found_fits_and_is_in_order() -> None:
-    job = job_of(TABLE_1[4])
+    job = job_of(TABLE_1[4], "ours")
     plan = search(job, count=12)
     times = [candidate.time.total for candidate in plan.best]
     assert len(times) == 12 and times == sorted(times)
@@ -96,7 +98,7 @@ def test_reasons() -> None:
 
 
 def test_reasons_of_memory() -> None:
-    plan = search(dataclasses.replace(job_of(TABLE_1[5]), world_size=16, global_batch_size=16))
+    plan = search(dataclasses.replace(job_of(TABLE_1[5], "ours"), world_size=16, global_batch_size=16))
     assert not plan.best
     assert plan.slower == ()
     reasons = {misfit.what: misfit.reason for misfit in plan.rejected}

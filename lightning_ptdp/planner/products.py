@@ -1,0 +1,66 @@
+"""Seconds of a matrix product, by its shape: tiles, waves, depth.
+
+A product (m, k) x (k, n) is computed in tiles of the result, one a multiprocessor at a time; when the tiles are not a multiple of the
+multiprocessors, the last wave leaves some idle (NVIDIA, Matrix Multiplication Background User's Guide, "Dimension quantization effects").
+A tile takes its operations at the rate of a multiprocessor, or its operands at its share of the cache; it waits for memory before its
+first multiplication and behind its last, and is stored. The library takes the best tile, and may cut the depth k into parts that are
+summed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from lightning_ptdp.planner.devices import Device
+
+__all__ = ["product_time"]
+
+_TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
+"""cuBLAS's, in the guide named above."""
+_PARTS = (1, 2, 4, 8, 16)
+_PARTIAL_SUM = 4
+
+
+@functools.lru_cache(maxsize=4096)
+def product_time(device: Device, width: int, m: int, n: int, k: int, batch: int = 1) -> float:
+    """Seconds of ``batch`` products of (m, k) and (k, n), elements of ``width`` bytes.
+
+    Args:
+        device: What computes.
+        width: Bytes an element.
+        m: Rows of the result.
+        n: Columns of the result.
+        k: Terms of each sum.
+        batch: How many at a time.
+    """
+    if device.products:
+        return 2 * batch * m * n * k / _measured_rate(device, m, n, k)
+    traffic = batch * width * (m * k + k * n + m * n) / device.stream
+    return max(traffic, min(_tiled(device, width, m, n, k, batch, tile, parts) for tile in _TILES for parts in _PARTS))
+
+
+def _tiled(device: Device, width: int, m: int, n: int, k: int, batch: int, tile: tuple[int, int], parts: int) -> float:
+    if parts > 1 and k < 512 * parts:
+        return math.inf
+    rows, columns = tile
+    depth = -(-k // parts)
+    tiles = batch * -(-m // rows) * -(-n // columns) * parts
+    rate = device.peak(width) * device.product_share * device.sustained / device.units
+    multiply = 2 * rows * columns * depth / rate
+    load = (rows + columns) * width * depth * device.units / device.cache_bandwidth
+    store = rows * columns * width * device.units / device.stream
+    waves = -(-tiles // device.units)
+    sums = 2 * parts * batch * m * n * _PARTIAL_SUM / device.stream if parts > 1 else 0.0
+    return waves * (max(multiply, load) + store + 2 * device.memory_latency_s) + sums
+
+
+def _measured_rate(device: Device, m: int, n: int, k: int) -> float:
+    """Operations a second, between the measured shapes that are nearest on a logarithmic scale."""
+    near = []
+    for rows, columns, depth, rate in device.products:
+        distance = sum(math.log2(one / other) ** 2 for one, other in ((m, rows), (n, columns), (k, depth)))
+        near.append((distance, rate))
+    near.sort()
+    weights = [(1 / (distance + 1e-3) ** 2, rate) for distance, rate in near[:4]]
+    return math.exp(sum(weight * math.log(rate) for weight, rate in weights) / sum(weight for weight, _ in weights))

@@ -1,0 +1,144 @@
+"""What runs on the devices: kernels, overlaps, bytes and host time, in a few numbers; presets by name.
+
+The same layout on the same devices takes twice as long with attention that writes its scores to memory, or with a host that cannot launch
+as fast as small kernels run. What each number comes from is said beside it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from lightning_ptdp.option_types import check_types
+
+__all__ = ["SOFTWARE", "Software", "find_software"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """A training program.
+
+    Attributes:
+        name: For tables.
+        attention: "unfused" writes the s x s scores to memory and keeps them, "fused" does not.
+        skips_masked: The attention kernel does not compute what the causal mask hides.
+        elementwise: How operations between products go through memory: "eager", one after the other; "fused", bias, dropout and sum in one
+            pass, bias and GELU in one; "compiled", whatever lies between two products in one pass.
+        norm_reads: How often a norm reads its input from memory; with two, its backward reads its operands twice for the input's gradient
+            and once for the weight's.
+        hides_tensor: Collectives of a backward run beside the product of the weight gradient.
+        hides_gradients: Gradients are summed over the replicas beside the backward.
+        hides_messages: Pipeline messages travel beside computations; else each one holds its two ranks.
+        gathers_messages: Without sequence parallelism a message is cut over the tensor group and gathered at its other end
+            (arXiv 2104.04473, section 4.1).
+        balances_stages: Stages are cut by cost, embedding and head included; else by equal numbers of layers.
+        operations: Operations that the host launches for a layer's forward; a backward launches twice as many.
+        collective_operations: Besides, for each collective.
+        operation_s: Seconds of the host for each.
+        gradient: Bytes of a gradient, as it is accumulated and summed; None: the precision's.
+        gradient_copy: Bytes of a copy of it that the optimizer's step makes.
+        accumulation: Bytes read and written for each parameter and microbatch to add its gradient up, besides the product's own write.
+        loss: Bytes read and written for each logit by the loss and its backward.
+        optimizer: Bytes read and written for each parameter by a step: gradient norm, unscaling, Adam, copy to half precision; None: the
+            gradient twice, weights and state once and back, by the precision.
+    """
+
+    name: str
+    attention: Literal["unfused", "fused"]
+    skips_masked: bool
+    elementwise: Literal["eager", "fused", "compiled"]
+    norm_reads: int
+    hides_tensor: bool
+    hides_gradients: bool
+    hides_messages: bool
+    gathers_messages: bool
+    balances_stages: bool
+    operations: int
+    collective_operations: int = 4
+    operation_s: float
+    gradient: int | None = None
+    gradient_copy: int = 0
+    accumulation: float
+    loss: float
+    optimizer: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+_OPERATION_S = 10e-6
+"""Of eager PyTorch: the block of a GPT-2 at h = 16 takes 154 us of one core for the 30 operations (of aten) of its forward and 392 us for
+the 70 of its backward, kernels of next to nothing included; launching one on a GPU takes about as long again."""
+
+_MEGATRON_2021 = Software(
+    name="megatron-2021",
+    # Megatron-LM v2.3 (the code of arXiv 2104.04473): scores and probabilities in memory, masked softmax in one kernel, bias-GELU and
+    # bias-dropout-add by TorchScript, all-reduces and messages waited for, --DDP-impl local: one all-reduce of fp16 gradients at the end.
+    attention="unfused",
+    skips_masked=False,
+    elementwise="fused",
+    norm_reads=2,  # apex's mixed-precision LayerNorm: statistics, then values; gradients by cuComputeGradInput and GradGammaBeta
+    hides_tensor=False,
+    hides_gradients=False,
+    hides_messages=False,
+    gathers_messages=True,
+    balances_stages=False,
+    # Of ParallelTransformerLayer.forward, counted by reading: kernels, views, autograd functions, the random state forked for a dropout.
+    operations=70,
+    operation_s=_OPERATION_S,
+    gradient=2,
+    gradient_copy=4,  # Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads
+    accumulation=6,  # main_grad += grad, fp16: read 2 + 2, write 2
+    # fp16 logits to fp32, maximum, subtraction, exponential, sum, quotient, and the backward's scaling and cast.
+    loss=52,
+    # Apex: copy to fp32 2 + 4, unscale 8, norm 4, clip 8, FusedAdam 28 (p, m, v both ways, gradient), copy to fp16 6.
+    optimizer=60,
+)
+_MEGATRON_2022 = replace(
+    _MEGATRON_2021,
+    name="megatron-2022",
+    norm_reads=1,  # apex's persistent LayerNorm keeps the row in registers
+    # arXiv 2205.05198: all-reduces of a backward run beside the product of the weight gradient, which adds to the fp32 gradient itself.
+    hides_tensor=True,
+    gradient=4,
+    gradient_copy=0,
+    accumulation=6,  # the product reads 4 and writes 4 in place of writing 2
+)
+_EAGER = Software(
+    name="ours",
+    attention="fused",
+    skips_masked=True,
+    elementwise="eager",
+    norm_reads=2,  # torch's native layer_norm, as above
+    hides_tensor=True,  # tensor_parallel/linear.py
+    hides_gradients=True,  # data_parallel/buckets.py
+    hides_messages=True,  # pipeline/p2p.py
+    gathers_messages=True,
+    balances_stages=True,  # pipeline/balance.py
+    operations=50,  # aten's: 30 for a GPT-2's block, 64 with dropout, 68 for a Llama's
+    operation_s=_OPERATION_S,
+    accumulation=6,  # tests/test_matrix_product.py: 8 bytes an element and microbatch, of which the product writes 2
+    loss=30,
+)
+_COMPILED = replace(_EAGER, name="ours-compiled", elementwise="compiled", norm_reads=1, operations=12)
+
+SOFTWARE: Mapping[str, Software] = MappingProxyType(
+    {one.name: one for one in (_EAGER, _COMPILED, _MEGATRON_2021, _MEGATRON_2022)}
+)
+"""The presets."""
+
+
+def find_software(name: str) -> Software:
+    """The preset called ``name``.
+
+    Raises:
+        ValueError: There is none; the message names the nearest.
+    """
+    if name in SOFTWARE:
+        return SOFTWARE[name]
+    near = difflib.get_close_matches(name, SOFTWARE, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"software={name!r} is unknown: {hint}It is one of {', '.join(SOFTWARE)}")

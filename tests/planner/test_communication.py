@@ -1,0 +1,58 @@
+"""Links and collectives on nodes and network cards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lightning_ptdp.planner import Link, find_device
+from lightning_ptdp.planner.communication import group_link, pipeline_link
+from lightning_ptdp.world.layout import ParallelLayout
+
+CLUSTER = find_device("h100").cluster
+CARD = CLUSTER.card.bandwidth
+
+
+def test_which_link_a_group_uses() -> None:
+    layout = ParallelLayout(world_size=64, tensor_parallel_size=4, pipeline_parallel_size=2)  # d = 8
+    assert group_link(layout, CLUSTER, "tensor").link == CLUSTER.node
+    # Two of a node's eight ranks are in one data group, so each group drives two cards.
+    assert group_link(layout, CLUSTER, "replica_sum").link.bandwidth == 2 * CARD
+    assert pipeline_link(layout, CLUSTER).hop == CLUSTER.card
+    one_node = ParallelLayout(world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert {
+        group_link(one_node, CLUSTER, "tensor").link,
+        group_link(one_node, CLUSTER, "replica_sum").link,
+        pipeline_link(one_node, CLUSTER).hop,
+    } == {CLUSTER.node}
+    wide = group_link(ParallelLayout(world_size=16, tensor_parallel_size=16), CLUSTER, "tensor")
+    assert wide.link.latency_s == CLUSTER.card.latency_s
+
+
+def test_a_rings_hop_between_nodes_goes_over_one_card() -> None:
+    """Collectives of a group that fills its nodes drive all of their cards; keys and values go from one rank to the next."""
+    ring = group_link(ParallelLayout(world_size=16, context_parallel_size=16), CLUSTER, "context")
+    assert ring.link.bandwidth == pytest.approx(min(CLUSTER.node.bandwidth, 8 * CARD))
+    assert ring.hop.bandwidth == CARD
+
+
+def test_ranks_share_out_few_cards() -> None:
+    four = dataclasses.replace(CLUSTER, cards=4)
+    layout = ParallelLayout(world_size=64, tensor_parallel_size=8, pipeline_parallel_size=2)
+    assert group_link(layout, four, "data").link.bandwidth == CARD / 2
+    assert pipeline_link(layout, four).hop.bandwidth == CARD / 2
+    slow = dataclasses.replace(CLUSTER, rail=Link(bandwidth=CARD / 3, latency_s=1e-4))
+    assert pipeline_link(layout, slow).hop == slow.rail
+
+
+def test_ring_and_tree() -> None:
+    cluster = dataclasses.replace(find_device("a100").cluster, start_s=0.0)
+    inside = group_link(ParallelLayout(world_size=8, tensor_parallel_size=8), cluster, "tensor")
+    rate, latency = cluster.node.bandwidth, cluster.node.latency_s
+    assert inside.all_gather(8e9) == pytest.approx(7 * latency + 7e9 / rate)
+    assert inside.all_reduce(8e9) == pytest.approx(14 * latency + 14e9 / rate)
+    # Over 64 nodes a sum goes up and down a tree of six levels, while a gathering passes all of them.
+    wide = group_link(ParallelLayout(world_size=512, tensor_parallel_size=8), cluster, "data")
+    assert wide.all_reduce(0.0) == pytest.approx(12 * cluster.card.latency_s)
+    assert wide.all_gather(0.0) == pytest.approx(63 * cluster.card.latency_s)
