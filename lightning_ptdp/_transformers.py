@@ -11,6 +11,7 @@ from torch import nn
 __all__ = [
     "advance_cache",
     "captured_outputs",
+    "ignored_names",
     "install_capture",
     "is_capture",
     "is_causal_model",
@@ -20,6 +21,7 @@ __all__ = [
 
 _CAPTURING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def captured_outputs() -> dict[str, list[object]]:
@@ -72,3 +74,10 @@ def advance_cache(cache: Any, length: int, device: torch.device) -> None:
         if missing > 0:
             nothing = torch.zeros(1, 1, missing, 1, device=device)
             layer.update(nothing, nothing)
+
+
+def ignored_names(model: nn.Module) -> tuple[str, ...]:
+    """What is found in the names of stored tensors that a Hugging Face model leaves out, as regular expressions: buffers that were saved
+    once, and are computed now."""
+    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return (*sorted(own), *_COMPUTED)

@@ -8,14 +8,14 @@ local parameter sits in the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from lightning_ptdp._torch import keep_padded
-from lightning_ptdp.initial_values.materialize import Materializer, agree_on_values
+from lightning_ptdp.initial_values.materialize import Materializer, agree_on_values, make_room
 from lightning_ptdp.notes import layout_notes
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
@@ -89,6 +89,7 @@ def parallelize(
     partition: Sequence[int] | Sequence[str] | None = None,
     seed: int,
     device: torch.device,
+    left: Collection[str] = (),
 ) -> ParallelModel:
     """Make ``module`` this rank's part of itself, in place; collective over the world.
 
@@ -100,6 +101,7 @@ def parallelize(
         partition: Layers a stage, or the name of each stage's first layer, for an uneven cut on purpose.
         seed: Decides the initial values of meta modules.
         device: Where parameters go.
+        left: Names of meta parameters for which no initial values are drawn: they are zero, for somebody to fill.
 
     Raises:
         ValueError: The plan, the partition or the sizes do not fit the model.
@@ -116,7 +118,7 @@ def parallelize(
     built = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
     differing = agree_on_values(built, device=device)
     whole = _Whole.of(module)
-    materialize = Materializer(module, seed=seed, device=device)
+    materialize = Materializer(module, seed=seed, device=device, left=left)
 
     cut: PipelineCut | None = None
     if pipeline.size > 1:
@@ -128,6 +130,7 @@ def parallelize(
     shardings = _build_local(module, planned, kinds, materialize, whole, mesh)
     if tensor.size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
+    make_room(module, device=device)
     copies = {c for kind in kinds.values() for c in kind.copies(tensor.size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
     records = _records(module, shardings, whole, cut, mesh, copy_groups)

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from lightning_ptdp.checkpoint.archive import as_bytes, rows_at_once
-from lightning_ptdp.checkpoint.sums import BLOCK, SummedFile
+from lightning_ptdp.checkpoint.sums import BLOCK
 
-__all__ = ["read_rectangle", "runs"]
+__all__ = ["ReadFile", "read_rectangle", "runs"]
+
+
+class ReadFile(Protocol):
+    """A file of which any bytes can be read."""
+
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        """Bytes [start, stop), in ``into`` if that is returned; otherwise what is returned may be used again by the next call."""
 
 
 def read_rectangle(
-    file: SummedFile,
+    file: ReadFile,
     target: torch.Tensor,
     *,
     begin: int,
@@ -45,7 +53,7 @@ def read_rectangle(
         _read_runs(file, target, begin, dtype, shape, offset)
 
 
-def _read_rows(file: SummedFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int) -> None:
+def _read_rows(file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int) -> None:
     """Whole rows, a piece after the other, each checked and copied while it is in the processor's cache."""
     row = math.prod(target.shape[1:]) * dtype.itemsize
     count = rows_at_once(row)
@@ -63,14 +71,23 @@ def _read_rows(file: SummedFile, target: torch.Tensor, data: int, dtype: torch.d
 
 
 def _read_runs(
-    file: SummedFile, target: torch.Tensor, data: int, dtype: torch.dtype, shape: Sequence[int], offset: Sequence[int]
+    file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, shape: Sequence[int], offset: Sequence[int]
 ) -> None:
-    """Parts of rows. They are put where they lie in the whole tensor: memory that nothing is read into is never touched."""
-    whole = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    for begin, end in runs(shape, offset, target.shape, itemsize=dtype.itemsize):
-        whole[begin:end] = file.read(data + begin, data + end)
-    index = tuple(slice(begin, begin + extent) for begin, extent in zip(offset, target.shape, strict=True))
-    target.copy_(torch.from_numpy(whole).view(dtype).view(tuple(shape))[index])
+    """Parts of rows, of a few rows at a time. They are put where they lie in whole rows, from which they are copied."""
+    row = math.prod(shape[1:]) * dtype.itemsize
+    count = min(rows_at_once(row), len(target))
+    whole = np.empty(count * row, dtype=np.uint8)
+    columns = tuple(slice(begin, begin + extent) for begin, extent in zip(offset[1:], target.shape[1:], strict=True))
+    for first in range(0, len(target), count):
+        rows = target[first : first + count]
+        start = data + (offset[0] + first) * row
+        for begin, end in runs((len(rows), *shape[1:]), (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize):
+            own = whole[begin:end].data
+            content = file.read(start + begin, start + end, into=own)
+            if content is not own:
+                own[:] = content
+        values = torch.from_numpy(whole).view(dtype).view(count, *shape[1:])
+        rows.copy_(values[(slice(len(rows)), *columns)])
 
 
 def runs(

@@ -12,7 +12,7 @@ from lightning_ptdp.exchange.outgoing import Described, described_by_module, des
 from lightning_ptdp.exchange.plain import from_state_dict, open_state_dict, to_state_dict
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.tables import Family, Row
-from lightning_ptdp.exchange.weights import HuggingFaceNames, HuggingFaceWeights, models_in, names_in, weights_opener
+from lightning_ptdp.exchange.weights import HuggingFaceNames, HuggingFaceWeights, OurWeights, models_in, names_in, weights_opener
 
 __all__ = [
     "Described",
@@ -22,6 +22,7 @@ __all__ = [
     "HuggingFaceNames",
     "HuggingFaceWeights",
     "Kind",
+    "OurWeights",
     "Row",
     "SHARD_BYTES",
     "convert",

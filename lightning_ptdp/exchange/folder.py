@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from lightning_ptdp.checked_json import FILE_NAME, Json, flag, map_of, optional, record, text
 from lightning_ptdp.checkpoint import CheckpointError, reading
-from lightning_ptdp.exchange.safetensors import open_safetensors
+from lightning_ptdp.exchange.safetensors import StoredTensor, list_safetensors, open_safetensors
 from lightning_ptdp.untrusted import read_json, regular_size
 
-__all__ = ["CONFIG_FILE", "INDEX_FILE", "ONE_FILE", "open_huggingface", "read_config", "reads_as_huggingface"]
+__all__ = ["CONFIG_FILE", "INDEX_FILE", "ONE_FILE", "list_huggingface", "open_huggingface", "read_config", "reads_as_huggingface"]
 
 CONFIG_FILE = "config.json"
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 3
+_T = TypeVar("_T")
 _MOST_INDEX = 1 << 26  # bytes
 _WEIGHT_MAP = record(others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text()))
 _ANY_MODEL = record(others=True, model_type=optional(text()), tie_word_embeddings=optional(flag))
@@ -48,29 +51,58 @@ def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: Files are missing or damaged, or do not hold what the index says.
     """
+    return _by_name(folder, open_safetensors)
+
+
+def list_huggingface(folder: Path) -> dict[str, StoredTensor]:
+    """Where all tensors of a folder are, from the headers of its files alone.
+
+    Raises:
+        CheckpointError: As of ``open_huggingface``.
+    """
+    return _by_name(folder, list_safetensors)
+
+
+def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[str, _T]:
     if not (folder / INDEX_FILE).is_file():
         if not (folder / ONE_FILE).is_file():
-            raise CheckpointError(f"{folder} has neither {ONE_FILE} nor {INDEX_FILE}: weights in other formats are not read")
-        return _open_file(folder, ONE_FILE)
+            raise CheckpointError(f"{folder} {_why_no_weights(folder)}")
+        return open_file(_checked(folder, ONE_FILE))
     with reading(folder / INDEX_FILE):
         where = _WEIGHT_MAP(read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=_blobs(folder)))["weight_map"]
     if not where:
         raise CheckpointError(f"{folder / INDEX_FILE} is damaged: it names no tensors")
-    found: dict[str, torch.Tensor] = {}
+    absent = sorted({name for name in where.values() if not os.path.lexists(folder / name)})
+    if absent:
+        count, be = len(set(where.values())), "is" if len(absent) == 1 else "are"
+        raise CheckpointError(
+            f"{folder} is damaged: {INDEX_FILE} names {count} files, of which {len(absent)} {be} not there "
+            f"({', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}): download or copy the folder again"
+        )
+    found: dict[str, _T] = {}
     for name in sorted(set(where.values())):
-        found |= _open_file(folder, name)
+        found |= open_file(_checked(folder, name))
     missing = sorted(where.keys() - found.keys())
     if missing:
         raise CheckpointError(f"{folder} is damaged: {INDEX_FILE} names {missing[:_SHOWN]}, which no file holds")
     return {name: found[name] for name in where}
 
 
-def _open_file(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    if not os.path.lexists(folder / name):
-        raise CheckpointError(f"{folder} is damaged: {INDEX_FILE} names {name}, which is not there")
+def _checked(folder: Path, name: str) -> Path:
     with reading(folder / name):
         regular_size(folder / name, linked=_blobs(folder))
-    return open_safetensors(folder / name)
+    return folder / name
+
+
+def _why_no_weights(folder: Path) -> str:
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    lacks = f"has neither {ONE_FILE} nor {INDEX_FILE}"
+    if not pickled:
+        return f"{lacks}: put the weights there, as save_pretrained writes them"
+    return (
+        f"{lacks}, and {pickled[0]} is a pickle, which is not read: where you trust it, write safetensors once by "
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained(another folder)"
+    )
 
 
 def _blobs(folder: Path) -> list[Path]:

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
+from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, reading
+from lightning_ptdp.checkpoint.stored import read_rectangle
+from lightning_ptdp.untrusted import parse_json
 
-__all__ = ["header_of", "open_safetensors", "write_safetensors"]
+__all__ = ["StoredTensor", "header_of", "list_safetensors", "open_safetensors", "read_stored", "write_safetensors"]
 
 _CODES = {
     torch.float64: "F64",
@@ -38,6 +43,86 @@ _CODES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a file.
+
+    Attributes:
+        file: The file.
+        begin: Byte at which its values begin.
+        entry: Shape and dtype.
+    """
+
+    file: Path
+    begin: int
+    entry: TensorEntry
+
+
+def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """The tensors of a file by name, from its header alone.
+
+    Raises:
+        CheckpointError: The file is not of this format, is cut off, its header does not fit it, or names a dtype that is not known.
+    """
+    with _whole(path):
+        with safe_open(path, framework="np"):
+            pass  # the library compares the header with the file
+        with open(path, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = parse_json(stream.read(length))
+        header.pop("__metadata__", None)
+        if unknown := {one["dtype"] for one in header.values()} - _DTYPES.keys():
+            raise ValueError(
+                f"it has tensors of the dtypes {sorted(unknown)}, which are not read; those that are: {sorted(_DTYPES)}"
+            )
+    return {
+        name: StoredTensor(
+            file=Path(path),
+            begin=8 + length + one["data_offsets"][0],
+            entry=TensorEntry(shape=tuple(one["shape"]), dtype=_DTYPES[one["dtype"]]),
+        )
+        for name, one in header.items()
+    }
+
+
+def read_stored(wanted: Iterable[tuple[StoredTensor, LocalRectangle]]) -> None:
+    """Fill rectangles of tensors, converted to the dtype of each; reads little more than their bytes, in the order of the files, and maps
+    nothing.
+
+    Raises:
+        CheckpointError: A file cannot be read, or is shorter than it was.
+    """
+    by_file: dict[Path, list[tuple[StoredTensor, LocalRectangle]]] = {}
+    for stored, rectangle in wanted:
+        by_file.setdefault(stored.file, []).append((stored, rectangle))
+    for path, parts in sorted(by_file.items()):
+        with reading(path), open(path, "rb", buffering=0) as stream:
+            file = _File(stream.fileno())
+            for stored, one in sorted(parts, key=lambda part: (part[0].begin, part[1].offset)):
+                shape, dtype = stored.entry.shape, stored.entry.dtype
+                read_rectangle(file, one.values, begin=stored.begin, dtype=dtype, shape=shape, offset=one.offset)
+
+
+class _File:
+    """What is read of an open file, always at the same place in memory where nobody has one for it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._scratch = descriptor, np.empty(0, dtype=np.uint8)
+
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        if into is None and len(self._scratch) < stop - start:
+            self._scratch = np.empty(stop - start, dtype=np.uint8)
+        content = into if into is not None else self._scratch[: stop - start].data
+        at = start
+        while at < stop:
+            count = os.preadv(self._descriptor, [content[at - start :]], at)
+            if not count:
+                raise ValueError(f"bytes {at} to {stop} would be in it, but it ends before")
+            at += count
+        return content
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -46,9 +131,14 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: The file is not of this format, is cut off, or its header does not fit it.
     """
+    with _whole(path), safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+
+@contextmanager
+def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:

@@ -4,20 +4,27 @@ conversion before."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 from torch import nn
 
-from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, rectangles_of
+from lightning_ptdp._transformers import ignored_names
+from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, Stored, TensorEntry, rectangles_of
 from lightning_ptdp.checkpoint.local import Tensors
-from lightning_ptdp.exchange.folder import open_huggingface
+from lightning_ptdp.exchange.folder import list_huggingface
 from lightning_ptdp.exchange.huggingface import our_rectangles
+from lightning_ptdp.exchange.safetensors import StoredTensor, read_stored
 
-__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "models_in", "names_in", "weights_opener"]
+__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "OurWeights", "models_in", "names_in", "weights_opener"]
+
+_SHOWN = 8
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,44 +36,105 @@ class HuggingFaceNames:
         base: The attribute of the model without its head ("transformer"), if this one has a head.
         own_base: The same attribute, if this is a model without a head: its names are stored without it, or with it beside a head's.
         aliases: Name of a tied tensor -> the name under which it is known.
+        wrapped: Name of a tensor in the model -> those that it has now, in what an adapter put around its module.
+        known: Names of the module's tensors, as far as it has them here.
+        ignored: What is found in other names that are left out, as regular expressions.
     """
 
     prefix: str = ""
     base: str = ""
     own_base: str = ""
     aliases: Mapping[str, str]
+    wrapped: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = ()
 
-    def of(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def of(self, stored: Mapping[str, _T]) -> dict[str, _T]:
         """What is ``stored``, by its names in the module; a tied tensor once."""
         if self.base and not any(name.startswith(f"{self.base}.") for name in stored):
             stored = {f"{self.base}.{name}": value for name, value in stored.items()}
         if self.own_base and any(name.startswith(f"{self.own_base}.") for name in stored):
             stored = {name.removeprefix(f"{self.own_base}."): value for name, value in stored.items()}
-        named = {self.prefix + name: value for name, value in stored.items()}
+        named = {self.prefix + now: value for name, value in stored.items() for now in self.wrapped.get(name, (name,))}
+        named = {name: value for name, value in named.items() if name in self.known or not self._is_ignored(name)}
         tied = {self.aliases[name]: value for name, value in named.items() if name in self.aliases}
         return {**tied, **{name: value for name, value in named.items() if name not in self.aliases}}
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(re.search(one, name) for one in self.ignored)
 
 
 @dataclass(frozen=True)
 class HuggingFaceWeights:
-    """The mapped tensors of a folder, of which any rectangle can be read: for each of a module's, whose names begin with ``model/``, the
+    """The tensors of a folder, by the names that a module has for them, of which any rectangle can be read."""
+
+    stored: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], names: HuggingFaceNames) -> HuggingFaceWeights:
+        """Of the folder ``path``, by the names that they have in a module that wraps the model, each behind ``model/``.
+
+        Raises:
+            CheckpointError: Files are missing or damaged.
+        """
+        return cls({f"model/{name}": value for name, value in names.of(list_huggingface(Path(path))).items()})
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What the tensors are called in the module."""
+        return frozenset(name.removeprefix("model/") for name in self.stored)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """What there is, by name."""
+        return {name: stored.entry for name, stored in self.stored.items()}
+
+    def fill(self, tensors: Tensors) -> None:
+        """Read this process's rectangles, converted to the dtype of their targets."""
+        read_stored((self.stored[wanted.name], wanted) for wanted in rectangles_of(tensors))
+
+    def check(self, model: nn.Module, *, may_lack: Sequence[str] = ()) -> None:
+        """Compare names and shapes with those of the whole ``model``, which may be on the meta device.
+
+        Args:
+            may_lack: Patterns of the model's names that need not be stored.
+
+        Raises:
+            CheckpointError: They differ; lists how.
+        """
+        found = {name.removeprefix("model/"): entry.shape for name, entry in self.tensors.items()}
+        first: dict[int, str] = {}
+        wanted = {
+            name: tuple(value.shape)
+            for name, value in model.state_dict(keep_vars=True).items()
+            if first.setdefault(id(value), name) == name
+        }
+        lacks = [name for name in wanted if name not in found and not any(fnmatchcase(name, one) for one in may_lack)]
+        others = [name for name in found if name not in wanted]
+        shapes = [
+            f"{name!r} is {found[name]} there and {shape} in the model"
+            for name, shape in wanted.items()
+            if found.get(name, shape) != shape
+        ]
+        wrong = [
+            *([f"it lacks {_listed(map(repr, lacks))}"] if lacks else []),
+            *([f"the model has no {_listed(map(repr, others))}"] if others else []),
+            *([_listed(shapes)] if shapes else []),
+        ]
+        if wrong:
+            raise CheckpointError("the weights are not this model's: " + "; ".join(wrong))
+
+
+@dataclass(frozen=True)
+class OurWeights:
+    """The mapped tensors of a folder, as parts of our own model's: for each of its tensors, whose names begin with ``model/``, the
     rectangles that it is made of."""
 
     parts: Mapping[str, Sequence[LocalRectangle]]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], names: HuggingFaceNames) -> HuggingFaceWeights:
-        """Of the folder ``path``, by the names that they have in a module that wraps the model.
-
-        Raises:
-            CheckpointError: Files are missing or damaged.
-        """
-        values = names.of(open_huggingface(Path(path)))
-        return cls({f"model/{name}": [LocalRectangle.whole(f"model/{name}", value)] for name, value in values.items()})
-
-    @classmethod
-    def open_as_ours(cls, path: str | os.PathLike[str]) -> HuggingFaceWeights:
-        """Of the folder ``path``, by the names that they have in our own model of that kind.
+    def open(cls, path: str | os.PathLike[str]) -> OurWeights:
+        """Of the folder ``path``.
 
         Raises:
             CheckpointError: As of ``from_huggingface``.
@@ -91,7 +159,7 @@ class HuggingFaceWeights:
                     wanted.values[common.seen_from(wanted.offset).slices].copy_(values)
 
 
-def weights_opener(module: nn.Module, aliases: Mapping[str, str]) -> Callable[[str | os.PathLike[str]], HuggingFaceWeights]:
+def weights_opener(module: nn.Module, aliases: Mapping[str, str]) -> Callable[[str | os.PathLike[str]], Stored]:
     """What reads a Hugging Face folder for ``module``, which wraps such a model or is one of ours.
 
     Raises:
@@ -99,11 +167,12 @@ def weights_opener(module: nn.Module, aliases: Mapping[str, str]) -> Callable[[s
     """
     if any(hasattr(child, "base_model_prefix") for child in module.modules()):
         return partial(HuggingFaceWeights.open, names=names_in(module, aliases))
-    return HuggingFaceWeights.open_as_ours
+    return OurWeights.open
 
 
-def names_in(module: nn.Module, aliases: Mapping[str, str]) -> HuggingFaceNames:
-    """How the tensors of the one Hugging Face model in ``module`` are called.
+def names_in(module: nn.Module, aliases: Mapping[str, str], *, ignored: Sequence[str] = ()) -> HuggingFaceNames:
+    """How the tensors of the one Hugging Face model in ``module`` are called; those in which an ``ignored`` expression is found are left
+    out.
 
     Raises:
         CheckpointError: There is none, or several.
@@ -118,7 +187,13 @@ def names_in(module: nn.Module, aliases: Mapping[str, str]) -> HuggingFaceNames:
     base = str(model.base_model_prefix)
     has_head = base in model._modules
     return HuggingFaceNames(
-        prefix=f"{name}." if name else "", base=base if has_head else "", own_base="" if has_head else base, aliases=aliases
+        prefix=f"{name}." if name else "",
+        base=base if has_head else "",
+        own_base="" if has_head else base,
+        aliases=aliases,
+        wrapped=_wrapped(model),
+        known=frozenset(module.state_dict()),
+        ignored=(*ignored_names(model), *ignored),
     )
 
 
@@ -129,3 +204,19 @@ def models_in(module: nn.Module) -> dict[str, nn.Module]:
         if hasattr(child, "base_model_prefix") and not any(f"{name}.".startswith(f"{outer}.") or not outer for outer in found):
             found[name] = child
     return found
+
+
+def _wrapped(model: nn.Module) -> dict[str, list[str]]:
+    """Names that peft has moved: a layer with an adapter holds the one that it was, and a module that is trained beside it is there
+    twice."""
+    found: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        before = re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
+        if before != name:
+            found.setdefault(before, []).append(name)
+    return found
+
+
+def _listed(entries: Iterable[str]) -> str:
+    found = list(entries)
+    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")

@@ -7,7 +7,7 @@ holds the whole model. A module built eagerly keeps its values, after a check th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_ptdp._peft import original_name
 from lightning_ptdp.initial_values.initializers import Initializers, why_without_values
 from lightning_ptdp.random import derive_seed, seeded
 
-__all__ = ["Materializer", "agree_on_values", "awaits_values", "is_meta"]
+__all__ = ["Materializer", "agree_on_values", "awaits_values", "is_meta", "make_room"]
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -33,6 +33,14 @@ def awaits_values(model: nn.Module) -> bool:
     return any(is_meta(module) for module in model.modules())
 
 
+def make_room(model: nn.Module, *, device: torch.device) -> None:
+    """Put memory on ``device``, all zero, in the place of every parameter that is on the meta device; it stays the same object."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            room = nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, room)
+
+
 class Materializer:
     """Gives meta modules their values one at a time, keeping tied parameters tied.
 
@@ -40,10 +48,11 @@ class Materializer:
         model: The whole, uncut module; the owner of a tied parameter is the first module that registers it.
         seed: Seed of the run.
         device: Where values go.
+        left: Names of parameters that stay on the meta device, since somebody else has values for them.
     """
 
-    def __init__(self, model: nn.Module, *, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+    def __init__(self, model: nn.Module, *, seed: int, device: torch.device, left: Collection[str] = ()) -> None:
+        self._seed, self._device, self._left = seed, device, frozenset(left)
         self._owners: dict[int, tuple[str, str]] = {}
         self._others: dict[str, set[str]] = {}  # keys of a module's parameters that another one owns
         self._made: dict[int, nn.Parameter] = {}
@@ -72,6 +81,8 @@ class Materializer:
                 continue
             if id(parameter) not in self._made:
                 owner_name, owner_key = self._owners[id(parameter)]
+                if f"{owner_name}.{owner_key}".removeprefix(".") in self._left:
+                    continue
                 value = values(owner_name).get_parameter(owner_key)
                 new = nn.Parameter(value.detach().to(self._device), requires_grad=parameter.requires_grad)
                 self._made[id(parameter)] = new

@@ -20,10 +20,12 @@ class InitialWeights:
     Attributes:
         path: The folder, or the name on the hub.
         may_lack: Patterns of the module's names that need not be there and keep the values that are drawn (``"*.lora_*"``).
+        ignores: Regular expressions found in the names of stored tensors that the model has no use for.
     """
 
     path: str
     may_lack: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
 
 
 def local_folder(path: str) -> Path:

@@ -25,6 +25,7 @@ class _LitHuggingFace(LitTokens):
 
     _auto_class: ClassVar[str]
     _inputs: ClassVar[tuple[str, ...]]
+    _ignores: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class _LitHuggingFace(LitTokens):
 
     def initial_weights(self) -> InitialWeights | None:
         """What the strategy fills the model with; None: initial values are drawn."""
-        return InitialWeights(self.path) if self.pretrained else None
+        return InitialWeights(self.path, ignores=self._ignores) if self.pretrained else None
 
     def forward(self, input_ids: Tensor, **others: Tensor) -> Tensor:
         """Token ids (b, s) -> logits (b, s, V); ``others`` are the model's own arguments."""
@@ -126,6 +127,7 @@ class LitMaskedLM(_LitHuggingFace):
 
     _auto_class = "AutoModelForMaskedLM"
     _inputs = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+    _ignores = (r"(^|\.)pooler\.", r"(^|\.)cls\.seq_relationship\.")  # of pretraining with the order of sentences
 
 
 def _dtype(name: Dtype, config: Any) -> torch.dtype:

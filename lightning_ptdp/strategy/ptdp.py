@@ -27,7 +27,7 @@ from lightning_ptdp._lightning import (
     keep_model_summary,
     lightning_names,
 )
-from lightning_ptdp.checkpoint import Keeper
+from lightning_ptdp.checkpoint import Keeper, same_outcome
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
@@ -38,10 +38,12 @@ from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_data,
     check_hyperparameters,
+    check_initial_weights,
     check_model,
     check_optimizer_state,
     check_trainer,
     on_meta,
+    open_initial_weights,
     plan_of,
     warn_of_batch_norm,
 )
@@ -104,6 +106,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
         Raises:
             ValueError: Names the field, the value and what would work.
         """
+        check_initial_weights(lightning_module, self.config)
         check_model(lightning_module, self.config, self.layout, convert=replacing(self.precision_plugin, self._names))
         if datamodule is not None:
             check_data(datamodule, self.config, self.layout)
@@ -155,6 +158,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
         module = self.lightning_module
         if self.layout.model_parallel_size > 1 and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
+        with same_outcome("reading the headers of the initial weights"):
+            weights = open_initial_weights(module) if self.config.meta_init else None
         self._parallel = parallelize(
             module,
             convert=self._convert,
@@ -163,6 +168,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
             partition=self.config.partition,
             seed=self.run.seed,
             device=self.root_device,
+            left=() if weights is None else weights.names,
         )
         if self.layout.model_parallel_size > 1:
             module.__dict__[CUT_MARK] = self.layout.describe()
@@ -173,7 +179,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
             config=self.config, mesh=self.mesh, parallel=self.parallel, surroundings=self._surroundings, device=self.root_device
         )
         self._parallel = replace(self.parallel, notes=(*self.parallel.notes, *notes))
-        self.load_initial_weights()
+        if weights is not None:
+            self.load_initial_weights(weights)
 
     def _convert(self) -> None:
         self.model = convert(self, self.mesh)

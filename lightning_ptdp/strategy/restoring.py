@@ -31,7 +31,6 @@ from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, reads_as_huggingface, weights_opener
 from lightning_ptdp.initial_values.materialize import awaits_values
-from lightning_ptdp.models.folder import local_folder
 from lightning_ptdp.sharding import slice_full
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike
 
@@ -174,12 +173,13 @@ class ModelSpaceRestoring(ModelSpace):
         self._parameters_set()
         return missing
 
-    def load_initial_weights(self) -> None:
-        """Give a module that was built without values those that its ``initial_weights()`` names, unless a checkpoint has all of them."""
+    def load_initial_weights(self, weights: HuggingFaceWeights) -> None:
+        """Give a module that was built without values those of its ``initial_weights()``, unless a checkpoint has all of them."""
         module = self.lightning_module
-        source = module.initial_weights() if hasattr(module, "initial_weights") and self.config.meta_init else None
-        if source is not None and (module.trainer.ckpt_path is None or not module.strict_loading):
-            self.load_weights(local_folder(source.path))
+        if module.trainer.ckpt_path is None or not module.strict_loading:
+            with self.waiting_in("loading the initial weights"):
+                tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
+                load_tensors("the initial weights", tensors, strict=False, open_stored=lambda _: weights)
 
     def _fill(self, path: PathLike, *, strict: bool, rename: Mapping[str, str] | None = None) -> list[str]:
         """``load_weights``, without a word to the optimizer."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.initial_values.initializers import Initializers
+from lightning_ptdp.initial_values.materialize import Materializer, make_room
 from lightning_ptdp.models import AdamWConfig, LitCausalLM, LitMaskedLM, make_tiny
+from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.strategy.checks import open_initial_weights
 from tests.huggingface.runs import Run, Samples, check, make_model
 from tests.models.fits import quiet_trainer
 from tests.pool import Pool
@@ -25,11 +33,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a small Llama, one with tied weights in several files, and a BERT."""
     folder = tmp_path_factory.mktemp("folders")
     make_tiny(folder / "llama", vocabulary_size=300, hidden_size=32, intermediate_size=48)
-    import transformers
 
     torch.manual_seed(5)
     make_model("llama", tie_word_embeddings=True).save_pretrained(folder / "tied", max_shard_size="20KB")
-    transformers.BertForMaskedLM(make_model("bert").config).save_pretrained(folder / "bert")
+    make_model("bert").save_pretrained(folder / "bert")
     return folder
 
 
@@ -104,3 +111,50 @@ def test_logits_that_the_model_scales_or_caps(
     expected = F.cross_entropy(theirs(batch["input_ids"]).logits[0], batch["labels"][0])
     torch.testing.assert_close(loss, expected)
     assert given.config._attn_implementation == ("eager" if model == "gemma2" else "sdpa")
+
+
+def refused(folder: Path, **options: Any) -> str:
+    """What is said before launch."""
+    with pytest.raises(ValueError) as caught:
+        PTDPStrategy().check(LitCausalLM(str(folder), **options))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_weights_of_another_model_are_one_error_that_lists_all_names_and_shapes(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "llama", tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    sizes = {"num_hidden_layers": 3, "intermediate_size": 40, "attention_bias": True}
+    (tmp_path / "m/config.json").write_text(json.dumps(config | sizes))
+    said = refused(tmp_path / "m")
+    assert re.search(
+        r"path='.*/m': the weights are not this model's: it lacks 'model.model.layers.0.self_attn.q_proj.bias'.* and 4 more", said
+    )
+    assert "the model has no 'model.model.layers.3." in said
+    assert "'model.model.layers.0.mlp.gate_proj.weight' is (48, 32) there and (40, 32) in the model" in said
+
+
+def test_no_initial_values_are_drawn_and_no_weights_are_mapped(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folders / "tied", tmp_path / "own")
+    lit = LitCausalLM(str(tmp_path / "own"))
+    with torch.device("meta"):
+        lit.configure_model()
+    weights = open_initial_weights(lit)
+    assert weights is not None
+    make = Materializer(lit, seed=0, device=torch.device("cpu"), left=weights.names)
+    monkeypatch.setattr(Initializers, "__call__", lambda self, name, **_: pytest.fail(f"{name} is drawn"))
+    for name, module in lit.named_modules():
+        if module._parameters:
+            make(module, name)
+    make_room(lit, device=torch.device("cpu"))
+    assert lit.model.lm_head.weight is lit.model.model.embed_tokens.weight
+    assert not any(parameter.is_meta or parameter.any() for parameter in lit.parameters())
+    tensors = {f"model/{name}": (value.detach(), Sharding.replicated(value.shape)) for name, value in lit.named_parameters()}
+    weights.fill(tensors)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    loaded = LitCausalLM(str(folders / "tied"))
+    loaded.configure_model()
+    for (name, value), (_, expected) in zip(lit.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(value, expected), name

@@ -28,7 +28,7 @@ from lightning_ptdp.strategy.surroundings import check_surroundings
 from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["CUT_MARK", "check_model", "on_meta", "plan_of", "warn_of_batch_norm"]
+__all__ = ["CUT_MARK", "check_model", "on_meta", "plan_of", "warn_of_batch_norm", "whole_model"]
 
 CUT_MARK = "_ptdp_layout"
 _LIGHTNING = tuple(name.partition(".")[0] for name in NAMESPACES)
@@ -79,7 +79,7 @@ def check_model(
             f"this {type(module).__name__} was already cut for the layout {vars(module)[CUT_MARK]!r}; make a new module (and load the "
             "checkpoint) to run it under another Trainer"
         )
-    whole = _whole_model(module, config)
+    whole = whole_model(module, config)
     if convert is not None:
         late = config.meta_init and whole is not module
         whole = _converted(whole, convert, config, late=late)
@@ -192,9 +192,9 @@ def _check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             )
 
 
-def _whole_model(module: nn.Module, config: PTDPConfig) -> nn.Module:
+def whole_model(module: nn.Module, config: PTDPConfig) -> nn.Module:
     """The uncut module; if ``configure_model`` builds any of it, a copy built without allocating anything where that is possible."""
-    written_by = getattr(module, "configure_model", _whole_model).__module__
+    written_by = getattr(module, "configure_model", whole_model).__module__
     if written_by.partition(".")[0] in _LIGHTNING or not isinstance(module, nn.Module):
         return module
     clone: Any = _copy_without_tensors(module)
