@@ -9,7 +9,6 @@ schedules, steps) has a file each.
 """
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
-from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, ClosedForm, least_microbatches
 from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
 from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, as_gpt, find_precision
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
@@ -22,10 +21,8 @@ from lightning_ptdp.planner.space import Misfit, Space
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 
 __all__ = [
-    "CLOSED_FORMS",
     "Candidate",
     "Choice",
-    "ClosedForm",
     "Cluster",
     "DEVICES",
     "Device",
@@ -55,7 +52,6 @@ __all__ = [
     "layer_parameters",
     "layer_time",
     "layers_by_stage",
-    "least_microbatches",
     "logits_bytes",
     "product_time",
     "search",

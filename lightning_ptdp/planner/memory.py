@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
-from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage, matrix_elements, stage_parameters
+from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["RankMemory", "fullest_rank", "rank_memory", "static_bytes"]
@@ -106,7 +106,7 @@ def _held(choice: Choice, pipeline_rank: int) -> int:
     p, v = layout.pipeline_parallel_size, layout.virtual_pipeline_size
     if p == 1:
         return 1
-    return CLOSED_FORMS[choice.schedule].held(p, v, choice.num_microbatches, pipeline_rank)
+    return FAMILIES[choice.schedule].cost.held(p, v, choice.num_microbatches, pipeline_rank)
 
 
 def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int, ...]) -> float:

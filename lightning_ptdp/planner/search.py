@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import stage_parameters
 from lightning_ptdp.planner.space import Misfit, Space, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
+from lightning_ptdp.schedule.generators import FAMILIES
 
 __all__ = ["Candidate", "Plan", "search"]
 
@@ -153,7 +153,7 @@ def _simulated(job: Job, candidate: Candidate) -> Candidate:
 
 def _order(candidate: Candidate) -> tuple[float, int, float]:
     """Faster first; of equals the plainer schedule, then the one that holds less."""
-    schedules = list(CLOSED_FORMS)
+    schedules = list(FAMILIES)
     return candidate.time.total, schedules.index(candidate.choice.schedule), candidate.memory.total
 
 

@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_ptdp.option_types import Size, check_types
-from lightning_ptdp.planner.closed_forms import CLOSED_FORMS, least_microbatches
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage
-from lightning_ptdp.schedule.generators import schedule_placement
+from lightning_ptdp.schedule.generators import FAMILIES, schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout, divisors
 
 __all__ = ["Misfit", "Space", "layouts", "pipelines"]
 
 _CONTEXT_FROM = 8192
 _MOST_CHUNKS = 8
-_TOO_FEW = "too few microbatches for it to be better than 1F1B: it wants p of them, zb_v 2 p"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,7 @@ class Space:
         virtual_pipeline_sizes: Default: 1, and up to 8 that give every stage the same number of layers.
         context_parallel_sizes: Default: 1, and from 8192 tokens on also 2, 4 and 8.
         micro_batch_sizes: Default: powers of two up to 32.
-        schedules: Names of closed_forms.py.
+        schedules: Names of the package's.
         recompute: Tried in this order until one fits: later ones should hold less and take longer. Not by default: "selective", which
             with fused attention frees the log-sum-exps only.
         sequence_parallel: Default: wherever t > 1 divides the sequence; it holds less, and sends as much.
@@ -55,10 +53,8 @@ class Space:
     def __post_init__(self) -> None:
         check_types(self)
         for value in self.schedules:
-            if value not in CLOSED_FORMS:
-                raise ValueError(
-                    f"schedules holds {value!r}, which the planner does not know: it knows {', '.join(CLOSED_FORMS)}"
-                )
+            if value not in FAMILIES:
+                raise ValueError(f"schedules holds {value!r}, which the planner does not know: it knows {', '.join(FAMILIES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +101,10 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
         whole = replace(layout, virtual_pipeline_size=v, sequence_parallel=split, placement=placement)
         for b in _micro_batches(space, of_replica):
             m = of_replica // b
-            if p > 1 and m < least_microbatches(schedule, p):
-                yield Misfit(what=f"p{p} {schedule} m{m}", reason=_TOO_FEW)
+            if p > 1 and m < (least := FAMILIES[schedule].cost.least(p)):
+                yield Misfit(
+                    what=f"p{p} {schedule} m{m}", reason=f"too few microbatches for it to be better than 1F1B: it wants {least}"
+                )
                 continue
             yield Choice(layout=whole, schedule=schedule, micro_batch_size=b, num_microbatches=m)
 
@@ -154,7 +152,7 @@ def _schedules(job: Job, space: Space, p: int) -> Iterator[tuple[str, int]]:
         yield "1f1b", 1
         return
     for schedule in space.schedules:
-        chunks = (2,) if schedule == "zb_v" else _chunks(job, space, p) if schedule == "interleaved_1f1b" else (1,)
+        chunks = {"two": (2,), "several": _chunks(job, space, p)}.get(FAMILIES[schedule].chunks, (1,))
         for v in chunks:
             wanted = space.virtual_pipeline_sizes is None or v in space.virtual_pipeline_sizes
             if wanted and p * v <= job.model.num_layers:

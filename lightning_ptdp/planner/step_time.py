@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.models.size import flops_per_sample
-from lightning_ptdp.planner.closed_forms import CLOSED_FORMS
 from lightning_ptdp.planner.communication import group_link, pipeline_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
 from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
-from lightning_ptdp.schedule.generators import build_schedule
+from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
 from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -75,7 +74,7 @@ class StepTime:
 
 
 def step_time(job: Job, choice: Choice) -> StepTime:
-    """The step by closed forms of the schedule's bubble (closed_forms.py): quick, for many candidates.
+    """The step by closed forms of the schedule's bubble (schedule/generators/families.py): quick, for many candidates.
 
     Raises:
         KeyError: The schedule has no closed form; use ``simulated_step_time``.
@@ -85,7 +84,7 @@ def step_time(job: Job, choice: Choice) -> StepTime:
     stages = _stages(job, choice)
     bubble = messages = 0.0
     if p > 1:
-        form = CLOSED_FORMS[choice.schedule]
+        form = FAMILIES[choice.schedule].cost
         mean = sum(stages, NOTHING)
         bubble = form.bubble(p, v, mean.forward / p, mean.backward / p, mean.weight / p)
         messages = form.waits(p, v, m) * _message(job, choice) if job.software.hides_messages else 0.0

@@ -14,10 +14,10 @@ from lightning_ptdp._lightning import fits
 from lightning_ptdp.columns import columns
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import CLOSED_FORMS, Choice, Job, Precision, find_device, find_precision, layer_activations
+from lightning_ptdp.planner import Choice, Job, Precision, find_device, find_precision, layer_activations
 from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.planner.parameters import stage_parameters
-from lightning_ptdp.schedule.generators import schedule_name
+from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
 from lightning_ptdp.strategy.run import RunningStrategy
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -61,7 +61,7 @@ def _expected(
     }
     model = next((child.config for child in module.modules() if isinstance(getattr(child, "config", None), GPTConfig)), None)
     schedule = schedule_name(config.schedule, config.virtual_pipeline_size)
-    if isinstance(model, GPTConfig) and micro_batch_size is not None and schedule in CLOSED_FORMS:
+    if isinstance(model, GPTConfig) and micro_batch_size is not None and schedule in FAMILIES:
         parts[_ACTIVATIONS] = _activations(model, config, layout, rank, sizes, micro_batch_size, schedule)
     return parts
 

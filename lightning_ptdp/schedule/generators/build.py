@@ -7,16 +7,14 @@ import difflib
 import functools
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 from lightning_ptdp.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
 from lightning_ptdp.schedule.generators.custom import CustomSchedule
-from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v
-from lightning_ptdp.schedule.generators.fill_drain import forward_only, gpipe
+from lightning_ptdp.schedule.generators.families import FAMILIES, INTERLEAVED, Family
+from lightning_ptdp.schedule.generators.fill_drain import forward_only
 from lightning_ptdp.schedule.generators.one_forward_one_backward import interleaved_one_f_one_b, one_f_one_b
-from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
 from lightning_ptdp.schedule.lowering import lower
 from lightning_ptdp.schedule.schedule_file import load_schedule
 from lightning_ptdp.schedule.verify import verify_schedule
@@ -33,31 +31,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class _Family(CustomSchedule):
-    """A schedule of the package, before its sizes."""
-
-    chunks: Literal["any", "one", "two", "several"] = "any"
-    """The stages a rank that it can use."""
-    otherwise: str = ""
-    """What to use where the stages do not fit."""
-    splits_backward: bool = False
-
-
-_INTERLEAVED = "interleaved_1f1b"
-_FAMILIES = {
-    family.name: family
-    for family in (
-        _Family("gpipe", gpipe),
-        _Family("1f1b", one_f_one_b, chunks="one", otherwise=_INTERLEAVED),
-        _Family(_INTERLEAVED, interleaved_one_f_one_b, chunks="several", otherwise="1f1b"),
-        _Family("zb_h1", zb_h1, chunks="one", otherwise="zb_v", splits_backward=True),
-        _Family("zb_v", zb_v, "v", chunks="two", otherwise="zb_h1", splits_backward=True),
-        _Family("dualpipe_v", dualpipe_v, "v", chunks="two", otherwise="1f1b", splits_backward=True),
-    )
-}
-
-SCHEDULES: tuple[str, ...] = (*_FAMILIES, "auto")
+SCHEDULES: tuple[str, ...] = (*FAMILIES, "auto")
 """The names that ``build_schedule`` takes; also taken are ``CustomSchedule`` and the path of a CSV file."""
 
 
@@ -128,7 +102,7 @@ def check_schedule(
     found = _found(name, v)
     check_interleaving(p, v)
     if group_size is not None:
-        _check_group_size(found.name if isinstance(found, _Family) else name, group_size, p)
+        _check_group_size(found.name if isinstance(found, Family) else name, group_size, p)
     if isinstance(found, Schedule):
         _check_file(str(name), found, p, v, num_microbatches)
     elif p > 1:
@@ -147,7 +121,7 @@ def schedule_placement(name: str | CustomSchedule) -> Placement:
 def may_split_backward(name: str | CustomSchedule) -> bool:
     """Whether the schedule may compute weight gradients by themselves; of one that is not ours nothing is known."""
     found = _found(name)
-    return found.splits_backward if isinstance(found, _Family) else True
+    return found.splits_backward if isinstance(found, Family) else True
 
 
 def schedule_microbatches(name: str | CustomSchedule) -> int | None:
@@ -181,8 +155,8 @@ def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
             f"schedule={name!r:.100} is unknown: {hint}The schedules are {', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
             "the path of a .csv file"
         )
-    auto = "1f1b" if v == 1 else _INTERLEAVED
-    return _FAMILIES[auto if name == "auto" else name]
+    auto = "1f1b" if v == 1 else INTERLEAVED
+    return FAMILIES[auto if name == "auto" else name]
 
 
 def _is_file(name: object) -> TypeGuard[str]:
@@ -190,7 +164,7 @@ def _is_file(name: object) -> TypeGuard[str]:
 
 
 def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> None:
-    if name != _INTERLEAVED:
+    if name != INTERLEAVED:
         raise ValueError(
             f"microbatch_group_size={group_size} is for schedule='interleaved_1f1b', and schedule={name!r} has no groups: leave it out, "
             "or use schedule='interleaved_1f1b' with virtual_pipeline_size 2 or more"
@@ -204,7 +178,7 @@ def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> No
 
 def _check_chunks(found: CustomSchedule, v: int) -> None:
     name = found.name
-    if not isinstance(found, _Family):
+    if not isinstance(found, Family):
         if found.placement == "v" and v != 2:
             raise ValueError(
                 f"schedule {name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2"
@@ -222,7 +196,7 @@ def _check_chunks(found: CustomSchedule, v: int) -> None:
             f"more, or {instead} (or 'auto')"
         )
     if found.chunks == "two" and v != 2:
-        instead = instead if v == 1 else f"use schedule={_INTERLEAVED!r}"
+        instead = instead if v == 1 else f"use schedule={INTERLEAVED!r}"
         raise ValueError(
             f"schedule={name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2, or {instead}"
         )
@@ -244,9 +218,9 @@ def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) ->
 @functools.lru_cache(maxsize=8)
 def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
     order = found.order
-    if found.name == _INTERLEAVED and group_size is not None:
+    if found.name == INTERLEAVED and group_size is not None:
         order = functools.partial(interleaved_one_f_one_b, group_size=group_size)
-    if p == 1 and isinstance(found, _Family):
+    if p == 1 and isinstance(found, Family):
         order = one_f_one_b
     orders = tuple(map(tuple, order(p, v, m)))
     strange = next((action for program in orders for action in program if not isinstance(action, Action)), None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptdp.planner import CLOSED_FORMS, least_microbatches
 from lightning_ptdp.schedule import Costs, Schedule, build_schedule, simulate
+from lightning_ptdp.schedule.generators import FAMILIES
 
-CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved_1f1b": (2, 3), "zb_h1": (1,), "zb_v": (2,)}
-TIMES = [(120, 240, 120), (120, 360, 120), (120, 252, 108)]
-"""Forward, whole backward, weight gradient: as in the papers, with recomputation, with attention."""
+CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved_1f1b": (2, 3), "zb_h1": (1,), "zb_v": (2,), "dualpipe_v": (2,)}
+TIMES = [(120, 240, 120), (120, 360, 120), (120, 252, 108), (120, 300, 100)]
+"""Forward, whole backward, weight gradient: as in the papers, with recomputation, with attention, with both."""
 
 
 def step_time(schedule: Schedule, times: tuple[int, int, int], *, latency: float) -> float:
@@ -18,14 +18,14 @@ def step_time(schedule: Schedule, times: tuple[int, int, int], *, latency: float
     return float(simulate(schedule, Costs(forward=forward / v, backward=own / v, weight=weight / v, latency=latency)).step_time)
 
 
-@pytest.mark.parametrize("name", CLOSED_FORMS)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_bubble_activations_and_waiting(name: str, p: int) -> None:
-    form = CLOSED_FORMS[name]
+    form = FAMILIES[name].cost
     for v in CHUNKS[name]:
-        for m in range(least_microbatches(name, p), 13):
+        for m in range(form.least(p), 13):
             schedule = build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m)
-            assert schedule.splits_backward == form.splits_backward
+            assert schedule.splits_backward == FAMILIES[name].splits_backward
             for times in TIMES:
                 forward, backward, weight = times
                 ideal = m * (forward + backward)
@@ -42,5 +42,5 @@ def test_bubble_activations_and_waiting(name: str, p: int) -> None:
 
 def test_the_papers_bubbles() -> None:
     # arXiv 2104.04473, section 2.2: (p - 1) / m, and (p - 1) / (v m) interleaved.
-    assert CLOSED_FORMS["1f1b"].bubble(8, 1, 1.0, 2.0, 1.0) / (16 * 3.0) == pytest.approx(7 / 16)
-    assert CLOSED_FORMS["interleaved_1f1b"].bubble(8, 4, 1.0, 2.0, 1.0) / (16 * 3.0) == pytest.approx(7 / 16 / 4)
+    assert FAMILIES["1f1b"].cost.bubble(8, 1, 1.0, 2.0, 1.0) / (16 * 3.0) == pytest.approx(7 / 16)
+    assert FAMILIES["interleaved_1f1b"].cost.bubble(8, 4, 1.0, 2.0, 1.0) / (16 * 3.0) == pytest.approx(7 / 16 / 4)

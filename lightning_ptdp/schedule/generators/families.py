@@ -1,0 +1,155 @@
+"""The schedules of the package, by name: the order, the stages that it can use, and what it costs in closed forms.
+
+For hundreds of layouts there is no time to build schedules; the formulas are held against the simulator in the tests. A unit is one rank's
+forward of one microbatch through all of its stages, and its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from lightning_ptdp.schedule.generators.custom import CustomSchedule
+from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v
+from lightning_ptdp.schedule.generators.fill_drain import gpipe
+from lightning_ptdp.schedule.generators.one_forward_one_backward import interleaved_one_f_one_b, one_f_one_b
+from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
+
+__all__ = ["FAMILIES", "INTERLEAVED", "ClosedForm", "Family"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForm:
+    """A schedule's costs in formulas of p, v and m.
+
+    Attributes:
+        least: p -> from how many microbatches on the formulas hold; with fewer the schedule has no advantage over 1F1B.
+        held: (p, v, m, rank) -> the most activations (a microbatch in one stage) that the rank holds; at least as many.
+        bubble: (p, v, F, B, W) -> idle seconds of a rank in a step, where a rank's whole forward, whole backward and the weight
+            gradients in it take F, B and W.
+        waits: (p, v, m) -> how many messages the step waits for.
+    """
+
+    least: Callable[[int], int] = lambda p: 1
+    held: Callable[[int, int, int, int], int]
+    bubble: Callable[[int, int, float, float, float], float]
+    waits: Callable[[int, int, int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(CustomSchedule):
+    """A schedule of the package, before its sizes.
+
+    Attributes:
+        chunks: The stages a rank that it can use.
+        otherwise: What to use where the stages do not fit.
+        splits_backward: Whether weight gradients are actions of their own.
+        cost: In closed forms.
+    """
+
+    chunks: Literal["any", "one", "two", "several"] = "any"
+    otherwise: str = ""
+    splits_backward: bool = False
+    cost: ClosedForm
+
+
+def _waits_1f1b(p: int, v: int, m: int) -> float:
+    # A rank's forward and backward alternate, so that most microbatches wait for a message in each direction.
+    return 2 * ((p - 1) * -(-m // p) + p - 2)
+
+
+def _held_interleaved(p: int, v: int, m: int, rank: int) -> int:
+    # Microbatches visit a chunk in groups of p; what is left over makes one group larger.
+    return min(v * m, (p + m % p) * (v - 1) + 2 * (p - rank - 1) + 1)
+
+
+def _bubble_dualpipe_v(p: int, v: int, forward: float, backward: float, weight: float) -> float:
+    # The paper's (p - 1) (T_F + T_B - T_W) of a chunk, and what is left of backwards that are longer than the forwards beside them.
+    longer = (p - 1) * (backward - weight - forward) - forward
+    return ((p - 1) * max(0.0, forward + backward - 2 * weight) + max(0.0, longer)) / 2
+
+
+INTERLEAVED = "interleaved_1f1b"
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            Family(
+                name="gpipe",
+                order=gpipe,
+                cost=ClosedForm(
+                    held=lambda p, v, m, rank: v * m,
+                    bubble=lambda p, v, forward, backward, weight: (p - 1) * (forward + backward) / v,
+                    waits=lambda p, v, m: 2 * (p * v - 1),
+                ),  # arXiv 2104.04473, section 2.2.1
+            ),
+            Family(
+                name="1f1b",
+                order=one_f_one_b,
+                chunks="one",
+                otherwise=INTERLEAVED,
+                cost=ClosedForm(
+                    held=lambda p, v, m, rank: min(m, p - rank),
+                    bubble=lambda p, v, forward, backward, weight: (p - 1) * (forward + backward),
+                    waits=_waits_1f1b,
+                ),  # arXiv 2104.04473, section 2.2.1
+            ),
+            Family(
+                name=INTERLEAVED,
+                order=interleaved_one_f_one_b,
+                chunks="several",
+                otherwise="1f1b",
+                cost=ClosedForm(
+                    least=lambda p: p,
+                    held=_held_interleaved,
+                    bubble=lambda p, v, forward, backward, weight: (p - 1) * (forward + backward) / v,
+                    waits=lambda p, v, m: 2 * (p * v - 1),
+                ),  # arXiv 2104.04473, section 2.2.2
+            ),
+            Family(
+                name="zb_h1",
+                order=zb_h1,
+                chunks="one",
+                otherwise="zb_v",
+                splits_backward=True,
+                cost=ClosedForm(
+                    least=lambda p: p,
+                    held=lambda p, v, m, rank: min(m, p),
+                    bubble=lambda p, v, forward, backward, weight: (p - 1) * max(0.0, forward + backward - 2 * weight),
+                    waits=lambda p, v, m: 4 * (p - 1),
+                ),  # arXiv 2401.10241, section 3
+            ),
+            Family(
+                name="zb_v",
+                order=zb_v,
+                placement="v",
+                chunks="two",
+                otherwise="zb_h1",
+                splits_backward=True,
+                cost=ClosedForm(
+                    least=lambda p: 2 * p,
+                    held=lambda p, v, m, rank: min(2 * m, 2 * p),
+                    bubble=lambda p, v, forward, backward, weight: (p - 1) * max(forward, backward - weight) / 2,
+                    waits=lambda p, v, m: 6 * (p - 1),
+                ),  # arXiv 2401.10241, section 6
+            ),
+            Family(
+                name="dualpipe_v",
+                order=dualpipe_v,
+                placement="v",
+                chunks="two",
+                otherwise="1f1b",
+                splits_backward=True,
+                cost=ClosedForm(
+                    least=lambda p: 2 * p,
+                    held=lambda p, v, m, rank: min(2 * m, 2 * p + 1),
+                    bubble=_bubble_dualpipe_v,
+                    waits=lambda p, v, m: 6 * (p - 1),
+                ),  # arXiv 2412.19437, section 3.2.1
+            ),
+        )
+    }
+)
+"""By name, in the order in which messages list them."""
