@@ -8,12 +8,12 @@ import inspect
 import math
 import reprlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-__all__ = ["Count", "Least", "Size", "check_arguments", "check_types", "shown"]
+__all__ = ["Count", "Least", "Size", "check_arguments", "check_types", "nearest", "shown"]
 
 Hint = Any
 """An annotation, whatever form it has."""
@@ -61,6 +61,12 @@ def check_arguments(function: Callable[..., object], values: Mapping[str, object
     for name, hint in _hints(function).items():
         if name in values and name in parameters and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
             _check(name, values[name], hint)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"``, or "" if nothing is close."""
+    found = difflib.get_close_matches(name[:_LONG], list(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def shown(value: object) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import signal
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from lightning_ptdp.option_types import nearest
 from lightning_ptdp.signals import handled
 
 __all__ = ["Terminated", "UserError", "WorkerFailure", "explain", "nearest", "terminate_on_sigterm", "worker_failure"]
@@ -35,12 +35,6 @@ class WorkerFailure:
 
     message: str
     mendable: bool
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, or "" if nothing is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def explain(error: BaseException) -> str | None:

@@ -53,12 +53,12 @@ def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str
         UserError: The checkpoint is missing, holds no model of ours, or names no tokenizer.
         CheckpointError, TokenizerError: One of them is damaged.
     """
-    from lightning_ptdp.data import Tokenizer
+    from lightning_ptdp.data.huggingface_tokenizer import load_tokenizer
     from lightning_ptdp.generation import generate
     from lightning_ptdp.models import GPTConfig
 
     state, weights = _read(checkpoint)
-    tokenizer = Tokenizer.load(tokenizer_folder or _tokenizer_folder(state, checkpoint))
+    tokenizer = load_tokenizer(tokenizer_folder or _tokenizer_folder(state, checkpoint))
     module = _build(state, weights, checkpoint)
     if not isinstance(getattr(module, "config", None), GPTConfig):
         raise UserError(f"--checkpoint {checkpoint} holds a {type(module).__name__}, which is not one of our language models")

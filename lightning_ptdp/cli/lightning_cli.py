@@ -37,6 +37,7 @@ from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.strategy_option import keep_strategy_options
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM  # noqa: F401
+from lightning_ptdp.models.folder import local_folder
 
 __all__ = ["PTDPCLI", "parsed_values"]
 
@@ -119,7 +120,8 @@ class PTDPCLI(LightningCLI):
             raise UserError(readable(str(error), ())) from error
 
     def before_instantiate_classes(self) -> None:
-        """The callbacks that every training gets, beside those of the configuration."""
+        """The model's own tokenizer for its data, and the callbacks that every training gets, beside those of the configuration."""
+        _take_tokenizer(self.config)
         self.report = RunReport()
         if self.verb == "fit":
             resolved = self.parser.dump(self.config, skip_none=False)
@@ -140,6 +142,16 @@ class PTDPCLI(LightningCLI):
                 self.trainer_defaults["callbacks"].append(InitFrom(self.config.init_from))
             if self.config.export is not None:
                 self.trainer_defaults["callbacks"].append(ExportHuggingFace(self.config.export))
+
+
+def _take_tokenizer(config: Namespace) -> None:
+    """Data that are to be tokenized, and name no tokenizer, are with that of the model's folder, if the model is one from a folder."""
+    path = config.get("model.init_args.path")
+    if path is None or config.get("data.init_args.tokenizer_dir", path) is not None:
+        return
+    # Those of BERT need pieces of their own, which only a tokenizer of ours has.
+    if not getattr(pkgutil.resolve_name(config.data.class_path), "control_symbols", ()):
+        config["data.init_args.tokenizer_dir"] = str(local_folder(path))
 
 
 def _wants_our_bar(trainer: Namespace) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.context_parallel.batch import (
@@ -140,7 +141,6 @@ class ContextParallel(Surrounding):
                 "every context rank. Give its forward a parameter position_ids, or put 'position_ids' (batch, sequence) into the batch "
                 "and use them, or, if the model needs no positions, say context_parallel_positions=False"
             )
-        self._check_documents(batch, takers)
         where = positions(length, rank, size, device=next(iterate_tensors(local)).device)[None]
         return ContextForward(
             batch=local,
@@ -148,19 +148,11 @@ class ContextParallel(Surrounding):
             length=length,
             takers=takers,
             positions=where,
+            documents=_documents(batch, takers),
             kind=self.attention,
             padded=is_padded(batch, self.padding_keys),
             differentiates=torch.is_grad_enabled(),
         )
-
-    def _check_documents(self, batch: Any, takers: list[Taker]) -> None:
-        places, reads = _given(batch), any(taker.reads_documents for taker in takers)
-        if reads and isinstance(places, Tensor) and batch.get("attention_mask") is None and bool((places.diff() != 1).any()):
-            raise ContextParallelError(
-                "the batch's position_ids begin anew within a sequence, from which the model would tell documents apart; in a slice of "
-                "the sequence it cannot. Put the mask into the batch as 'attention_mask' (batch, 1, sequence, sequence), or use "
-                "context_parallel_size=1"
-            )
 
     def _check(self, running: ContextForward, expects_attention: bool) -> None:
         if expects_attention and not running.attended:
@@ -174,6 +166,18 @@ class ContextParallel(Surrounding):
                 "the step called none of the modules that take position_ids, so its positions were counted from 0 on every context rank; "
                 "call such a module itself and not its parts, or hand 'position_ids' in the batch"
             )
+
+
+def _documents(batch: Any, takers: list[Taker]) -> Tensor | None:
+    """Which of a sequence's documents each token is of, (b, s) int64, where the model would tell them apart by positions that begin anew.
+
+    Reads a value back from the device, where the batch holds positions.
+    """
+    places = _given(batch)
+    if not isinstance(places, Tensor) or batch.get("attention_mask") is not None or not any(t.reads_documents for t in takers):
+        return None
+    begins = F.pad(places.diff() != 1, (1, 0))
+    return begins.cumsum(-1) if bool(begins.any()) else None
 
 
 def _given(batch: object) -> object:

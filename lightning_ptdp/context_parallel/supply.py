@@ -6,6 +6,7 @@
   count goes over the whole sequence.
 - *A mask of ones.* Hugging Face's models, if not given any, take a jump in the positions, as between a rank's two chunks, for the border
   of two documents. A mask without padding keeps them from it.
+- *The mask of documents*, where the batch's own positions begin anew: (b, 1, s/c, s), of this rank's queries and all keys.
 - *Shifted labels.* Hugging Face's causal language models compare each token with the label of the next one, which at the end of a chunk is
   elsewhere. They are given ``shift_labels``, as their loss takes them.
 
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -110,6 +112,7 @@ class Supplier:
         positions: (1, s/c) int64.
         length: s, tokens of the whole sequence.
         group: The context group.
+        documents: Which of a sequence's documents each token is of, (b, s) int64; None: there is one.
         used: Positions were handed out, or were given already.
         shifted_targets: After the forward: labels of this rank that are not ignored where the model shifts labels itself, () int64;
             else None. A count of the batch's own labels misses those that other ranks' tokens predict.
@@ -119,6 +122,7 @@ class Supplier:
     positions: Tensor
     length: int
     group: Group
+    documents: Tensor | None = None
     used: bool = False
     shifted_targets: Tensor | None = None
 
@@ -144,7 +148,8 @@ class Supplier:
                 added[_POSITIONS] = self._positions_of(taker, given.get(_TOKENS))
         if taker.reads_documents and given.get(_MASK) is None:
             samples = next(x.size(0) for x in given.values() if isinstance(x, Tensor) and x.dim() > 1)
-            added[_MASK] = self.positions.new_ones(samples, self.positions.size(1))
+            apart = self._mask_of_documents()
+            added[_MASK] = self.positions.new_ones(samples, self.positions.size(1)) if apart is None else apart
         if taker.shifts_labels and isinstance(labels := given.get("labels"), Tensor):
             shifted = given.get("shift_labels")
             if not isinstance(shifted, Tensor):
@@ -163,6 +168,13 @@ class Supplier:
         is_token = gather_sequence((tokens != taker.padding_index).long(), 1, group=self.group)
         whole = is_token.cumsum(1) * is_token + taker.padding_index
         return shard_sequence(whole, 1, rank=self.group.rank, size=self.group.size)
+
+    def _mask_of_documents(self) -> Tensor | None:
+        if self.documents is None:
+            return None
+        here = self.positions[0]
+        earlier = here[:, None] >= torch.arange(self.length, device=here.device)
+        return (earlier & (self.documents[:, here, None] == self.documents[:, None, :]))[:, None]
 
     def _shift(self, labels: Tensor) -> Tensor:
         whole = gather_sequence(labels, 1, group=self.group)

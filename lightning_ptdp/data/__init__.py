@@ -1,18 +1,22 @@
 """Text to token batches.
 
 ``prepare(PrepareConfig(output=..., source=...))`` turns text into a folder of tokens once; ``TextDataModule`` (for a GPT) or
-``BertDataModule`` hands it to a Trainer, ``MixtureDataModule`` several such folders, and ``IndexedDataModule`` what Megatron-LM has
-prepared. Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks
+``BertDataModule`` hands it to a Trainer, ``MixtureDataModule`` several such folders, ``IndexedDataModule`` what Megatron-LM has
+prepared, and ``ChatDataModule`` conversations with a model's own tokenizer.
+Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks
 of tokens and ``BertStream`` masked pairs by number, and ``TokenLoader`` and ``EvaluationLoader`` decide which replica reads which.
-litdata and sentencepiece are imported when they are used.
+litdata, sentencepiece, transformers and datasets are imported when they are used.
 """
 
 from lightning_ptdp.data.bert_datamodule import BertDataModule
 from lightning_ptdp.data.bert_stream import BertStream
+from lightning_ptdp.data.chat_datamodule import ChatDataModule
+from lightning_ptdp.data.chat_stream import ChatStream
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.datamodule import TextDataModule
 from lightning_ptdp.data.errors import CorpusError, DataError, StoreError, TokenizerError
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.indexed import IndexedFile
 from lightning_ptdp.data.indexed_datamodule import IndexedDataModule
 from lightning_ptdp.data.indexed_stream import IndexedStream
@@ -29,12 +33,15 @@ from lightning_ptdp.data.tokenizer import Tokenizer
 __all__ = [
     "BertDataModule",
     "BertStream",
+    "ChatDataModule",
+    "ChatStream",
     "Corpus",
     "CorpusError",
     "CorpusOptions",
     "DataError",
     "Document",
     "EvaluationLoader",
+    "HuggingFaceTokenizer",
     "IndexedDataModule",
     "IndexedFile",
     "IndexedStream",

@@ -21,6 +21,7 @@ import numpy as np
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.errors import CorpusError
+from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
 from lightning_ptdp.data.manifest import SPLITS, SplitRecord
 from lightning_ptdp.data.pieces import Piece, grouped
 from lightning_ptdp.data.processes import apart, ordered_map
@@ -81,6 +82,7 @@ class Builder:
         """Learned from the training text, or learned before."""
         if (self.work / "tokenizer.done").exists():
             return Tokenizer.load(self.work)
+        assert self.config.vocabulary_size is not None, "only with tokenizer_dir, whose tokenizer is not learned"
         self.report.say(f"learning {self.config.vocabulary_size} pieces from {found.documents:,} documents")
         sample = self.work / "sample.txt"
         with open(sample, "wb") as stream:
@@ -107,7 +109,7 @@ class Builder:
                     if left <= 0 and keep < 1:
                         return
 
-    def tokens(self, found: Survey, tokenizer: Tokenizer, folder: Path) -> dict[str, SplitRecord]:
+    def tokens(self, found: Survey, tokenizer: AnyTokenizer, folder: Path) -> dict[str, SplitRecord]:
         """Write both splits into ``folder``.
 
         Raises:
@@ -169,7 +171,7 @@ def _learn(vocabulary_size: int, control_symbols: tuple[str, ...], sample: Path)
 
 
 def _tokenize_part(
-    corpus: Corpus, split: Split, tokenizer: Tokenizer, dtype: TokenType, folder: Path, threads: int, item: tuple[int, Part]
+    corpus: Corpus, split: Split, tokenizer: AnyTokenizer, dtype: TokenType, folder: Path, threads: int, item: tuple[int, Part]
 ) -> dict[str, Any]:
     """Write the tokens of one part, unless they are there."""
     number, part = item

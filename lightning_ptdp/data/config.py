@@ -23,12 +23,13 @@ class PrepareConfig(Corpus):
 
     Args:
         output: The folder to make.
-        vocabulary_size: Number of ids of the tokenizer, special ones included.
+        vocabulary_size: Number of ids of the tokenizer, special ones included; None: as many as that of ``tokenizer_dir`` has.
         validation_fraction: Part of the characters that is kept for validation, more than 0 and at most 0.5.
         seed: Of the division and of the sample that the tokenizer learns from.
         chunk_tokens: Tokens of a chunk file; a training sample never spans two chunks.
         control_symbols: Pieces such as ``[MASK]`` that no text produces; they count into ``vocabulary_size``.
-        tokenizer_dir: Another prepared folder, whose tokenizer is taken, so that the two can be mixed. Default: learn one from the text.
+        tokenizer_dir: Another prepared folder, whose tokenizer is taken, so that the two can be mixed; or a folder of Hugging Face's, such
+            as a model's, with its tokenizer. Default: learn one from the text.
         tokenizer_characters: How much of the training text the tokenizer learns from at most (lines drawn at random).
         overwrite: Replace a folder that was prepared with other settings or is damaged.
         num_workers: Processes that read and tokenize. With 1 it is this one, whose tokenizer takes as many threads as there are
@@ -41,7 +42,7 @@ class PrepareConfig(Corpus):
     """
 
     output: str | Path
-    vocabulary_size: int = 8192
+    vocabulary_size: int | None = 8192
     validation_fraction: float = 0.03
     seed: int = 0
     chunk_tokens: int = 1 << 22
@@ -64,7 +65,10 @@ class PrepareConfig(Corpus):
         symbols = self.control_symbols
         if not all(symbols) or len(set(symbols)) < len(symbols):
             raise ValueError(f"control_symbols={symbols!r} must be different pieces, such as ['[CLS]', '[SEP]', '[MASK]']")
-        check_integer("vocabulary_size", self.vocabulary_size, least=262, most=(1 << 31) - 1)
+        if self.vocabulary_size is not None:
+            check_integer("vocabulary_size", self.vocabulary_size, least=262, most=(1 << 31) - 1)
+        elif self.tokenizer_dir is None:
+            raise ValueError("vocabulary_size=None is that of tokenizer_dir, which names no folder: give a number")
         check_integer("seed", self.seed, least=0, most=(1 << 63) - 1)
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
         check_integer("document_bytes", self.document_bytes, least=1 << 10)

@@ -9,12 +9,12 @@ from typing import Any, Literal
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
 from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import Manifest, SplitName, verify_store
 from lightning_ptdp.data.prepare import check_prepare, prepare
 from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
-from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.option_types import check_arguments
 
 __all__ = ["TextDataModule"]
@@ -31,10 +31,11 @@ class TextDataModule(StreamDataModule):
         suffixes: Which files of a folder are read.
         text_field: The key that holds the text in JSON-lines.
         undecodable: What to do with text that is not UTF-8.
-        vocabulary_size: Number of ids of the tokenizer.
+        vocabulary_size: Number of ids of the tokenizer; None: as many as that of ``tokenizer_dir`` has.
         validation_fraction: Part of the text that is kept for validation.
         split_seed: Of the division into training and validation.
-        tokenizer_dir: Another prepared folder, whose tokenizer is taken. Default: learn one from the text.
+        tokenizer_dir: Another prepared folder, whose tokenizer is taken, or a folder of Hugging Face's with one. Default: learn one
+            from the text; ``ptdp`` takes ``model.path`` where the model has one.
         overwrite: Prepare again where data_dir was made with other settings or is damaged.
         remote: Address of a prepared folder in a store (s3://, gs://, …: what litdata has a downloader for), which is copied to
             ``data_dir`` instead of preparing one; ``local:/path`` for a mounted one.
@@ -54,7 +55,7 @@ class TextDataModule(StreamDataModule):
         suffixes: list[str] | None = None,
         text_field: str = "text",
         undecodable: Literal["replace", "skip", "error"] = "replace",
-        vocabulary_size: int = 8192,
+        vocabulary_size: int | None = 8192,
         validation_fraction: float = 0.03,
         split_seed: int = 0,
         tokenizer_dir: str | None = None,
@@ -87,14 +88,17 @@ class TextDataModule(StreamDataModule):
                 f"sequence_length={self.sequence_length} must be less than {self.prepare_config.chunk_tokens} tokens, a chunk"
             )
         self.data_dir = Path(data_dir)
+        if vocabulary_size is None:
+            assert tokenizer_dir is not None, "PrepareConfig has refused that"
+            vocabulary_size = load_tokenizer(tokenizer_dir).vocabulary_size
         self.vocabulary_size = vocabulary_size
         self.remote = remote
         self.verify_hashes = verify_hashes
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> AnyTokenizer:
         """The prepared data's tokenizer."""
-        return Tokenizer.load(self.data_dir)
+        return load_tokenizer(self.data_dir)
 
     def check(self, *, num_replicas: int = 1) -> None:
         """Find what is wrong before a process is started: the source, the folder, and where the data are prepared already whether

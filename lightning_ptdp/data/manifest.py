@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ptdp.data.errors import StoreError, reading
+from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER, load_tokenizer
 from lightning_ptdp.data.store import INDEX_FILE, Chunk, TokenType, read_chunks
 from lightning_ptdp.data.tokenizer import MODEL_FILE, RECORD_FILE, Tokenizer
 from lightning_ptdp.option_types import Count, check_types
@@ -183,12 +184,14 @@ def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
         if unknown:
             raise StoreError(f"{Path(folder, min(unknown))} is not listed in {MANIFEST_FILE}: {_MEND}")
     missing = {MODEL_FILE, RECORD_FILE} - set(manifest.files)
-    if missing:
+    if missing and not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in manifest.files):
         raise StoreError(f"{Path(folder, min(missing))} is not listed in {MANIFEST_FILE}: {_MEND}")
-    tokenizer = Tokenizer.load(folder)
-    if (tokenizer.fingerprint, tokenizer.vocabulary_size) != (manifest.tokenizer_fingerprint, manifest.vocabulary_size):
+    tokenizer = load_tokenizer(folder)
+    # How many ids one of Hugging Face's has is not asked in every process: it follows from its files, and takes seconds.
+    sized = not isinstance(tokenizer, Tokenizer) or tokenizer.vocabulary_size == manifest.vocabulary_size
+    if tokenizer.fingerprint != manifest.tokenizer_fingerprint or not sized:
         raise StoreError(
-            f"{folder} holds tokens of tokenizer {manifest.tokenizer_fingerprint[:12]}, but its tokenizer.model is "
+            f"{folder} holds tokens of tokenizer {manifest.tokenizer_fingerprint[:12]}, but its tokenizer is "
             f"{tokenizer.fingerprint[:12]}: another tokenizer was put in its place"
         )
     return manifest

@@ -21,7 +21,7 @@ import platform
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ from lightning_ptdp.data.build import Builder
 from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import listing_digest
 from lightning_ptdp.data.errors import DataError, StoreError, TokenizerError
+from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import FORMAT, MANIFEST_FILE, CorpusRecord, Manifest, record_files, verify_store
 from lightning_ptdp.data.progress import Reporter
-from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.data.work_folder import work_folder
 
-__all__ = ["PreparedData", "check_prepare", "prepare"]
+__all__ = ["PreparedData", "check_place", "check_prepare", "check_settings", "prepare", "publish"]
 
 Progress = Callable[[str], None]
 
@@ -80,22 +80,11 @@ def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | N
         StoreError: The output is something else, was made with other settings or is damaged, or cannot be written.
     """
     output = Path(config.output)
-    if output.exists() and not output.is_dir():
-        raise StoreError(f"output={output} is a file: name a folder")
-    if (output / MANIFEST_FILE).exists():
-        try:
-            return _existing(config, output, hashes)
-        except DataError:
-            if not config.overwrite:
-                raise
-    elif output.exists() and any(output.iterdir()):
-        raise StoreError(f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder")
-    config.files()
-    _given_tokenizer(config)
-    parent = next(parent for parent in output.absolute().parents if parent.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise StoreError(f"output={output} cannot be written: no permission in {parent}")
-    return None
+    manifest = check_place(output, overwrite=config.overwrite, check=lambda: _existing(config, output, hashes))
+    if manifest is None:
+        config.files()
+        _given_tokenizer(config)
+    return manifest
 
 
 def prepare(config: PrepareConfig, *, progress: Progress | None = None, hashes: bool = True) -> PreparedData:
@@ -121,7 +110,7 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None, hashes: 
             # Hidden, so that a source folder that contains the output does not read it.
             with work_folder(output, _key(config)) as work:
                 folder, manifest = _build(config, work, report)
-                manifest = _publish(config, folder, output, manifest)
+                manifest = publish(folder, output, manifest, overwrite=config.overwrite, check=lambda: check_prepare(config))
         except OSError as error:
             raise StoreError(
                 f"output={output} cannot be written: {error}. What was finished is kept for the next call"
@@ -133,17 +122,7 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None, hashes: 
 
 def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
     manifest = Manifest.read(output)
-    there, here = manifest.settings, config.settings
-    differences = [
-        f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
-        for name in {**here, **there}
-        if there.get(name) != here.get(name)
-    ]
-    if differences:
-        raise StoreError(
-            f"output={output} was prepared with other settings ({'; '.join(differences)}): "
-            "use those, another folder, or overwrite (--overwrite)"
-        )
+    check_settings(manifest, config.settings, output)
     # The folder stands for itself: a source that is gone, or another Python's library, does not matter any more.
     if config.source is not None and all(Path(root).exists() for root in config.roots):
         files = config.files()
@@ -161,12 +140,53 @@ def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
     return verify_store(output, hashes=hashes)
 
 
-def _given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
+def check_settings(manifest: Manifest, here: Mapping[str, Any], output: Path) -> None:
+    """A folder is used again for the settings that it was made with only.
+
+    Raises:
+        StoreError: They differ; names all that do.
+    """
+    there = manifest.settings
+    differences = [
+        f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
+        for name in {**here, **there}
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        raise StoreError(
+            f"output={output} was prepared with other settings ({'; '.join(differences)}): "
+            "use those, another folder, or overwrite (--overwrite)"
+        )
+
+
+def check_place(output: Path, *, overwrite: bool, check: Callable[[], Manifest]) -> Manifest | None:
+    """What ``check`` finds in the folder to make, if that is there; None if it can be made, or made again.
+
+    Raises:
+        StoreError: It is something else, or cannot be written, or that of ``check`` without ``overwrite``.
+    """
+    if output.exists() and not output.is_dir():
+        raise StoreError(f"output={output} is a file: name a folder")
+    if (output / MANIFEST_FILE).exists():
+        try:
+            return check()
+        except DataError:
+            if not overwrite:
+                raise
+    elif output.exists() and any(output.iterdir()):
+        raise StoreError(f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder")
+    parent = next(parent for parent in output.absolute().parents if parent.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StoreError(f"output={output} cannot be written: no permission in {parent}")
+    return None
+
+
+def _given_tokenizer(config: PrepareConfig) -> AnyTokenizer | None:
     """That of ``tokenizer_dir``, if it is one that the settings ask for."""
     if config.tokenizer_dir is None:
         return None
-    tokenizer = Tokenizer.load(config.tokenizer_dir)
-    if tokenizer.vocabulary_size != config.vocabulary_size:
+    tokenizer = load_tokenizer(config.tokenizer_dir)
+    if config.vocabulary_size not in (None, tokenizer.vocabulary_size):
         raise TokenizerError(
             f"tokenizer_dir={config.tokenizer_dir} has a vocabulary of {tokenizer.vocabulary_size}, not vocabulary_size="
             f"{config.vocabulary_size}: use that number"
@@ -182,7 +202,7 @@ def _build(config: PrepareConfig, work: Path, report: Reporter) -> tuple[Path, M
     report.say(f"reading {len(files):,} files, {sum(file.size for file in files) / 1e6:.1f} MB")
     builder = Builder(config=config, work=work, report=report)
     found, undecodable = builder.survey()
-    tokenizer = _given_tokenizer(config) or builder.tokenizer(found)
+    tokenizer: AnyTokenizer = _given_tokenizer(config) or builder.tokenizer(found)
     folder = work / "store"
     shutil.rmtree(folder, ignore_errors=True)
     tokenizer.save(folder)
@@ -222,15 +242,15 @@ def _key(config: PrepareConfig) -> dict[str, Any]:
     }
 
 
-def _publish(config: PrepareConfig, folder: Path, output: Path, manifest: Manifest) -> Manifest:
-    """Put the finished folder in its place; where another process was faster, use what it made."""
+def publish(folder: Path, output: Path, manifest: Manifest, *, overwrite: bool, check: Callable[[], Manifest | None]) -> Manifest:
+    """Put the finished folder in its place; where another process was faster, use what it made, if ``check`` finds it good."""
     replaced = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.replaced")
-    if config.overwrite and output.exists():
+    if overwrite and output.exists():
         output.rename(replaced)
     try:
         folder.rename(output)
     except OSError:
-        other = check_prepare(config) if output.exists() else None
+        other = check() if output.exists() else None
         if other is None:
             if replaced.exists() and not output.exists():
                 replaced.rename(output)

@@ -47,13 +47,16 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
     folder = tokenizer_folder(state)
     if folder is None or not Path(folder).is_dir():
         return {}
-    from lightning_ptdp.data import Tokenizer
     from lightning_ptdp.data.errors import TokenizerError
+    from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 
     try:
-        model = Tokenizer.load(folder).model
+        tokenizer = load_tokenizer(folder)
     except TokenizerError:
         return {}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.files
+    model = tokenizer.model
     settings = json.dumps(_SETTINGS, indent=2)
     return {"tokenizer.model": model, "tokenizer_config.json": f"{settings}\n".encode()}
 

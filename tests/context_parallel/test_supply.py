@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.context_parallel import ContextParallel, ContextParallelError
+from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.world.mesh import Group
 
 PLACES = [[2, 3, 4, 5]]
@@ -61,15 +61,18 @@ def test_a_model_that_looks_for_documents_is_handed_a_mask() -> None:
     assert places == PLACES
 
 
-def test_documents_told_by_positions_are_refused() -> None:
+def test_documents_told_by_positions_become_a_mask() -> None:
+    """Two documents of 3 and 5 tokens: of this rank's tokens (2, 3, 4 and 5) the first sees the first document."""
     model, places = LikeHuggingFace(), torch.arange(8).expand(2, -1)
     with context().forward(model, {**BATCH, "position_ids": places}, expects_attention=False) as running:
-        model(**running.batch)
-    with (
-        pytest.raises(ContextParallelError, match=r"begin anew.*'attention_mask'"),
-        context().forward(model, {**BATCH, "position_ids": places % 4}),
-    ):
-        pass
+        assert torch.equal(model(**running.batch)[1], torch.ones(2, 4))
+    anew = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(2, -1)
+    with context().forward(model, {**BATCH, "position_ids": anew}, expects_attention=False) as running:
+        mask = model(**running.batch)[1]
+        assert model(**running.batch, attention_mask=mask[:1])[1].shape == (1, 1, 4, 8), "a mask that is given stays"
+    seen = [[0, 1, 2], [3], [3, 4], [3, 4, 5]]
+    assert mask.shape == (2, 1, 4, 8)
+    assert [row.nonzero().flatten().tolist() for row in mask[1, 0]] == seen
 
 
 def test_shapes_that_cannot_be_cut_are_refused_before_the_step() -> None:

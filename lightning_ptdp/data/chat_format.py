@@ -1,0 +1,141 @@
+"""A conversation as token ids, and which of them are answers, by the tokenizer's own chat template.
+
+A template that marks answers (``{% generation %}``) is believed. For another the answers are found by rendering prefixes of the
+conversation::
+
+    rendered whole       <user>What?<end><assistant>This.<end><user>And?<end><assistant>That.<end>
+    up to the question   <user>What?<end><assistant>                                                  with the generation prompt
+    up to the answer     <user>What?<end><assistant>This.<end>
+
+and an answer, with what ends it, is what stands between the two. That is exact, or refused: a template of which one of these is not the
+beginning of the whole (it leaves earlier answers' thoughts out, say) has no such place.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from lightning_ptdp.data.conversations import Conversation, FaultyRow
+from lightning_ptdp.data.errors import TokenizerError, reading
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
+from lightning_ptdp.untrusted import read_bytes
+
+__all__ = ["ChatFormat", "Learn"]
+
+Learn: TypeAlias = Literal["answers", "last_answer"]
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MEND = "give a template that marks its answers with {% generation %} (chat_template: a file), or learn: last_answer"
+
+
+class ChatFormat:
+    """What a tokenizer makes of conversations.
+
+    Args:
+        tokenizer: With its chat template, unless one is given.
+        template: A file with a template in its place.
+        learn: Every answer, or each conversation's last one only.
+
+    Raises:
+        TokenizerError: There is no template, or the tokenizer cannot tell where its tokens stand in a text.
+    """
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, *, template: str | None = None, learn: Learn = "answers") -> None:
+        self._tokenizer: Any = tokenizer.of_transformers
+        self._learn = learn
+        if template is not None:
+            with reading(f"chat_template={template}", TokenizerError, "name a file with a Jinja template"):
+                self.template = read_bytes(Path(template)).decode()
+        elif isinstance(self._tokenizer.chat_template, str):
+            self.template = self._tokenizer.chat_template
+        else:
+            raise TokenizerError(
+                f"the tokenizer of {tokenizer.folder} has no chat template: name a file with one (chat_template: file.jinja)"
+            )
+        if not self._tokenizer.is_fast:
+            raise TokenizerError(
+                f"the tokenizer of {tokenizer.folder} is a slow one, which does not tell where a token stands in a text"
+            )
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special = np.array([index for index, token in added if token.special], np.int64)
+
+    def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """Ids as ``apply_chat_template`` gives them, int64, and which are learned, bool.
+
+        Raises:
+            FaultyRow: The template does not take the conversation, or there is nothing to learn in it.
+        """
+        text = self._render(conversation)
+        _check_rendered(conversation, text)
+        ids, learned = self._marked(conversation) if _MARKED.search(self.template) else self._compared(conversation, text)
+        if not learned[1:].any():
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in conversation))
+            raise FaultyRow(f"there is nothing to learn: no message is an answer of the role assistant (the roles are {roles})")
+        return ids, learned
+
+    def _marked(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        quiet = {"verbose": False}  # of texts that are longer than the model takes, which is the data module's business
+        found = self._apply(
+            conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=quiet
+        )
+        learned = np.array(found["assistant_masks"], bool)
+        begins = np.flatnonzero(np.diff(learned.astype(np.int8), prepend=0) == 1)
+        if self._learn == "last_answer" and len(begins):
+            learned[: begins[-1]] = False
+        return np.array(found["input_ids"], np.int64), learned
+
+    def _compared(self, conversation: Conversation, text: str) -> tuple[np.ndarray, np.ndarray]:
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = np.array(found["input_ids"], np.int64)
+        places = np.array(found["offset_mapping"], np.int64).reshape(-1, 2)
+        learned = np.zeros(len(ids), bool)
+        for start, stop in self._answers(conversation, text):
+            # A token that begins before the answer and reaches into it has to be said by the model too.
+            inside = (places[:, 1] > start) & (places[:, 0] < stop)
+            special = np.flatnonzero(inside & np.isin(ids, self._special))
+            if len(special) and not text[places[special[-1], 1] : stop].strip():
+                # What stands behind the end of an answer (a newline) is not said any more.
+                inside[special[-1] + 1 :] = False
+            learned |= inside
+        return ids, learned
+
+    def _answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
+        """Begin and end of every answer in the text."""
+        answers = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
+        spans = []
+        for number in answers[-1:] if self._learn == "last_answer" else answers:
+            if number == 0:
+                raise FaultyRow("it begins with an answer: put a question in front of it, or take the answer out")
+            before = self._render(conversation[:number], add_generation_prompt=True)
+            after = text if number + 1 == len(conversation) else self._render(conversation[: number + 1])
+            for what, part in (("up to its question", before), ("up to it", after)):
+                if not text.startswith(part):
+                    raise FaultyRow(
+                        f"answer {number + 1} of {len(conversation)} messages has no place of its own, since the chat template renders "
+                        f"the conversation {what} as something that the whole does not begin with: {_MEND}"
+                    )
+            spans.append((len(before), len(after)))
+        return spans
+
+    def _render(self, conversation: Conversation, **options: Any) -> str:
+        return str(self._apply(conversation, tokenize=False, **options))
+
+    def _apply(self, conversation: Conversation, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(conversation, chat_template=self.template, **options)
+        except Exception as error:  # a template is a program
+            roles = ", ".join(str(message["role"]) for message in conversation)
+            raise FaultyRow(
+                f"the chat template does not take it (roles {roles}): {str(error) or type(error).__name__}"
+            ) from error
+
+
+def _check_rendered(conversation: Conversation, text: str) -> None:
+    for message in conversation:
+        content = message.get("content")
+        if message["role"] != "assistant" and isinstance(content, str) and content.strip() not in text:
+            raise FaultyRow(f"the chat template leaves out what the role {message['role']!r} says: use roles that it takes")

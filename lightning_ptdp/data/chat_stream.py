@@ -1,0 +1,122 @@
+"""Conversations by number, alone in a sequence or several in one, as batches of inputs, labels and positions.
+
+::
+
+    packed       a0 a1 a2 a3 | b0 b1 b2 | . .        sequence_length = 9
+    positions     0  1  2  3    0  1  2   0 1
+    labels       a1 a2 a3 a4   b1 b2 b3   - -        -100 where the label is of no answer
+
+The last token of a sample is a label only. Positions begin anew where the next sample does, from which transformers' models tell that
+attention does not cross; what fills up is a document of its own, whose labels nothing counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from lightning_ptdp.data.chat_store import ChatStore
+from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.manifest import SplitName
+from lightning_ptdp.data.packing import pack
+from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
+from lightning_ptdp.option_types import Size, check_arguments
+
+__all__ = ["ChatStream", "TooLong"]
+
+TooLong: TypeAlias = Literal["cut", "drop", "error"]
+
+
+class ChatStream(SampleStream):
+    """Random access to the sequences of one split of prepared conversations.
+
+    Args:
+        folder: What ``prepare_chat`` made.
+        split: ``"train"`` or ``"validation"``.
+        sequence_length: s, tokens of a sequence.
+        packing: Put several samples into one sequence.
+        too_long: What becomes of a sample of more than s + 1 tokens.
+        max_samples: Use the first so many sequences only.
+
+    Attributes:
+        longer: How many samples are longer.
+        samples: How many samples there are.
+
+    Raises:
+        StoreError: The folder is not prepared data, no sample fits, or one is too long or has nothing to learn once it is cut.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        split: SplitName = "train",
+        sequence_length: Size,
+        packing: bool = False,
+        too_long: TooLong = "error",
+        max_samples: Size | None = None,
+    ) -> None:
+        check_arguments(ChatStream.__init__, locals())
+        self._store = ChatStore(folder, split)
+        lengths = self._store.lengths
+        longer = lengths > sequence_length + 1
+        self.longer, self.samples = int(longer.sum()), len(lengths)
+        self.packing = packing
+        self._check(longer, too_long, sequence_length, f"{folder}: {self.longer} of {len(lengths)} {split} samples")
+        kept = np.flatnonzero(~longer) if too_long == "drop" else np.arange(len(lengths))
+        if not len(kept):
+            raise StoreError(
+                f"{folder}: no {split} sample has at most sequence_length={sequence_length} (+ 1) tokens, the shortest has {lengths.min()}"
+            )
+        sizes = np.minimum(lengths[kept] - 1, sequence_length)
+        self._groups = [kept[group] for group in pack(sizes, sequence_length)] if packing else list(kept[:, None])
+        super().__init__(
+            samples=len(self._groups),
+            sequence_length=sequence_length,
+            max_samples=max_samples,
+            fingerprint=hashlib.sha256(f"{self._store.fingerprint} {packing} {too_long}".encode()).hexdigest(),
+        )
+
+    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+        """Inputs, labels and positions, int32 of shape (b, 3, s)."""
+        length = self.sequence_length
+        rows = np.zeros((len(visits), 3, length), np.int32)
+        rows[:, 1] = IGNORE_INDEX
+        for row, visit in zip(rows, visits, strict=True):
+            place = 0
+            for sample in self._groups[visit % self._size] if visit != PADDING else ():
+                ids, learned = self._store.read(int(sample))
+                size = min(len(ids) - 1, length)
+                here = slice(place, place + size)
+                row[0, here] = ids[:size]
+                row[1, here] = np.where(learned[1 : size + 1], ids[1 : size + 1].astype(np.int32), IGNORE_INDEX)
+                row[2, here] = np.arange(size)
+                place += size
+            row[2, place:] = np.arange(length - place)
+        return rows
+
+    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, and of packed samples ``position_ids``, int64 of shape (b, s)."""
+        tensors = torch.from_numpy(rows).long()
+        batch = {"input_ids": tensors[:, 0].contiguous(), "labels": tensors[:, 1].contiguous()}
+        return {**batch, "position_ids": tensors[:, 2].contiguous()} if self.packing else batch
+
+    def _check(self, longer: np.ndarray, too_long: TooLong, length: int, said: str) -> None:
+        longest = int(self._store.lengths.max())
+        if too_long == "error" and longer.any():
+            raise StoreError(
+                f"{said} are longer than sequence_length={length} (+ 1), the longest has {longest} tokens: use a longer one, or too_long: "
+                "cut or drop"
+            )
+        if too_long == "cut" and longer.any():
+            empty = int((longer & ~self._store.learned_within(length + 1)).sum())
+            if empty:
+                raise StoreError(
+                    f"{said} are cut to sequence_length={length} (+ 1) tokens, and {empty} of these have no answer left to learn: use a "
+                    "longer one, or too_long: drop"
+                )

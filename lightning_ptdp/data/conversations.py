@@ -1,0 +1,231 @@
+"""Rows of chat and instruction data as conversations: which columns they are in, and where the rows come from.
+
+The ``datasets`` library does the reading: JSON lines, Parquet, or a folder that ``save_to_disk`` wrote.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lightning_ptdp.data.corpus import Corpus
+from lightning_ptdp.data.errors import CorpusError
+from lightning_ptdp.option_types import nearest
+from lightning_ptdp.untrusted import reason
+
+__all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows"]
+
+Conversation = list[dict[str, Any]]
+"""Messages, each a mapping with ``role`` and ``content``."""
+
+_FORMS = (("messages",), ("prompt", "response"), ("instruction", "input", "output"))
+_OPTIONAL = ("input", "system")
+_ALSO = {"messages": ("conversations", "conversation"), "response": ("completion",), "output": ("response",)}
+"""Names under which a column is found beside its own."""
+_SHARED = {"human": "user", "gpt": "assistant", "system": "system"}
+"""Roles of data in the form {"from": ..., "value": ...}."""
+_BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
+_DOCSTRINGS = 2000
+_SAVED = ("state.json", "dataset_dict.json")
+
+
+class FaultyRow(ValueError):
+    """A row that no conversation, or nothing to learn, can be made of; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a conversation is in a row.
+
+    Attributes:
+        names: By what it holds, the column: ``messages``; or ``prompt`` and ``response``; or ``instruction``, ``output`` and perhaps
+            ``input``; each perhaps with ``system``.
+    """
+
+    names: Mapping[str, str]
+
+    @classmethod
+    def of(cls, present: Iterable[str], given: Mapping[str, str], *, where: str) -> Columns:
+        """The mapping that is given, filled up with columns of the usual names.
+
+        Raises:
+            CorpusError: A key is none of a mapping, or a column is not there; names the nearest.
+        """
+        present = list(present)
+        keys = list(dict.fromkeys([*(key for form in _FORMS for key in form), "system"]))
+        for key, column in given.items():
+            if key not in keys:
+                raise CorpusError(f"columns: {key!r} is none of {', '.join(keys)}{nearest(key, keys)}")
+            if column not in present:
+                raise CorpusError(f"{where} has no column {column!r} (columns.{key}){nearest(column, present)}; {_has(present)}")
+        for form in _FORMS:
+            found = {key: name for key in (*form, "system") if (name := _find(key, present, given)) is not None}
+            wanted = all(key in found for key in form if key not in _OPTIONAL)
+            if wanted and all(key in found for key in given):
+                return cls(found)
+        close = nearest("messages", present) or nearest("prompt", present) or nearest("instruction", present)
+        raise CorpusError(
+            f"{where} has no column messages, nor prompt and response, nor instruction and output{close}; {_has(present)}: name them, "
+            "such as columns={prompt: question, response: answer}"
+        )
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        """The messages of a row.
+
+        Raises:
+            FaultyRow: A column is empty or of another type.
+        """
+        names = self.names
+        if "messages" in names:
+            messages = _messages(row.get(names["messages"]), names["messages"])
+        elif "prompt" in names:
+            messages = [
+                *_said(row.get(names["prompt"]), "user", names["prompt"]),
+                *_said(row.get(names["response"]), "assistant", names["response"]),
+            ]
+        else:
+            asked = _said(row.get(names["instruction"]), "user", names["instruction"])
+            if "input" in names and row.get(names["input"]):
+                asked[0]["content"] += f"\n\n{row[names['input']]}"
+            messages = [*asked, *_said(row.get(names["output"]), "assistant", names["output"])]
+        if "system" in names and row.get(names["system"]) and messages[0]["role"] != "system":
+            messages = [*_said(row[names["system"]], "system", names["system"]), *messages]
+        for number, message in enumerate(messages, start=1):
+            content = message.get("content")
+            if message["role"] == "assistant" and not message.get("tool_calls") and not (content and str(content).strip()):
+                raise FaultyRow(f"message {number}, an answer, is empty: fill it in or take the row out")
+        return messages
+
+
+def chat_files(path: str | Sequence[str]) -> list[Path]:
+    """The files behind a path: the files named, those of a folder, or a folder that ``datasets`` saved itself.
+
+    Raises:
+        CorpusError: There is none, or it is of a kind that cannot be read.
+    """
+    files: list[Path] = []
+    for root in [Path(path)] if isinstance(path, str) else map(Path, path):
+        if not root.exists():
+            near = nearest(root.name, [entry.name for entry in root.parent.iterdir()]) if root.parent.is_dir() else ""
+            raise CorpusError(f"path={root} does not exist{near}")
+        if root.is_dir() and not any((root / name).exists() for name in _SAVED):
+            found = sorted(file for file in root.rglob("*") if file.suffix in _BUILDERS)
+            if not found:
+                raise CorpusError(
+                    f"path={root} is a folder without {', '.join(_BUILDERS)}, and not one that datasets' save_to_disk wrote"
+                )
+            files += found
+        elif root.is_file() and root.suffix not in _BUILDERS:
+            raise CorpusError(f"path={root} ends in {root.suffix or 'nothing'!r}: name JSON lines (.jsonl) or Parquet (.parquet)")
+        else:
+            files.append(root)
+    if not files:
+        raise CorpusError(f"path={path!r} names no file")
+    return files
+
+
+def read_rows(path: str | Sequence[str] | None, *, split: str = "train") -> Iterator[dict[str, Any]]:
+    """The rows, in their order; without a path, questions about the functions of the installed Python's standard library.
+
+    Args:
+        path: JSON lines, Parquet, a folder of them, a folder that ``save_to_disk`` of ``datasets`` wrote, or several of them.
+        split: Which one of a saved folder that holds several.
+
+    Raises:
+        CorpusError: A file cannot be read, or is not what its name says.
+    """
+    if path is None:
+        yield from islice(_docstrings(), _DOCSTRINGS)
+        return
+    for file in chat_files(path):
+        try:
+            yield from _rows_of(file, split)
+        except CorpusError:
+            raise
+        except Exception as error:  # of datasets and pyarrow, which have many
+            raise CorpusError(f"path={file} cannot be read: {_why(file, error)}") from error
+
+
+def _rows_of(file: Path, split: str) -> Iterable[dict[str, Any]]:
+    import datasets
+
+    if file.is_dir():
+        saved = datasets.load_from_disk(str(file))
+        if isinstance(saved, datasets.DatasetDict):
+            if split not in saved:
+                raise CorpusError(f"path={file} has no split {split!r}, only {', '.join(saved)}: name the folder of one of them")
+            saved = saved[split]
+        rows: Iterable[dict[str, Any]] = saved
+        return rows
+    # Streamed: nothing is copied into a cache.
+    return datasets.load_dataset(_BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True)
+
+
+def _why(file: Path, error: Exception) -> str:
+    """Which line is no JSON, where that is it."""
+    if file.is_file() and _BUILDERS[file.suffix] == "json":
+        with open(file, encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    row = json.loads(line) if line.strip() else {}
+                except ValueError as wrong:
+                    return f"line {number} is not JSON ({reason(wrong)}); a file of JSON lines has one object a line"
+                if not isinstance(row, dict):
+                    return f"line {number} is a {type(row).__name__}; a file of JSON lines has one object a line"
+    return f"{type(error).__name__}: {reason(error.__cause__ if isinstance(error.__cause__, Exception) else error)}"
+
+
+def _find(key: str, present: Sequence[str], given: Mapping[str, str]) -> str | None:
+    if key in given:
+        return given[key]
+    return next((name for name in (key, *_ALSO.get(key, ())) if name in present), None)
+
+
+def _has(present: Sequence[str]) -> str:
+    return f"it has {', '.join(map(repr, present)) or 'none'}"
+
+
+def _said(value: object, role: str, column: str) -> Conversation:
+    """A text as one message; a list of messages as it is."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, list):
+        return _messages(value, column)
+    raise FaultyRow(f"column {column!r} holds {'nothing' if value is None else type(value).__name__}; a text is needed")
+
+
+def _messages(value: object, column: str) -> Conversation:
+    if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
+        raise FaultyRow(f"column {column!r} holds no list of messages, such as [{{'role': 'user', 'content': ...}}, ...]")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        # What one message has and another has not, a table fills up with None.
+        said = {key: entry for key, entry in message.items() if entry is not None}
+        if "from" in said and "role" not in said:
+            role = said.pop("from")
+            said = {"role": _SHARED.get(role, role), "content": said.pop("value", None), **said}
+        if not isinstance(said.get("role"), str):
+            raise FaultyRow(f"message {number} of column {column!r} has no role, only {', '.join(map(str, said))}")
+        messages.append(said)
+    return messages
+
+
+def _docstrings() -> Iterator[dict[str, Any]]:
+    """What public functions and classes do, as the first paragraphs of their docstrings say."""
+    for document in Corpus(suffixes=(".py",)).documents():
+        try:
+            tree = ast.parse(document.text)
+        except SyntaxError:
+            continue
+        module = document.name.removeprefix("stdlib/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                text = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
+                kind = "class" if isinstance(node, ast.ClassDef) else "function"
+                if text:
+                    yield {"prompt": f"What does the {kind} {node.name} of {module} do?", "response": text}

@@ -1,0 +1,134 @@
+"""A tokenizer of Hugging Face's, in the place of our own: that of a model's folder, whose files are kept as they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lightning_ptdp.data.errors import TokenizerError, reading
+from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.untrusted import reason
+
+__all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tokenizer"]
+
+TOKENIZER_FOLDER = "tokenizer"
+"""Where a prepared folder keeps it."""
+_FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
+_SETTINGS = "tokenizer_config.json"
+
+
+class HuggingFaceTokenizer:
+    """Text to ids and back, as ``transformers`` does it. transformers is imported when the first text is encoded.
+
+    Args:
+        folder: With the files that ``save_pretrained`` of a tokenizer writes, such as a model's.
+
+    Attributes:
+        fingerprint: Hash of the files.
+
+    Raises:
+        TokenizerError: There is no tokenizer.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise TokenizerError(f"tokenizer folder {folder} is not there")
+        if not (self.folder / _SETTINGS).is_file():
+            raise TokenizerError(
+                f"{folder} holds no tokenizer: neither {_SETTINGS} of Hugging Face's, as save_pretrained writes it, nor what ptdp "
+                "prepare makes"
+            )
+        with reading(f"tokenizer folder {folder}", TokenizerError):
+            self._files = {path.name: path.read_bytes() for name in (*_FILES, "config.json") for path in self.folder.glob(name)}
+        digest = hashlib.sha256()
+        for name, content in sorted(self._files.items()):
+            if name != "config.json":
+                digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+        self.fingerprint = digest.hexdigest()
+
+    @cached_property
+    def of_transformers(self) -> Any:
+        """The tokenizer itself.
+
+        Raises:
+            TokenizerError: transformers cannot read it.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+        except Exception as error:  # of transformers, tokenizers and json
+            raise TokenizerError(f"tokenizer folder {self.folder} cannot be read: {reason(error)}") from error
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Its files, by name."""
+        return dict(self._files)
+
+    def save(self, folder: str | Path) -> None:
+        """Copy the files into ``folder/tokenizer``."""
+        place = Path(folder, TOKENIZER_FOLDER)
+        place.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            (place / name).write_bytes(content)
+
+    @cached_property
+    def vocabulary_size(self) -> int:
+        """1 more than the largest id."""
+        return max(self.of_transformers.get_vocab().values()) + 1
+
+    @cached_property
+    def eos_id(self) -> int:
+        """Id that ends every document.
+
+        Raises:
+            TokenizerError: The tokenizer has none.
+        """
+        index = self.of_transformers.eos_token_id
+        if index is None:
+            raise TokenizerError(f"the tokenizer of {self.folder} has no eos_token to end documents with: set it in {_SETTINGS}")
+        return int(index)
+
+    def control_id(self, symbol: str) -> int:
+        """There are none of ours.
+
+        Raises:
+            TokenizerError: Always.
+        """
+        raise TokenizerError(
+            f"the tokenizer of {self.folder} is Hugging Face's, and has no control symbol {symbol!r}: let ptdp prepare learn one"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without begin or end."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
+        """Ids of each text; the library chooses its threads itself."""
+        found: list[list[int]] = self.of_transformers(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special ones give nothing."""
+        return str(self.of_transformers.decode(list(ids), skip_special_tokens=True))
+
+    def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[Path]]:
+        return HuggingFaceTokenizer, (self.folder,)
+
+
+AnyTokenizer: TypeAlias = Tokenizer | HuggingFaceTokenizer
+
+
+def load_tokenizer(folder: str | Path) -> AnyTokenizer:
+    """The tokenizer of a prepared folder, or of a folder of Hugging Face's.
+
+    Raises:
+        TokenizerError: A file is missing or damaged; the message names it.
+    """
+    if Path(folder, TOKENIZER_FOLDER).is_dir():
+        return HuggingFaceTokenizer(Path(folder, TOKENIZER_FOLDER))
+    return HuggingFaceTokenizer(folder) if Path(folder, _SETTINGS).is_file() else Tokenizer.load(folder)

@@ -1,0 +1,42 @@
+"""Which samples lie together in one sequence: best fit, longest first, the same for every layout and every epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["pack"]
+
+
+def pack(sizes: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Samples put together so that no group has more than ``capacity`` tokens and few groups are needed.
+
+    Each sample, the longest first, goes to the group with the least room that takes it. A group keeps its samples in their order, and
+    groups stand in the order of their first samples. Takes microseconds a sample: room is looked for among the bits of one integer.
+
+    Args:
+        sizes: Tokens of every sample, 1 to ``capacity``.
+        capacity: Tokens of a group.
+
+    Returns:
+        Sample numbers of every group, int64.
+    """
+    groups: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms = 0  # bit r: a group has room for r tokens
+    for sample in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[sample])
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            group = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, group = capacity, len(groups)
+            groups.append([])
+        groups[group].append(sample)
+        left = room - size
+        if left:
+            by_room.setdefault(left, []).append(group)
+            rooms |= 1 << left
+    return [np.array(group, np.int64) for group in sorted(map(sorted, groups))]

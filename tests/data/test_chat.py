@@ -1,0 +1,283 @@
+"""Conversations: where they are read from, how they are written and what of them is learned, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_ptdp.data import ChatDataModule
+from lightning_ptdp.data.chat_format import ChatFormat
+from lightning_ptdp.data.conversations import FaultyRow
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
+from lightning_ptdp.data.packing import pack
+from lightning_ptdp.models import make_tiny
+
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder with a tokenizer whose template marks answers, and beside it templates that do not."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    make_tiny(folder)
+    marked = transformers.AutoTokenizer.from_pretrained(folder).chat_template
+    plain = re.sub(r"\{% (end)?generation %\}", "", marked)
+    (folder.parent / "plain.jinja").write_text(plain)
+    # As Qwen3's: only the last answer is rendered with its thoughts.
+    thinking = plain.replace("assistant' %}{{", "assistant' %}{{ ('<think>' if loop.last else '') +")
+    (folder.parent / "thinking.jinja").write_text(thinking)
+    strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + plain
+    (folder.parent / "strict.jinja").write_text(strict)
+    deaf = plain.replace(
+        "{{ message['content'] + '<|im_end|>' }}{% endif",
+        "{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endif",
+    )
+    (folder.parent / "deaf.jinja").write_text(deaf)
+    return folder
+
+
+def turns(number: int) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"What is {number}?"},
+            {"role": "assistant", "content": f"It is {number}, " + "more " * (number % 7)},
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "Yes."},
+        ]
+    }
+
+
+ROWS = [turns(number) for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def chat(model: Path) -> Path:
+    file = model.parent / "chat.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+def data(model: Path, path: Path | None, folder: Path, **changes: Any) -> ChatDataModule:
+    settings = {"sequence_length": 128, "micro_batch_size": 2, "validation_fraction": 0.2}
+    source = None if path is None else str(path)
+    return ChatDataModule(data_dir=str(folder), tokenizer_dir=str(model), path=source, **{**settings, **changes})
+
+
+def prepared(model: Path, path: Path | None, folder: Path, **changes: Any) -> ChatDataModule:
+    made = data(model, path, folder, **changes)
+    made.check()
+    made.prepare_data()
+    made.setup()
+    return made
+
+
+@pytest.mark.parametrize("template", [None, "plain.jinja"])
+def test_only_answers_are_learned_and_ids_are_the_templates(model: Path, template: str | None) -> None:
+    """Both ways of finding the answers, the marks of the template and the comparison of prefixes, find the same."""
+    given = None if template is None else str(model.parent / template)
+    ids, learned = ChatFormat(HuggingFaceTokenizer(model), template=given).encode(ROWS[3]["messages"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    assert ids.tolist() == tokenizer.apply_chat_template(ROWS[3]["messages"])["input_ids"]
+    assert tokenizer.decode(ids[learned]) == "It is 3, more more more <|im_end|>Yes.<|im_end|>"
+    _, last = ChatFormat(HuggingFaceTokenizer(model), template=given, learn="last_answer").encode(ROWS[3]["messages"])
+    assert tokenizer.decode(ids[last]) == "Yes.<|im_end|>"
+
+
+def test_a_template_whose_prefixes_differ_is_refused_unless_the_last_answer_suffices(model: Path) -> None:
+    tokenizer, template = HuggingFaceTokenizer(model), str(model.parent / "thinking.jinja")
+    with pytest.raises(FaultyRow, match=r"no place of its own.*generation.*last_answer"):
+        ChatFormat(tokenizer, template=template).encode(ROWS[3]["messages"])
+    ids, learned = ChatFormat(tokenizer, template=template, learn="last_answer").encode(ROWS[3]["messages"])
+    assert tokenizer.of_transformers.decode(ids[learned]) == "<think>Yes.<|im_end|>"
+
+
+def test_every_kind_of_file_and_of_columns_gives_the_same(model: Path, chat: Path, tmp_path: Path) -> None:
+    expected = prepared(model, chat, tmp_path / "0")._stream("train").fingerprint
+    frame = datasets.Dataset.from_list(ROWS)
+    frame.to_parquet(tmp_path / "chat.parquet")
+    frame.save_to_disk(str(tmp_path / "saved"))
+    shared = [
+        {
+            "conversations": [
+                {"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in row["messages"]
+            ]
+        }
+        for row in ROWS
+    ]
+    (tmp_path / "shared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shared))
+    for number, name in enumerate(("chat.parquet", "saved", "shared.jsonl"), start=1):
+        assert prepared(model, tmp_path / name, tmp_path / str(number))._stream("train").fingerprint == expected, name
+    assert prepared(model, chat, tmp_path / "2w", prepare_workers=2)._stream("train").fingerprint == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "said"),
+    [
+        ({"prompt": "A?", "response": "B", "system": "C"}, {}, "system C user A? assistant B"),
+        ({"question": "A?", "answer": "B"}, {"columns": {"prompt": "question", "response": "answer"}}, "user A? assistant B"),
+        ({"instruction": "A", "input": "D", "output": "B"}, {}, "user A\n\nD assistant B"),
+        ({"instruction": "A", "input": "", "output": "B"}, {}, "user A assistant B"),
+    ],
+)
+def test_instructions_become_conversations(model: Path, tmp_path: Path, row: Any, options: Any, said: str) -> None:
+    (tmp_path / "data.jsonl").write_text(
+        (json.dumps(row) + "\n") + json.dumps({key: f"{value} " for key, value in row.items()}) + "\n"
+    )
+    made = prepared(model, tmp_path / "data.jsonl", tmp_path / "store", **options)
+    tokenizer = made.prepare_config.tokenizer().of_transformers
+    texts = [tokenizer.decode(made._stream(split)._store.read(0)[0]) for split in ("train", "validation")]
+    short = min(texts, key=len)
+    assert short == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in _parts(said))
+
+
+def _parts(said: str) -> list[str]:
+    return [re.sub(r"^(\w+) ", r"\1\n", part) for part in re.split(r" (?=assistant|user)", said)]
+
+
+def test_packing_keeps_every_sample_once_and_begins_positions_anew(model: Path, chat: Path, tmp_path: Path) -> None:
+    alone = prepared(model, chat, tmp_path / "store")._stream("train")
+    packed = prepared(model, chat, tmp_path / "store", packing=True)._stream("train")
+    assert len(packed) < len(alone) == packed.samples
+    rows = packed.as_batch(packed.__getitems__(range(len(packed))))
+    found = []
+    for tokens, labels, places in zip(rows["input_ids"], rows["labels"], rows["position_ids"], strict=True):
+        starts = [*torch.where(places == 0)[0].tolist(), len(places)]
+        for begin, end in itertools.pairwise(starts):
+            assert places[begin:end].tolist() == list(range(end - begin))
+            if (labels[begin:end] >= 0).any():
+                found.append((tokens[begin:end].tolist(), labels[begin:end].tolist()))
+    single = alone.as_batch(alone.__getitems__(range(len(alone))))
+    sizes = {len(tokens) for tokens, _ in found}
+    expected = []
+    for index, (tokens, labels) in enumerate(zip(single["input_ids"].tolist(), single["labels"].tolist(), strict=True)):
+        size = int(alone._store.lengths[index]) - 1
+        assert size in sizes
+        expected.append((tokens[:size], labels[:size]))
+    assert sorted(found) == sorted(expected)
+
+
+def test_packing_is_dense_and_each_sample_is_somewhere() -> None:
+    sizes = np.random.default_rng(0).integers(1, 24, 500)
+    groups = pack(sizes, 64)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(500))
+    assert max(int(sizes[group].sum()) for group in groups) <= 64
+    assert len(groups) <= 1.03 * sizes.sum() / 64 + 1
+
+
+def test_samples_that_are_too_long(model: Path, chat: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = prepared(model, chat, tmp_path / "store")
+    lengths = made._stream("train")._store.lengths
+    length = int(np.median(lengths)) - 1
+    longer = int((lengths > length + 1).sum())
+    with pytest.raises(
+        ValueError, match=f"{longer} of {len(lengths)} train samples are longer than sequence_length={length}.*too_long"
+    ):
+        data(model, chat, tmp_path / "store", sequence_length=length).check()
+    dropped = data(model, chat, tmp_path / "store", sequence_length=length, too_long="drop")
+    cut = data(model, chat, tmp_path / "store", sequence_length=length, too_long="cut")
+    assert len(dropped._stream("train")) == len(lengths) - longer and len(cut._stream("train")) == len(lengths)
+    with caplog.at_level("INFO"):
+        dropped.prepare_data()
+    assert f"{longer} longer than {length} tokens: drop" in caplog.text
+    with pytest.raises(ValueError, match="have no answer left to learn"):
+        data(model, chat, tmp_path / "store", sequence_length=6, too_long="cut")._stream("train")
+
+
+def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "twice.jsonl").write_text("".join(json.dumps(turns(number % 10)) + "\n" for number in range(40)))
+    made = prepared(model, tmp_path / "twice.jsonl", tmp_path / "store")
+    held = {
+        name: {tuple(stream._store.read(i)[0]) for i in range(stream.samples)}
+        for name in ("train", "validation")
+        for stream in [made._stream(name)]
+    }
+    assert held["train"] and held["validation"] and not held["train"] & held["validation"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("no json at all\n", {}, r"bad.jsonl cannot be read: line 1 is not JSON"),
+        ('{"mesages": []}\n', {}, r"no column messages.*did you mean 'mesages'"),
+        (
+            '{"prompt": "a", "response": "b"}\n',
+            {"columns": {"promt": "x"}},
+            r"columns: 'promt' is none of .*did you mean 'prompt'",
+        ),
+        (
+            '{"asked": "a", "told": "b"}\n',
+            {"columns": {"prompt": "ask", "response": "told"}},
+            r"no column 'ask'.*did you mean 'asked'",
+        ),
+        ('{"prompt": "a", "response": " "}\n', {}, r"row 1: message 2, an answer, is empty.*faulty: drop"),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', {}, r"row 1: there is nothing to learn.*the roles are user"),
+        ('{"messages": "a"}\n', {}, r"holds no list of messages"),
+        (
+            '{"prompt": "a", "response": "b", "system": "c"}\n',
+            {"chat_template": "strict.jinja"},
+            r"does not take it.*begin with the user",
+        ),
+        (
+            '{"prompt": "a", "response": "b", "system": "ccc"}\n',
+            {"chat_template": "deaf.jinja"},
+            r"leaves out what the role 'system' says",
+        ),
+        ('{"prompt": "a", "response": "b"}\n', {"chat_template": "none.jinja"}, r"chat_template=.*none.jinja cannot be read"),
+        ('{"prompt": "a", "response": "b"}\n', {"learn": "some"}, r"learn='some' must be one of"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(
+    model: Path, tmp_path: Path, text: str, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text(text)
+    if "chat_template" in options:
+        options = {**options, "chat_template": str(model.parent / options["chat_template"])}
+    with pytest.raises(ValueError, match=message):
+        data(model, tmp_path / "bad.jsonl", tmp_path / "store", **options).check()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl"]
+
+
+def test_a_faulty_row_later_on_is_named_or_left_out(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*ROWS[:5], {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, *ROWS[5:9]]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"row 6: message 2, an answer, is empty"):
+        data(model, tmp_path / "chat.jsonl", tmp_path / "store").prepare_data()
+    assert not (tmp_path / "store").exists()
+    with caplog.at_level("INFO"):
+        made = prepared(model, tmp_path / "chat.jsonl", tmp_path / "store", faulty="drop")
+    assert "1 rows are left out" in caplog.text
+    assert sum(made._stream(split).samples for split in ("train", "validation")) == 9
+
+
+def test_a_tokenizer_without_a_template_or_none_at_all(model: Path, chat: Path, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"has no chat template: name a file with one \(chat_template"):
+        data(tmp_path / "bare", chat, tmp_path / "store").check()
+    prepared(tmp_path / "bare", chat, tmp_path / "store", chat_template=str(model.parent / "plain.jinja"))
+    with pytest.raises(ValueError, match=r"tokenizer folder .*nowhere is not there"):
+        data(tmp_path / "nowhere", chat, tmp_path / "other").check()
+    with pytest.raises(ValueError, match=r"path=.*chat.json does not exist; did you mean 'chat.jsonl'"):
+        data(model, chat.with_name("chat.json"), tmp_path / "other").check()
+
+
+def test_a_folder_made_with_other_settings_or_damaged_is_not_used(model: Path, chat: Path, tmp_path: Path) -> None:
+    prepared(model, chat, tmp_path / "store")
+    with pytest.raises(ValueError, match=r"other settings .*learn is 'answers' there and 'last_answer' here"):
+        data(model, chat, tmp_path / "store", learn="last_answer").check()
+    prepared(model, chat, tmp_path / "store", learn="last_answer", overwrite=True)
+    tokens = tmp_path / "store" / "train" / "tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    content[7] ^= 1
+    tokens.write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokens.bin is damaged"):
+        data(model, chat, tmp_path / "store", learn="last_answer").check()
