@@ -14,7 +14,9 @@ from torch import nn
 __all__ = [
     "abort_process_groups",
     "adds_to_gradient",
+    "all_gather_product",
     "all_gather_single",
+    "connect_symmetric_memory",
     "default_store",
     "flight_record",
     "forward_hooks",
@@ -23,10 +25,12 @@ __all__ = [
     "has_gradient_hooks",
     "has_module_hooks",
     "has_saved_tensor_hooks",
+    "has_symmetric_products",
     "is_communication_error",
     "is_compiled",
     "keep_padded",
     "nccl_options",
+    "reduce_scatter_product",
     "reduce_scatter_single",
     "resolve_group",
     "set_gradient_dtype",
@@ -68,6 +72,37 @@ def reduce_scatter_single(
     """Sum ``source`` over the ranks and keep this rank's slice along dimension 0 (torch renamed it in 2.13)."""
     function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return function(output, source, group=group, async_op=async_op)
+
+
+def has_symmetric_products() -> bool:
+    """Whether this torch has the two functions below. (What registers them, and the memory behind them, is private.)"""
+    from torch.distributed import _symmetric_memory  # noqa: F401 - a second of imports that few need
+
+    return all(hasattr(torch.ops.symm_mem, name) for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
+
+
+def connect_symmetric_memory(group: str, size: int) -> None:
+    """Make the group's memory that all its members' GPUs reach, ``size`` bytes on each; collective over the group. It grows where more is
+    needed."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.get_symm_mem_workspace(cast(Any, group), min_size=size)
+
+
+def all_gather_product(
+    x: torch.Tensor, matrix: torch.Tensor, *, dim: int, group: str, keeps: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``x`` of every member, concatenated along ``dim``, times a matrix, and what was gathered if it is kept; each member's part is
+    multiplied while the next one is read from its memory."""
+    gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [matrix], dim, group, return_A=keeps)
+    return product, gathered
+
+
+def reduce_scatter_product(x: torch.Tensor, matrix: torch.Tensor, *, dim: int, group: str) -> torch.Tensor:
+    """This member's slice along ``dim`` of the sum over the group of ``x`` times a matrix; each member's part is sent to it while the
+    next one is computed."""
+    summed: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, group)
+    return summed
 
 
 def start_traced(name: str, x: torch.Tensor, *arguments: object) -> torch.Tensor:

@@ -25,6 +25,7 @@ from lightning_ptdp.schedule.generators import (
     schedule_placement,
 )
 from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["FiniteAction", "GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod"]
@@ -54,7 +55,8 @@ class PTDPConfig:
             where it is not dimension 1.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence over the t ranks.
         tensor_overlap: Under sequence parallelism, the number of pieces of the sequence in which linear layers gather their input, or sum
-            their output, beside their products with the other pieces; 1: before, or after, one product.
+            their output, beside their products with the other pieces; 1: before, or after, one product. "symmetric": by torch's
+            symmetric memory, where a tensor group's GPUs are joined by NVLink.
         num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline, else 1.
         micro_batch_size: b, samples of a microbatch, instead: m follows from each batch, which may grow during training.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", or "auto" (1F1B, interleaved if v > 1); the
@@ -114,7 +116,7 @@ class PTDPConfig:
     context_parallel_positions: bool = True
     sequence_dims: Mapping[str, int | None] | None = None
     sequence_parallel: bool = False
-    tensor_overlap: Size = 1
+    tensor_overlap: Pieces = 1
     num_microbatches: Size | None = None
     micro_batch_size: Size | None = None
     schedule: str | CustomSchedule = "auto"
@@ -285,12 +287,12 @@ class PTDPConfig:
             return
         if not self.sequence_parallel:
             raise ValueError(
-                f"tensor_overlap={self.tensor_overlap} is for what is gathered and summed along the sequence, but sequence_parallel=False: "
-                "use sequence_parallel=True with tensor_parallel_size > 1, or tensor_overlap=1"
+                f"tensor_overlap={self.tensor_overlap!r} is for what is gathered and summed along the sequence, but "
+                "sequence_parallel=False: use sequence_parallel=True with tensor_parallel_size > 1, or tensor_overlap=1"
             )
         if self.fp8 is not None:
             raise ValueError(
-                f"tensor_overlap={self.tensor_overlap} multiplies a piece of the sequence at a time, but fp8={self.fp8!r} scales all of "
+                f"tensor_overlap={self.tensor_overlap!r} multiplies a piece of the sequence at a time, but fp8={self.fp8!r} scales all of "
                 "it: use tensor_overlap=1, or fp8=None"
             )
 

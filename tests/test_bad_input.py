@@ -161,6 +161,13 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
     "compiled": (2, {P: 2}, LitWrapped, 8, ["net is wrapped by torch.compile()", "compile='blocks'"]),
     "hook": (2, {T: 2, "plan": plan(net_0="column")}, LitHooked, 8, ["'net.0' has a forward hook", "the module around it"]),
     "attentions": (2, {T: 2}, LitAttentions, 8, ["output_attentions=True with tensor_parallel_size"]),
+    "symmetric memory": (
+        2,
+        {T: 2, "sequence_parallel": True, "tensor_overlap": "symmetric"},
+        gpt,
+        8,
+        ["tensor_overlap='symmetric'", "'cpu'", "tensor_overlap=4"],
+    ),
     "own backward": (2, {P: 2}, LitBackward, 8, ["LightningModule.backward", "on_after_backward"]),
 }
 

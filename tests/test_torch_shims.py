@@ -20,6 +20,7 @@ from lightning_ptdp._torch import (
     abort_process_groups,
     adds_to_gradient,
     all_gather_single,
+    connect_symmetric_memory,
     default_store,
     flight_record,
     forward_hooks,
@@ -28,6 +29,7 @@ from lightning_ptdp._torch import (
     has_gradient_hooks,
     has_module_hooks,
     has_saved_tensor_hooks,
+    has_symmetric_products,
     is_communication_error,
     is_compiled,
     nccl_options,
@@ -119,6 +121,16 @@ def test_options_of_nccl_groups() -> None:
     assert nccl_options(None, high_priority=False).config.max_ctas == dist.ProcessGroupNCCL.Options().config.max_ctas
     with mock.patch.object(dist.ProcessGroupNCCL, "Options", SimpleNamespace), pytest.raises(ValueError, match="channel_ctas=3"):
         nccl_options(None, high_priority=True, max_ctas=3)
+
+
+def test_symmetric_memory_is_there() -> None:
+    """What is done with it: tests/tensor_parallel/test_overlap.py."""
+    from torch.distributed import _symmetric_memory
+
+    assert has_symmetric_products()
+    with mock.patch.object(_symmetric_memory, "get_symm_mem_workspace", autospec=True) as made:
+        connect_symmetric_memory("tensor", 8)
+    made.assert_called_once_with("tensor", min_size=8)
 
 
 def test_hooks_are_seen() -> None:

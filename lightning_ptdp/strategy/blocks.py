@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lightning_ptdp._torch import connect_symmetric_memory
 from lightning_ptdp.compiled_blocks import compile_blocks
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.fp8 import apply_fp8
@@ -14,6 +15,9 @@ from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["prepare_blocks"]
+
+_SYMMETRIC_BYTES = 2**20
+"""To begin with: what cannot be reached is known before the first step."""
 
 
 def prepare_blocks(
@@ -29,6 +33,8 @@ def prepare_blocks(
     """
     module, notes = parallel.module, list[str]()
     blocks = parallel.cut.parts.blocks if parallel.cut is not None else parallel.plan.blocks
+    if config.tensor_overlap == "symmetric":
+        connect_symmetric_memory(mesh.group("tensor").name, _SYMMETRIC_BYTES)
     for layer in module.modules():
         if isinstance(layer, ParallelLayer):
             layer.pieces = config.tensor_overlap

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
 from lightning_ptdp.tensor_parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
-from lightning_ptdp.tensor_parallel.overlap import multiply_gathered, sum_product
+from lightning_ptdp.tensor_parallel.overlap import Pieces, add_bias, multiply_gathered, sum_product
 from lightning_ptdp.tensor_parallel.randomness import Randomness
 from lightning_ptdp.weight_gradients import Operand, Products, WeightGradients, multiply
 from lightning_ptdp.world.mesh import Group
@@ -54,7 +54,7 @@ class ParallelLayer(nn.Module):
         self.transposed, self.group, self.sequence_parallel = transposed, group, sequence_parallel
         self.weight_gradients: WeightGradients | None = None
         self.products: Products = MatrixProduct
-        self.pieces = 1
+        self.pieces: Pieces = 1
         self.randomness: Randomness | None = None
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, defers: bool = True) -> Tensor:
@@ -85,7 +85,7 @@ class ParallelLayer(nn.Module):
         dtype = autocast_dtype(x)
         x = x if dtype is None else x.to(dtype)
         store = self.weight_gradients if defers else None
-        pieces = self.pieces if self.sequence_parallel and x.dim() == 3 else 1
+        pieces: Pieces = self.pieces if self.sequence_parallel and x.dim() == 3 else 1
         product = _Product(self.products(weight, dtype, self.transposed), self.group, self.sequence_parallel, store, pieces)
         return function.apply(x, weight, bias, product)
 
@@ -207,7 +207,7 @@ class _Product:
     group: Group
     sequence_parallel: bool
     store: WeightGradients | None
-    pieces: int = 1
+    pieces: Pieces = 1
 
     @property
     def waits(self) -> bool:
@@ -295,11 +295,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.product = product
         y = product.summed_output(x)
-        if bias is None:
-            return y
-        if torch.compiler.is_compiling():  # torch 2.11's loses the gradients of a result that was changed in place
-            return y + bias.to(y.dtype)
-        return y.add_(bias.to(y.dtype))
+        return y if bias is None else add_bias(y, bias)
 
     @staticmethod
     @once_differentiable
@@ -307,7 +303,7 @@ class _RowLinear(torch.autograd.Function):
         (x,), product = ctx.saved_tensors, ctx.product
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
-            in_pieces = wants_x and product.pieces > 1
+            in_pieces = wants_x and product.pieces != 1
             gathers = product.sequence_parallel and (wants_x or wants_weight) and not in_pieces
             gathering = product.start_gather(grad) if gathers else None
             # Under sequence parallelism this is the slice's share of the bias' gradient: Sharding.partial says so.

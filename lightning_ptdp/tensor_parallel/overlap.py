@@ -5,24 +5,31 @@ next is multiplied. A piece is the same tokens of every member's slice, so that 
 
     the whole sequence    member 0: a a b b c c | member 1: a a b b c c        (t = 2, pieces a, b and c)
 
+Where GPUs reach each other's memory torch does so without NCCL, with a member's slice as a piece ("symmetric").
+
 Shapes: b samples, s tokens, t members, i input and o output features.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from lightning_ptdp._torch import all_gather_product, reduce_scatter_product
+from lightning_ptdp.option_types import Size
 from lightning_ptdp.tensor_parallel.collectives import check_divisible, start_all_gather, start_reduce_scatter
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["multiply_gathered", "sum_product"]
+__all__ = ["Pieces", "add_bias", "multiply_gathered", "sum_product"]
 
+Pieces = Size | Literal["symmetric"]
 _SEQUENCE = 1
 
 
 def multiply_gathered(
-    x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, group: Group, pieces: int, keeps: bool = False
+    x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, group: Group, pieces: Pieces, keeps: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The whole sequence from every member's slice, times a matrix.
 
@@ -37,6 +44,10 @@ def multiply_gathered(
     Returns:
         (b, s, o), and (b, s, i) or None.
     """
+    if pieces == "symmetric":
+        y, whole = all_gather_product(x, matrix, dim=_SEQUENCE, group=group.name, keeps=keeps)
+        y = y.contiguous()  # the sequence came first
+        return y if bias is None else add_bias(y, bias), whole
     count = min(pieces, x.size(_SEQUENCE))
     gathering = [start_all_gather(piece, dim=_SEQUENCE, group=group) for piece in x.tensor_split(count, dim=_SEQUENCE)]
     if torch.compiler.is_compiling():  # which takes no strided outputs
@@ -51,19 +62,28 @@ def multiply_gathered(
     return _joined(y, group), _joined(torch.cat(gathered, dim=_SEQUENCE), group) if keeps else None
 
 
-def sum_product(x: Tensor, matrix: Tensor, *, group: Group, pieces: int) -> Tensor:
+def sum_product(x: Tensor, matrix: Tensor, *, group: Group, pieces: Pieces) -> Tensor:
     """This member's slice of the sum over the group of x times the matrix; (b, s, i), (i, o) -> (b, s/t, o).
 
     Raises:
         ValueError: The sequence length is not a multiple of the group's size.
     """
     check_divisible(x, _SEQUENCE, group)
+    if pieces == "symmetric":
+        return reduce_scatter_product(x, matrix, dim=_SEQUENCE, group=group.name).contiguous()
     x = _by_member(x, group)
     summing = [
         start_reduce_scatter(_joined(_multiply(piece, matrix), group), dim=_SEQUENCE, group=group)
         for piece in x.tensor_split(min(pieces, x.size(_SEQUENCE)), dim=_SEQUENCE)
     ]
     return torch.cat([pending.wait() for pending in summing], dim=_SEQUENCE)
+
+
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """y + bias, in place where that is safe."""
+    if torch.compiler.is_compiling():  # torch 2.11's loses the gradients of a result that was changed in place
+        return y + bias.to(y.dtype)
+    return y.add_(bias.to(y.dtype))
 
 
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

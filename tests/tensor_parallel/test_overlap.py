@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_ptdp._torch import has_symmetric_products
 from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.weight_gradients import WeightGradients
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
@@ -49,7 +51,7 @@ class Beside(TorchDispatchMode):
     def share(self) -> Fraction:
         """Of the elements that this rank has given to collectives since: those beside products."""
         given = {p: call.parts[0][0] for p, call in enumerate(HOST.calls) if p >= self.since and call.what.startswith("_")}
-        return Fraction(sum(given[place] for place in self.beside), sum(given.values()))
+        return Fraction(sum(given[place] for place in self.beside), sum(given.values()) or 1)
 
 
 def _whole_numbers(*shape: int, seed: int) -> Tensor:
@@ -57,7 +59,7 @@ def _whole_numbers(*shape: int, seed: int) -> Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def _pair(group: Group, pieces: int, *, samples: int, bias: bool, frozen: bool, defers: bool, transposed: bool) -> Any:
+def _pair(group: Group, pieces: Pieces, *, samples: int, bias: bool, frozen: bool, defers: bool, transposed: bool) -> Any:
     """Outputs and gradients of a column and a row layer, and which share of what was sent was beside products, forward and backward."""
 
     def parameter(*shape: int, seed: int) -> nn.Parameter:
@@ -113,3 +115,22 @@ def check(rank: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_pieces_it_is_the_same(size: int, pool: Pool) -> None:
     pool.run(check, world_size=size, backend="queued")
+
+
+def check_symmetric(rank: int) -> None:
+    """torch's own definition of its products, which it has for tensors without values, takes the place of the GPUs' kernels."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    assert has_symmetric_products()
+    library, group = torch.library.Library("symm_mem", "IMPL"), tensor_group(rank)
+    library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul_fallback, "CPU")
+    library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+    for options in CASES:
+        expected, found = (_pair(group, pieces, **options)[0] for pieces in (1, "symmetric"))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda m, o=options: f"{o}: {m}")
+        assert found[0].is_contiguous()
+    library._destroy()
+
+
+def test_by_symmetric_memory_too(pool: Pool) -> None:
+    pool.run(check_symmetric, world_size=2)

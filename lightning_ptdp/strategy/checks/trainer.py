@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import inspect
 
+import torch
+
 from lightning_ptdp._lightning import Trainer, fits, is_compiled, layer_sync
+from lightning_ptdp._torch import has_symmetric_products
 from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.compiled_blocks import check_compiler
 from lightning_ptdp.config import PTDPConfig
@@ -106,6 +109,24 @@ def _check_compiled(strategy: RunningStrategy, trainer: Trainer) -> None:
         )
     if strategy.config.compile == "blocks":
         check_compiler(strategy.root_device, strategy.config.compile_options or {})
+
+
+def _check_overlap(strategy: RunningStrategy, trainer: Trainer) -> None:
+    if strategy.config.tensor_overlap != "symmetric":
+        return
+    size, here = strategy.config.tensor_parallel_size, strategy.num_processes
+    if strategy.root_device.type != "cuda":
+        reason = f"this is {strategy.root_device.type!r}"
+    elif here % size:
+        reason = f"tensor_parallel_size={size} does not divide the {here} of a node"
+    elif not has_symmetric_products():
+        reason = f"torch {torch.__version__} has no products for it"
+    else:
+        return
+    raise strategy.refusal(
+        f"tensor_overlap='symmetric' has GPUs of one node read each other's memory, but {reason}. Use a number of pieces, such as "
+        "tensor_overlap=4"
+    )
 
 
 def _check_callbacks(strategy: RunningStrategy, trainer: Trainer) -> None:
@@ -230,6 +251,7 @@ _CHECKS = (
     _check_backward,
     _check_iterators,
     _check_compiled,
+    _check_overlap,
     _check_callbacks,
     _check_batch_norm,
     _check_checkpoint_plugin,
