@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.cli.command_line import listed
 from lightning_ptdp.cli.errors import UserError, nearest
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.recipe_files import find_config
+from lightning_ptdp.columns import columns
 from lightning_ptdp.world.layout import AXES
 
 if TYPE_CHECKING:
     from lightning_ptdp.models.config import GPTConfig
-    from lightning_ptdp.planner import Device, Job, Space
+    from lightning_ptdp.planner import Candidate, Device, Job, Space
 
 __all__ = ["run"]
 
@@ -62,10 +65,14 @@ def run(verb: str, arguments: list[str]) -> int:
     config = resolve_config(find_config(options.config)).values if options.config is not None else {}
     # Imported here, since they take the seconds that an import of torch takes.
     from lightning_ptdp.planner import search
+    from lightning_ptdp.planner.mends import why_nothing_fits
+    from lightning_ptdp.planner.picture import draw
     from lightning_ptdp.planner.report import as_data, explain_rejected, table
 
-    job = _job(options, config)
-    plan = search(job, _space(options), count=options.top)
+    job, space = _job(options, config), _space(options)
+    if options.what_if:
+        return _what_if(job, space, options)
+    plan = search(job, space, count=options.top)
     if options.json:
         print(json.dumps(as_data(plan), indent=2))
         return 0 if plan.best else 2
@@ -74,11 +81,67 @@ def run(verb: str, arguments: list[str]) -> int:
     if options.explain:
         print(f"\n{explain_rejected(plan)}")
     if not plan.best:
-        raise UserError(
-            f"no layout fits on {job.world_size} x {job.device.name} with {job.device.usable_bytes / 2**30:.3g} GiB each; --explain says "
-            "what each needs: use more --world, a --batch with more divisors, or fewer restrictions"
-        )
+        raise UserError(why_nothing_fits(plan, space))
+    if options.picture is not None:
+        with _drawing(options.picture):
+            draw(plan, options.picture)
     return 0
+
+
+def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
+    """The best layout for each batch and number of devices."""
+    from lightning_ptdp.planner import search
+    from lightning_ptdp.planner.picture import draw_what_if
+
+    wishes = _wishes(options.what_if)
+    jobs = [
+        dataclasses.replace(job, global_batch_size=batch, world_size=world)
+        for batch in wishes.get("batch", [job.global_batch_size])
+        for world in wishes.get("gpus", [job.world_size])
+    ]
+    found: dict[int, list[tuple[int, Candidate]]] = {}
+    rows: list[tuple[str, ...]] = [("devices", "batch", "layout", "b", "m", "step s", "tokens/s", "MFU", "memory GiB")]
+    for one in jobs:
+        size = (str(one.world_size), str(one.global_batch_size))
+        best = next(iter(search(one, space, count=options.top).best), None)
+        if best is None:
+            rows.append((*size, "none fits", *[""] * 6))
+            continue
+        found.setdefault(one.global_batch_size, []).append((one.world_size, best))
+        choice, time = best.choice, best.time
+        cells = (f"{time.total:.3g}", f"{one.tokens / time.total:.4g}", f"{time.mfu:.1%}", f"{best.memory.total / 2**30:.3g}")
+        rows.append((*size, choice.describe(), str(choice.micro_batch_size), str(choice.num_microbatches), *cells))
+    print(columns(rows, words=(2,)))
+    if not found:
+        raise UserError("no layout fits in any of these cases; --explain without --what-if says why")
+    if options.picture is not None:
+        with _drawing(options.picture):
+            draw_what_if(found, options.picture, tokens={batch: batch * job.sequence_length for batch in found})
+    return 0
+
+
+def _wishes(text: str) -> dict[str, list[int]]:
+    """``batch=256,512,gpus=64,128`` -> {"batch": [256, 512], "gpus": [64, 128]}."""
+    wishes: dict[str, list[int]] = {}
+    name = ""
+    for part in text.split(","):
+        key, equals, value = part.rpartition("=")
+        name = key.strip() if equals else name
+        if name not in ("batch", "gpus") or not value.strip().isdigit():
+            raise UserError(f"--what-if {text!r}: write numbers of batch or gpus, such as batch=256,512,gpus=64,128")
+        wishes.setdefault(name, []).append(int(value))
+    return wishes
+
+
+@contextlib.contextmanager
+def _drawing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"--picture {path} needs {error.name}: pip install {error.name}, or leave it out") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--picture {path} cannot be written: {error}") from error
+    print(f"\n{path}")
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -122,6 +185,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     shown = parser.add_argument_group("what is printed")
     shown.add_argument("--top", type=int, default=8, metavar="N", help="how many of the best (default 8)")
     shown.add_argument("--explain", action="store_true", help="why the others were rejected")
+    shown.add_argument("--picture", type=Path, metavar="FILE", help="where time and memory of the best go, as PNG, PDF or SVG")
+    shown.add_argument(
+        "--what-if",
+        metavar="LIST",
+        help="the best layout for each of several sizes: batch=256,512,gpus=64,128; with --picture as a plot",
+    )
     shown.add_argument("--json", action="store_true", help="all of it as JSON")
     return parser
 

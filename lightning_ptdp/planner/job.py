@@ -121,6 +121,10 @@ class Job:
         return self.global_batch_size * self.sequence_length
 
 
+_DEFAULTS = {"schedule": "auto", "recompute": "none", "distribute_saved_activations": False, "shard_optimizer": False}
+"""Of a choice's options that are not the layout's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """One way to lay out a job; the names are the strategy's options, and ``micro_batch_size`` is the data's.
@@ -153,17 +157,15 @@ class Choice:
 
     def options(self) -> dict[str, object]:
         """The arguments of ``PTDPStrategy`` that are not the defaults, ``num_microbatches`` always among them."""
-        defaults = self.layout.options() | {
-            "schedule": "auto",
-            "recompute": "none",
-            "distribute_saved_activations": False,
-            "shard_optimizer": False,
-        }
+        every, defaults = self.all_options(), self.layout.options() | _DEFAULTS
+        return {name: value for name, value in every.items() if value != defaults.get(name)}
+
+    def all_options(self) -> dict[str, object]:
+        """The arguments of ``PTDPStrategy``, defaults among them: what a file that has other ones needs."""
         chosen = {**vars(self.layout), **vars(self)}
         if self.layout.pipeline_parallel_size == 1:
             chosen["schedule"] = "auto"
-        given = {name: chosen[name] for name, default in defaults.items() if chosen[name] != default}
-        return {**given, "num_microbatches": self.num_microbatches}
+        return {name: chosen[name] for name in (*self.layout.options(), *_DEFAULTS, "num_microbatches")}
 
     def describe(self) -> str:
         """Short form: ``t8 p2 d4 sp b1 m16 1f1b full``."""

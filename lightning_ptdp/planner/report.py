@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
+
+import yaml
 
 from lightning_ptdp.columns import columns
 from lightning_ptdp.models.size import num_parameters
 from lightning_ptdp.planner.job import Job
+from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
 
-__all__ = ["as_data", "explain_rejected", "strategy_arguments", "table"]
+__all__ = ["as_data", "explain_rejected", "fit_options", "strategy_arguments", "table"]
 
 _GIB = 2**30
 
 
 def table(plan: Plan) -> str:
-    """The job in a line, the best layouts in a table, and the best one's memory, time and options; there must be one."""
+    """The job in a line, the best layouts in a table and as bars, and the best one's memory, time and options; there must be one."""
     assert plan.best
     head = ("", "layout", "b", "m", "schedule", "recompute", "ZeRO", "step s", "TFLOP/s", "MFU", "bubble", "memory GiB")
     rows = [head, *(_row(index, candidate) for index, candidate in enumerate(plan.best, 1))]
@@ -30,9 +34,12 @@ def table(plan: Plan) -> str:
         "time of a step of 1:",
         "  " + ", ".join(f"{name} {value / best.time.total:.1%}" for name, value in best.time.parts.items() if value),
         "",
-        "to use 1:",
+        bars(plan),
+        "",
+        "to use 1 in a script:",
         f"  {strategy_arguments(best)}",
-        f"  --data.micro_batch_size {best.choice.micro_batch_size} --data.num_microbatches {best.choice.num_microbatches}",
+        "with ptdp fit, in a file that has the model's and the data's as base:",
+        *(f"  {line}" for line in fit_options(plan.job, best).splitlines()),
     ]
     return "\n".join(lines)
 
@@ -40,6 +47,23 @@ def table(plan: Plan) -> str:
 def strategy_arguments(candidate: Candidate) -> str:
     """The strategy of a candidate as Python: ``PTDPStrategy(tensor_parallel_size=2, num_microbatches=8)``."""
     return "PTDPStrategy(" + ", ".join(f"{name}={value!r}" for name, value in candidate.choice.options().items()) + ")"
+
+
+def fit_options(job: Job, candidate: Candidate) -> str:
+    """What a configuration of ``ptdp fit`` says of it, in YAML; defaults are written out, since the file below may say otherwise."""
+    node = job.cluster.node_size
+    devices = job.world_size if job.world_size <= node else math.gcd(job.world_size, node)
+    microbatches = {
+        "micro_batch_size": candidate.choice.micro_batch_size,
+        "num_microbatches": candidate.choice.num_microbatches,
+    }
+    trainer = {
+        "devices": devices,
+        "num_nodes": job.world_size // devices,
+        "precision": job.precision.name,
+        "strategy": {"class_path": "lightning_ptdp.PTDPStrategy", "init_args": candidate.choice.all_options()},
+    }
+    return yaml.safe_dump({"trainer": trainer, "data": {"init_args": microbatches}}, sort_keys=False)
 
 
 def explain_rejected(plan: Plan) -> str:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.cli.inheritance import resolve_config
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -36,7 +37,36 @@ def test_what_is_printed_can_be_pasted(ptdp: Run) -> None:
     options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     assert (options["tensor_parallel_size"], options["pipeline_parallel_size"], options["recompute"]) == (4, 4, "full")
     assert PTDPStrategy(**options).config.layout(64).data_parallel_size == 4
-    assert f"--data.num_microbatches {options['num_microbatches']}" in out
+
+
+def test_what_is_printed_for_fit_works_as_it_is(ptdp: Run, tmp_path: Path) -> None:
+    """On a file that says otherwise: nothing of its layout is left."""
+    code, out, _ = ptdp("plan", *SIZES, "--world", "4", "--batch", "16", "--tp", "1", "--pp", "2", "--vpp", "1")
+    assert code == 0
+    lines = out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("with ptdp fit"))
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: hf/nano\n" + "\n".join(line[2:] for line in lines[start + 1 :]))
+    values = resolve_config(path).values
+    trainer, data = values["trainer"], values["data"]["init_args"]
+    assert trainer["devices"] * trainer["num_nodes"] == 4
+    strategy = PTDPStrategy(**trainer["strategy"]["init_args"])
+    layout = strategy.config.layout(4)
+    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size) == (1, 2)
+    assert data["num_microbatches"] == trainer["strategy"]["init_args"]["num_microbatches"]
+    assert layout.data_parallel_size * data["micro_batch_size"] * data["num_microbatches"] == 16
+
+
+def test_pictures(ptdp: Run, tmp_path: Path) -> None:
+    small = [*SIZES, "--world", "8", "--batch", "64", "--top", "3"]
+    _, out, _ = ptdp("plan", *small, "--picture", str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    bar = next(line for line in out.splitlines() if line.startswith("  1  c"))
+    assert set(bar.split()[1]) <= set("ctbmgo")
+    _, out, _ = ptdp("plan", *small, "--what-if", "batch=64,128,gpus=8,16", "--picture", str(tmp_path / "b.png"))
+    assert (tmp_path / "b.png").exists()
+    rows = [line.split()[:2] for line in out.splitlines()[1:5]]
+    assert rows == [["8", "64"], ["16", "64"], ["8", "128"], ["16", "128"]]
 
 
 def test_json(ptdp: Run) -> None:
@@ -86,7 +116,16 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
         ([*SIZES, "--world", "8", "--batch", "8", "--schedule", "1f1"], "schedules holds '1f1'"),
         ([*SIZES, "--world", "0", "--batch", "8"], "world_size=0 must be a positive integer"),
         ([*SIZES, "--world", "8", "--batch", "8", "--heads", "7"], "hidden_size=2048 is not divisible by num_heads=7"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "1"], "no layout fits on 8 x h100-80gb with 1 GiB each"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "1"], "no layout fits on 8 x h100-80gb with 1 GiB each: "),
+        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "1"], " of these devices would do"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "8", "--tp", "1", "--pp", "1"], "without the restrictions "),
+        (
+            [*SIZES, "--world", "7", "--batch", "8", "--pp", "2"],
+            "no layout divides 7 devices and a batch of 8: t1 c1 p2: it does not",
+        ),
+        ([*SIZES, "--world", "8", "--batch", "9", "--tp", "1", "--pp", "1"], "use --batch 16 or --world 3"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--what-if", "cpus=3"], "write numbers of batch or gpus"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--picture", "/nowhere/x.png"], "--picture /nowhere/x.png cannot be written"),
         ([*SIZES, "--world", "8", "--batch", "8", "--tp", "x"], "--tp"),
         ([*SIZES, "--batch", "8"], "--world"),
     ],
