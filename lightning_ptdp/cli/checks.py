@@ -19,7 +19,7 @@ from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.exchange import reads_as_huggingface, weights_opener
 from lightning_ptdp.loggers.store import check_writable_folder
-from lightning_ptdp.models import LitBert, LitGPT
+from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM
 
 __all__ = ["check_checkpoint", "check_data", "check_run", "check_weights"]
 
@@ -156,6 +156,8 @@ def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None)
     Raises:
         UserError: They differ.
     """
+    if isinstance(model, LitCausalLM | LitMaskedLM):
+        model.check_data(datamodule)
     config: Any = getattr(model, "config", None)
     for name in _SHARED_SIZES:
         wanted, offered = getattr(config, name, None), getattr(datamodule, name, None)

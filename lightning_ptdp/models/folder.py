@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_ptdp.models.tiny import make_tiny
 
-__all__ = ["InitialWeights", "local_folder"]
+__all__ = ["InitialWeights", "check_tokenizer", "local_folder", "read_model_config"]
 
 _TINY = "tiny:"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,15 @@ class InitialWeights:
 
 
 def local_folder(path: str) -> Path:
-    """The folder of ``path`` on this machine; of ``tiny:FOLDER`` a small model in FOLDER, made if it is not there."""
+    """The folder of ``path`` on this machine.
+
+    Of a name on the hub ("Qwen/Qwen3-8B") it is in huggingface_hub's cache; what is not there is downloaded, by one process of a machine
+    while the others wait, unless that is offline (HF_HUB_OFFLINE). Of ``tiny:FOLDER`` it is FOLDER with a small model, which is made if
+    it is not there.
+
+    Raises:
+        ValueError: There is none.
+    """
     if path.startswith(_TINY):
         folder = Path(path.removeprefix(_TINY))
         if not folder.is_dir():
@@ -37,4 +51,78 @@ def local_folder(path: str) -> Path:
         return folder
     if os.path.isdir(path):
         return Path(path)
-    raise ValueError(f"path={path!r} is no folder")
+    if os.path.exists(path):
+        raise ValueError(f"path={path!r} is a file: name the folder that it is in, with config.json beside the weights")
+    if _HUB_NAME.fullmatch(path) is None:
+        raise ValueError(
+            f"path={path!r}: there is no such folder; name one with config.json and safetensors, or a model on the hub"
+        )
+    return _of_hub(path)
+
+
+def read_model_config(path: str) -> Any:
+    """The configuration that transformers reads in the folder of ``path``.
+
+    Raises:
+        ValueError: There is none, or it is of no known model.
+    """
+    import transformers
+
+    folder = local_folder(path)
+    if not (folder / _CONFIG).is_file():
+        raise ValueError(f"path={path!r}: {folder} has no {_CONFIG}: name the folder that save_pretrained wrote")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # whatever its own checks raise
+        reason = str(error).strip().partition("\n")[0][:300]
+        raise ValueError(
+            f"path={path!r}: transformers {transformers.__version__} reads no model's configuration in {_CONFIG} ({reason})"
+        ) from error
+
+
+def check_tokenizer(path: str, rows: int) -> None:
+    """Check that the embedding has a row for every token of the tokenizer beside the model, if there is a fast one.
+
+    Raises:
+        ValueError: It has ``rows``, which are too few.
+    """
+    file = local_folder(path) / "tokenizer.json"
+    if not file.is_file():
+        return
+    import tokenizers
+
+    ids = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
+    if (needed := max(ids, default=-1) + 1) > rows:
+        raise ValueError(
+            f"path={path!r}: the tokenizer has ids up to {needed - 1}, and the model's embedding {rows} rows: put the tokenizer there that "
+            f"the model was trained with, or give it rows once (model.resize_token_embeddings({needed}), then save_pretrained)"
+        )
+
+
+def _of_hub(name: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(_WANTED), local_files_only=True))
+        if _is_complete(folder) or constants.is_offline_mode():
+            return folder
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_WANTED)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        offline = "offline (HF_HUB_OFFLINE)" if constants.is_offline_mode() else f"not downloaded ({type(error).__name__})"
+        raise ValueError(
+            f"path={name!r}: there is no such folder, and as a model on the hub it is not in the cache {constants.HF_HUB_CACHE} and "
+            f"{offline}: run hf download {name} where there is a connection (and copy the folder that it prints), or name a folder"
+        ) from error
+
+
+def _is_complete(snapshot: Path) -> bool:
+    if not (snapshot / _CONFIG).is_file():
+        return False
+    if (snapshot / _INDEX).is_file():
+        names = json.loads((snapshot / _INDEX).read_text()).get("weight_map", {}).values()
+        return all((snapshot / name).is_file() for name in set(names))
+    return (snapshot / _ONE_FILE).is_file()

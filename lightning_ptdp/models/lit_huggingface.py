@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.models.folder import InitialWeights, local_folder
+from lightning_ptdp.models.folder import InitialWeights, check_tokenizer, local_folder, read_model_config
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
 from lightning_ptdp.models.optimization import AdamWConfig
 
@@ -60,16 +60,42 @@ class _LitHuggingFace(LitTokens):
             return
         import transformers
 
-        folder = local_folder(self.path)
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = read_model_config(self.path)
         config.use_cache = False
         kind = getattr(transformers, self._auto_class)
         options = {"dtype": _dtype(self.dtype_name, config), "attn_implementation": self.attention or _attention(config)}
-        if self.pretrained and torch.get_default_device().type != "meta":
-            self.model = kind.from_pretrained(folder, config=config, **options).train()
-        else:
-            self.model = kind.from_config(config, **options)
+        try:
+            if self.pretrained and torch.get_default_device().type != "meta":
+                options |= {"config": config, "use_safetensors": True}
+                self.model = kind.from_pretrained(local_folder(self.path), **options).train()
+            else:
+                self.model = kind.from_config(config, **options)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise ValueError(
+                f"path={self.path!r} holds a model of type {config.model_type!r}, which is no {self._auto_class}: a causal language model "
+                "is for LitCausalLM, an encoder for LitMaskedLM, and any other goes into a LightningModule of yours"
+            ) from None
+        check_tokenizer(self.path, self.model.get_input_embeddings().num_embeddings)
         # Adapters go in here.
+
+    def check_data(self, datamodule: object) -> None:
+        """Check that the model has a row for every id and a position for every token of the data, as far as these say; before launch.
+
+        Raises:
+            ValueError: It has not.
+        """
+        sizes = read_model_config(self.path).get_text_config()
+        for name, limit, what in (
+            ("vocabulary_size", "vocab_size", "rows of the model's embedding"),
+            ("sequence_length", "max_position_embeddings", "positions of the model"),
+        ):
+            offered, there = getattr(datamodule, name, None), getattr(sizes, limit, None)
+            if isinstance(offered, int) and isinstance(there, int) and offered > there:
+                raise ValueError(
+                    f"data.{name}={offered} is more than the {there} {what} in {self.path}; set --data.{name} {there}"
+                )
 
     def initial_weights(self) -> InitialWeights | None:
         """What the strategy fills the model with; None: initial values are drawn."""

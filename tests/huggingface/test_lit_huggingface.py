@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +134,59 @@ def test_weights_of_another_model_are_one_error_that_lists_all_names_and_shapes(
     )
     assert "the model has no 'model.model.layers.3." in said
     assert "'model.model.layers.0.mlp.gate_proj.weight' is (48, 32) there and (40, 32) in the model" in said
+
+
+def test_folders_that_cannot_be_trained_are_refused_before_launch(folders: Path, tmp_path: Path) -> None:
+    def changed(name: str, change: Callable[[Path], object], of: str = "tied") -> Path:
+        shutil.copytree(folders / of, tmp_path / name)
+        change(tmp_path / name)
+        return tmp_path / name
+
+    def pickled(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+    def config(**values: Any) -> Callable[[Path], object]:
+        return lambda folder: (folder / "config.json").write_text(json.dumps(values))
+
+    def half(folder: Path) -> None:
+        for file in sorted(folder.glob("*.safetensors"))[::2]:
+            file.unlink()
+
+    small = json.loads((folders / "llama/config.json").read_text()) | {"vocab_size": 200}
+    for said, words in (
+        (refused(tmp_path / "nowhere" / "at" / "all"), "there is no such folder; name one with config.json"),
+        (refused(folders / "llama" / "config.json"), "is a file: name the folder"),
+        (
+            refused(changed("none", lambda f: (f / "model.safetensors").unlink(), "llama")),
+            "put the weights there, as save_pretrained",
+        ),
+        (refused(changed("bin", pickled, "llama")), r"pytorch_model\.bin is a pickle.*use_safetensors=False\)\.save_pretrained"),
+        (refused(changed("half", half)), r"names 8 files, of which 4 are not there \(model-00001.*…\): download"),
+        (refused(changed("bare", lambda f: (f / "config.json").unlink())), "has no config.json"),
+        (refused(changed("what", config(model_type="nothing"))), "reads no model's configuration in config.json"),
+        (refused(changed("vit", config(model_type="vit"))), "of type 'vit', which is no AutoModelForCausalLM"),
+        (refused(changed("words", config(**small), "llama")), "ids up to 299, and the model's embedding 200 rows"),
+    ):
+        assert re.search(words, said), said
+    lit = LitCausalLM(str(folders / "llama"))
+    with pytest.raises(ValueError, match=r"data\.vocabulary_size=512 is more than the 300 rows.*set --data\.vocabulary_size 300"):
+        lit.check_data(SimpleNamespace(vocabulary_size=512))
+
+
+def test_a_name_on_the_hub_is_looked_up_in_the_cache(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    said = refused(Path("someone/model"))
+    assert re.search(r"not in the cache .* and offline \(HF_HUB_OFFLINE\): run hf download someone/model", said)
+    stored = tmp_path / "models--someone--model"
+    shutil.copytree(folders / "tied", stored / "snapshots" / "0123")
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("0123")
+    PTDPStrategy().check(LitCausalLM("someone/model"))
+    next((stored / "snapshots").glob("*/*.safetensors")).unlink()
+    assert "is not there" in refused(Path("someone/model"))
 
 
 def test_no_initial_values_are_drawn_and_no_weights_are_mapped(
