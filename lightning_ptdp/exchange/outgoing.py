@@ -22,7 +22,6 @@ from lightning_ptdp.exchange.plain import common_prefix, converted
 from lightning_ptdp.exchange.tables import Model, Part
 from lightning_ptdp.exchange.tokenizers import files_beside, tokenizer_of
 from lightning_ptdp.exchange.writer import Item
-from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.models.folder import local_folder
 
 __all__ = ["MODEL", "Described", "described_by_folder", "described_by_module", "described_by_state"]
@@ -114,9 +113,7 @@ def described_by_state(state: Mapping[str, Any]) -> Described:
         except ValueError as error:
             raise CheckpointError(f"the checkpoint's model was built from {given['path']}: {error}") from error
     model = model_of_hyper_parameters(given)
-    return Described(
-        config=model.write(), documents=tokenizer_of(state) if isinstance(model.config, GPTConfig) else {}, ours=model
-    )
+    return Described(config=model.write(), documents=tokenizer_of(state), ours=model)
 
 
 def described_by_module(model: Any) -> Described:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_ptdp.checked_json import Json
+
+if TYPE_CHECKING:  # imported when it is used
+    from lightning_ptdp.data import Tokenizer
 
 __all__ = ["files_beside", "tokenizer_folder", "tokenizer_of"]
 
@@ -14,18 +21,15 @@ _FILES = (
 )  # fmt: skip
 """What ``save_pretrained`` writes beside a model's configuration and weights;"""
 _SETTINGS = {
-    # transformers' class of sentencepiece models with byte pieces; ours adds nothing to a text.
-    "tokenizer_class": "LlamaTokenizer",
-    "add_bos_token": False,
-    "add_eos_token": False,
-    "add_prefix_space": False,
-    "legacy": False,
+    "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
     "pad_token": "<pad>",
     "unk_token": "<unk>",
     "bos_token": "<s>",
     "eos_token": "</s>",
 }
+_SPACE = "\u2581"
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def files_beside(config: Path) -> dict[str, bytes]:
@@ -36,10 +40,11 @@ def files_beside(config: Path) -> dict[str, bytes]:
 
 
 def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
-    """By name, files from which transformers reads the tokenizer that a language model of ours was trained with; nothing where its
-    folder is not there any more.
+    """By name, files from which transformers reads the tokenizer that a model of ours was trained with; nothing where its folder is not
+    there any more.
 
-    It gives the same ids, but for the character U+2581, which it takes for a space.
+    It gives the same ids, but for the character U+2581, which it takes for a space, and for a text that spells a special piece. With
+    that of a BERT a text becomes [CLS] text [SEP], and a pair [CLS] text [SEP] text [SEP], as in training.
 
     Args:
         state: Of the checkpoint.
@@ -49,6 +54,7 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
         return {}
     from lightning_ptdp.data.errors import TokenizerError
     from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
+    from lightning_ptdp.data.words import CLS, MASK, SEP
 
     try:
         tokenizer = load_tokenizer(folder)
@@ -56,9 +62,60 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
         return {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.files
-    model = tokenizer.model
-    settings = json.dumps(_SETTINGS, indent=2)
-    return {"tokenizer.model": model, "tokenizer_config.json": f"{settings}\n".encode()}
+    document, settings, inputs = _document(tokenizer), dict[str, Json](_SETTINGS), ["input_ids", "attention_mask"]
+    if CLS in tokenizer.pieces:
+        document["post_processor"] = _template({piece: tokenizer.control_id(piece) for piece in (CLS, SEP)}, CLS, SEP)
+        settings |= {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK}
+        inputs.insert(1, "token_type_ids")
+    settings["model_input_names"] = inputs
+    written = {"tokenizer.json": document, "tokenizer_config.json": settings}
+    described = {name: f"{json.dumps(content, indent=2)}\n".encode() for name, content in written.items()}
+    return described | {"tokenizer.model": tokenizer.model}  # for what reads sentencepiece's
+
+
+def _document(tokenizer: Tokenizer) -> dict[str, Json]:
+    """The format of the tokenizers package: what sentencepiece merges first has the lower id."""
+    ids = {piece: index for index, piece in enumerate(tokenizer.pieces)}
+    merges = [
+        [piece[:cut], piece[cut:]]
+        for piece, index in ids.items()
+        if tokenizer.is_text(index) and not _BYTE.fullmatch(piece)
+        for cut in sorted(range(1, len(piece)), key=lambda cut: (ids.get(piece[:cut], 0), ids.get(piece[cut:], 0)))
+        if piece[:cut] in ids and piece[cut:] in ids
+    ]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    whole = {piece: index for piece, index in ids.items() if piece == "\n" or not tokenizer.is_text(index)}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": index, "content": piece, "special": piece != "\n", **flags} for piece, index in whole.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "never", "split": False},
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {"type": "BPE", "fuse_unk": True, "byte_fallback": True, "vocab": ids, "merges": merges},
+    }
+
+
+def _template(ids: Mapping[str, int], begin: str, end: str) -> dict[str, Json]:
+    """Special pieces around a text, and between two."""
+
+    def part(kind: str, name: str, segment: int = 0) -> Json:
+        return {kind: {"id": name, "type_id": segment}}
+
+    single = [part("SpecialToken", begin), part("Sequence", "A"), part("SpecialToken", end)]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, part("Sequence", "B", 1), part("SpecialToken", end, 1)],
+        "special_tokens": {piece: {"id": piece, "ids": [index], "tokens": [piece]} for piece, index in ids.items()},
+    }
 
 
 def tokenizer_folder(state: Mapping[str, object]) -> str | None:

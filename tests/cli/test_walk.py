@@ -38,7 +38,7 @@ WALK = [
     ("ptdp fit -h", "global_batch_size"),
     ("ptdp fit --launcher slurm --help", "MASTER_PORT"),
     ("ptdp ckpt verify --help", "Exit codes"),
-    ("ptdp recipes list", "^gpt/ptdp-1t "),
+    ("ptdp recipes list", r"^[a-z]+/\S+ +[\d.]+ [KMBT] "),
     ("ptdp recipes show gpt/nano", "validation_samples"),
     ("ptdp recipes show common", ":"),
     ("ptdp recipes show bert/nano --resolved", "# bert/common"),

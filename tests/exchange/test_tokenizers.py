@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+import ast
+import json
+from itertools import pairwise
 from pathlib import Path
 
-import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_ptdp.data import Tokenizer
+from lightning_ptdp.data.words import SPECIAL_PIECES
 from lightning_ptdp.exchange.tokenizers import tokenizer_of
 
 TEXTS = [
+    "",
     "def main():\n    return 1\n",
     "  h\u00e9llo w\u00f6rld\t x",
     "\u65e5\u672c\u8a9e and \U0001f600",
     "a  b   c\n\n\nclass X: pass",
-    "",
+    Path(ast.__file__).read_text()[:50_000],
 ]
 
 
-def test_transformers_gives_the_same_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoTokenizer
+def read_by_transformers(ours: Tokenizer, folder: Path, kind: str) -> PreTrainedTokenizerBase:
+    ours.save(folder / "data")
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    for name, content in tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(folder / "data")}}).items():
+        (folder / name).write_bytes(content)
+    return AutoTokenizer.from_pretrained(folder)
 
-    ours = Tokenizer.train(TEXTS * 20, vocabulary_size=300)
-    (tmp_path / "data").mkdir()
-    ours.save(tmp_path / "data")
-    written = tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "data")}})
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    for name, content in written.items():
-        (tmp_path / name).write_bytes(content)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+
+def test_transformers_gives_the_same_ids(tmp_path: Path) -> None:
+    ours = Tokenizer.train(TEXTS * 20, vocabulary_size=600)
+    theirs = read_by_transformers(ours, tmp_path, "gpt2")
     for text in TEXTS:
         ids = ours.encode(text)
-        assert theirs(text)["input_ids"] == ids
+        assert theirs(text) == {"input_ids": ids, "attention_mask": [1] * len(ids)}
         assert theirs.decode(ids) == text
     assert theirs.eos_token_id == ours.eos_id
+
+
+def test_that_of_a_bert_makes_texts_and_pairs_as_in_training(tmp_path: Path) -> None:
+    ours = Tokenizer.train(TEXTS * 20, vocabulary_size=600, control_symbols=SPECIAL_PIECES)
+    theirs = read_by_transformers(ours, tmp_path, "bert")
+    cls, sep, mask = map(ours.control_id, SPECIAL_PIECES)
+    for first, second in pairwise(TEXTS):
+        a, b = ours.encode(first), ours.encode(second)
+        assert theirs(first)["input_ids"] == [cls, *a, sep]
+        together = theirs(first, second)
+        assert together["input_ids"] == [cls, *a, sep, *b, sep]
+        assert together["token_type_ids"] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
+        assert theirs.decode(a) == first
+    assert theirs("a [MASK] b")["input_ids"] == [cls, *ours.encode("a "), mask, *ours.encode(" b"), sep]
+    assert (theirs.mask_token_id, theirs.pad_token_id) == (mask, ours.pad_id)
 
 
 def test_there_is_none_where_the_data_are_gone(tmp_path: Path) -> None:
