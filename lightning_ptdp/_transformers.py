@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_ptdp.replacing import Replacing
 
 __all__ = [
     "advance_cache",
+    "as_in_files",
     "captured_outputs",
     "ignored_names",
     "install_capture",
@@ -81,3 +85,11 @@ def ignored_names(model: nn.Module) -> tuple[str, ...]:
     once, and are computed now."""
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (*sorted(own), *_COMPUTED)
+
+
+def as_in_files(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What ``save_pretrained`` makes of a state before it writes it: other names, and tensors cut apart, as views where it would copy."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with Replacing({Tensor.contiguous: lambda value, **_: value}):
+        return dict(revert_weight_conversion(model, dict(state)))

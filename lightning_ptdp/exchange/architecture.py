@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ _CLOSE = 1e-4
 
 def check_architecture(
     description: Mapping[str, Json], stored: Mapping[str, tuple[int, ...]], source: str, kind: Any = None
-) -> None:
+) -> Any:
     """Compare what is to be written with the architecture that its configuration names, built on the meta device.
 
     Args:
@@ -33,13 +35,18 @@ def check_architecture(
         source: What it comes from, for messages.
         kind: The class, where it is known.
 
+    Returns:
+        The architecture.
+
     Raises:
         CheckpointError: transformers has no such architecture or is not installed; a name is missing or unknown; a shape differs.
     """
     name, kind = _architecture(description) if kind is None else (kind.__name__, kind)
     try:
-        with torch.device("meta"):
-            model = kind(kind.config_class.from_dict(dict(description)))
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file, torch.device("meta"):
+            file.write(json.dumps(description))  # in a file there may be infinities
+            file.flush()
+            model = kind(kind.config_class.from_json_file(file.name))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{name} cannot be built from the configuration: {error}") from error
     wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
@@ -59,6 +66,7 @@ def check_architecture(
             raise CheckpointError(
                 f"{source} does not fit {name}: {key!r} has the shape {shape}, and its configuration makes it {wanted[key]}"
             )
+    return model
 
 
 def verify_huggingface(

@@ -63,7 +63,6 @@ def to_huggingface(
     entries = {name: entry for name, entry in reader.tensors.items() if name.startswith(MODEL)}
     described = _described(source, config)
     items = described.items(entries, prefix=prefix, dtype=dtype, source=str(source))
-    described.check(items, str(source))
     plan = FolderPlan.of(items, shard_bytes=shard_bytes)
     files.check_replaceable(target, marker=CONFIG_FILE)
     with files.replacing(target) as part:
@@ -120,7 +119,6 @@ class FolderExport:
         plan, _ = self._plan(rectangles)
         with same_outcome(self._doing):
             if is_rank_zero():
-                self.described.check(plan.items, "the module")
                 files.check_replaceable(self.target, marker=CONFIG_FILE)
                 self.target.parent.mkdir(parents=True, exist_ok=True)
                 probe = files.part_name(self.target)
@@ -167,7 +165,11 @@ class FolderExport:
         ranks = gather([Held.of(one) for one in rectangles])
         with same_outcome(self._doing):
             entries = check_held(ranks, "to export")
-            items = self.described.items(entries, prefix=self.prefix, dtype=self.dtype, source="the module")
+            items = {}
+            if is_rank_zero():
+                items = self.described.items(entries, prefix=self.prefix, dtype=self.dtype, source="the module")
+        items = from_rank_zero(lambda: items)
+        with same_outcome(self._doing):
             plan = FolderPlan.of(items, shard_bytes=self.shard_bytes)
         mine = share_out(ranks)[own_rank()]
         return plan, [one for one in rectangles if (one.name, one.place) in mine]

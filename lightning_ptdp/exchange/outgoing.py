@@ -15,11 +15,13 @@ from torch import nn
 
 from lightning_ptdp.checked_json import Json
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
+from lightning_ptdp.checkpoint.rectangles import Rectangle
 from lightning_ptdp.exchange.architecture import check_architecture
+from lightning_ptdp.exchange.conversions import View, views_in_files
 from lightning_ptdp.exchange.families import model_of_hyper_parameters
 from lightning_ptdp.exchange.folder import CONFIG_FILE, read_config
 from lightning_ptdp.exchange.plain import common_prefix, converted
-from lightning_ptdp.exchange.tables import Model, Part
+from lightning_ptdp.exchange.tables import Model
 from lightning_ptdp.exchange.tokenizers import files_beside, tokenizer_of
 from lightning_ptdp.exchange.writer import Item
 from lightning_ptdp.models.folder import local_folder
@@ -38,7 +40,7 @@ class Described:
     Attributes:
         config: Its ``config.json``.
         documents: Files that go along: name -> content.
-        ours: It is one of our own; None: a module wraps theirs, and its names are kept.
+        ours: It is one of our own; None: a module wraps theirs, and what transformers calls its tensors.
         kind: Their class, where it is known; None: the one that ``config`` names.
     """
 
@@ -59,29 +61,22 @@ class Described:
             source: What has them, for messages.
 
         Raises:
-            CheckpointError: There are none, or they are not those of the model; names them.
+            CheckpointError: There are none, or they are not those of the model, as Hugging Face makes it of the configuration.
         """
         names = {name.removeprefix(MODEL) for name in entries if name.startswith(MODEL)}
         prefix = common_prefix(names) if prefix is None else prefix
-        if self.ours is not None:
-            found = dict(_our_items(self.ours, entries, prefix, dtype))
-        else:
-            whole = {name: Part(ours=name, transposed=False) for name in sorted(names) if name.startswith(prefix)}
-            found = {name.removeprefix(prefix): _item(entries, name, part, dtype) for name, part in whole.items()}
-        if not found:
+        if not any(name.startswith(prefix) for name in names):
             raise CheckpointError(
                 f"{source} holds no tensor whose name begins with {prefix!r}; there are {sorted(names)[:_SHOWN]}"
             )
-        return found
-
-    def check(self, items: Mapping[str, Item], source: str) -> None:
-        """Compare what is exported with what Hugging Face makes of the configuration; our own have been compared with their table.
-
-        Raises:
-            CheckpointError: They differ.
-        """
-        if self.ours is None or find_spec("transformers") is not None:
-            check_architecture(self.config, {name: item.entry.shape for name, item in items.items()}, source, self.kind)
+        if self.ours is not None:
+            found = dict(_our_items(self.ours, entries, prefix, dtype, source))
+            if find_spec("transformers") is not None:  # they have been compared with their table
+                check_architecture(self.config, {name: item.entry.shape for name, item in found.items()}, source)
+            return found
+        shapes = {name.removeprefix(prefix): entries[MODEL + name].shape for name in names if name.startswith(prefix)}
+        views = views_in_files(check_architecture(self.config, shapes, source, self.kind), shapes)
+        return {name: _item(entries, prefix, views[name], dtype) for name in sorted(views)}
 
     def files(self, items: Mapping[str, Item]) -> dict[str, bytes]:
         """All but the tensors: name -> content."""
@@ -128,26 +123,29 @@ def described_by_module(model: Any) -> Described:
 
 
 def _our_items(
-    model: Model, entries: Mapping[str, TensorEntry], prefix: str, dtype: torch.dtype | None
+    model: Model, entries: Mapping[str, TensorEntry], prefix: str, dtype: torch.dtype | None, source: str
 ) -> Iterator[tuple[str, Item]]:
     shapes = model.shapes(stored=len(entries))
     wanted = {f"{MODEL}{prefix}{name}" for name in (*shapes, *model.aliases)}
     if other := sorted(name for name in entries if name.startswith(f"{MODEL}{prefix}") and name not in wanted):
         raise CheckpointError(
-            f"the checkpoint has {other[0].removeprefix(MODEL)!r}, which its hyperparameters' model has not: merge adapters into the "
+            f"{source} has {other[0].removeprefix(MODEL)!r}, which its hyperparameters' model has not: merge adapters into the "
             "weights first"
         )
     for name, shape in shapes.items():
         if f"{MODEL}{prefix}{name}" not in entries:
-            raise CheckpointError(f"the checkpoint has no {prefix + name!r}, which its hyperparameters' model has")
+            raise CheckpointError(f"{source} has no {prefix + name!r}, which its hyperparameters' model has")
         if (found := tuple(entries[f"{MODEL}{prefix}{name}"].shape)) != shape:
             raise CheckpointError(f"{prefix + name!r} has the shape {found}, which its hyperparameters make {shape}")
         for theirs, part in model.parts(name):
-            yield theirs, _item(entries, prefix + name, part, dtype)
+            rows = Rectangle.at(
+                (part.start, *(0,) * len(shape))[: len(shape)], shape if part.rows is None else (part.rows, *shape[1:])
+            )
+            dims = tuple(range(len(shape)))
+            yield theirs, _item(entries, prefix, View(name=name, place=rows, dims=dims[::-1] if part.transposed else dims), dtype)
 
 
-def _item(entries: Mapping[str, TensorEntry], stored: str, part: Part, dtype: torch.dtype | None) -> Item:
-    entry = entries[MODEL + stored]
-    shape = entry.shape if part.rows is None else (part.rows, *entry.shape[1:])
-    theirs = TensorEntry(shape=shape[::-1] if part.transposed else shape, dtype=converted(entry.dtype, dtype))
-    return Item(stored=MODEL + stored, part=part, entry=theirs)
+def _item(entries: Mapping[str, TensorEntry], prefix: str, view: View, dtype: torch.dtype | None) -> Item:
+    stored = f"{MODEL}{prefix}{view.name}"
+    entry = TensorEntry(shape=tuple(view.place.shape[dim] for dim in view.dims), dtype=converted(entries[stored].dtype, dtype))
+    return Item(stored=stored, place=view.place, dims=view.dims, entry=entry)

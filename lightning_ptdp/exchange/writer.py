@@ -9,13 +9,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, files
 from lightning_ptdp.checkpoint.archive import as_bytes
 from lightning_ptdp.checkpoint.rectangles import Rectangle
 from lightning_ptdp.checkpoint.stored import runs
 from lightning_ptdp.exchange.folder import INDEX_FILE, ONE_FILE
 from lightning_ptdp.exchange.safetensors import header_of
-from lightning_ptdp.exchange.tables import Part
 
 __all__ = ["FolderPlan", "Item"]
 
@@ -29,28 +30,22 @@ class Item:
 
     Attributes:
         stored: Name of the tensor of ours that it is in, as checkpoints have it.
-        part: Where it lies in that.
-        entry: What it is there.
+        place: Where it lies in that.
+        dims: For each of its dimensions, which of ours it is; the others are of extent 1 there.
+        entry: What it is in the file.
     """
 
     stored: str
-    part: Part
+    place: Rectangle
+    dims: tuple[int, ...]
     entry: TensorEntry
 
-    @property
-    def place(self) -> Rectangle:
-        """Of it in ours."""
-        shape = self.entry.shape[::-1] if self.part.transposed else self.entry.shape
-        return Rectangle.at(self._start, shape)
-
-    def theirs(self, place: Rectangle) -> Rectangle:
-        """What is a part of ours at ``place``, in theirs."""
-        begin, end = place.seen_from(self._start)
-        return Rectangle(begin[::-1], end[::-1]) if self.part.transposed else Rectangle(begin, end)
-
-    @property
-    def _start(self) -> tuple[int, ...]:
-        return (self.part.start, *(0,) * len(self.entry.shape))[: len(self.entry.shape)]
+    def theirs(self, block: LocalRectangle) -> tuple[Rectangle, torch.Tensor]:
+        """Where a part of ours is in theirs, and its values as they lie there."""
+        seen = block.place.seen_from(self.place.begin)
+        begin, end = (tuple(ends[dim] for dim in self.dims) for ends in seen)
+        others = (dim for dim in range(len(seen.begin)) if dim not in self.dims)
+        return Rectangle(begin, end), block.to_write().to(self.entry.dtype).permute(*others, *self.dims)
 
 
 @dataclass(frozen=True)
@@ -145,8 +140,8 @@ class FolderPlan:
 
     def _write(self, handle: int, name: str, block: LocalRectangle) -> int:
         item, (_, begin) = self.items[name], self.places[name]
-        values, there = block.to_write().to(item.entry.dtype), item.theirs(block.place)
-        content = as_bytes((values.t() if item.part.transposed else values).cpu().contiguous())
+        there, values = item.theirs(block)
+        content = as_bytes(values.cpu().contiguous())
         done = 0
         for first, last in runs(item.entry.shape, there.begin, there.shape, itemsize=item.entry.dtype.itemsize, gap=1):
             while first < last:

@@ -129,7 +129,10 @@ def _fail(rank: int, target: Path, how: str) -> str:
     ("how", "words"),
     [
         ("full disk", r"exporting .*out failed: rank 1: OSError: .*File too large"),
-        ("lacking", r"exporting .*out failed: the checkpoint has no 'model.head.weight', which its hyperparameters' model has"),
+        (
+            "lacking",
+            r"exporting .*out failed: rank 0: the module has no 'model.head.weight', which its hyperparameters' model has",
+        ),
         ("not shared", r"rank 1: .*safetensors was made but is not seen here: all ranks must write to one shared file system"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.callbacks import ExportHuggingFace
-from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata
-from lightning_ptdp.exchange import open_huggingface, to_huggingface
+from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, read_full, read_metadata
+from lightning_ptdp.checkpoint.rectangles import Rectangle
+from lightning_ptdp.exchange import FolderExport, described_by_module, open_huggingface, to_huggingface, writer
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.huggingface.architectures import build
 from tests.huggingface.runs import LitHuggingFace, Run, Samples, fit, make_model
 from tests.pool import Pool
 
@@ -143,6 +146,33 @@ def test_beside_every_checkpoint_and_at_the_end(pool: Pool, tmp_path: Path) -> N
     assert all(torch.equal(value, whole[f"model.{name}"].bfloat16()) for name, value in written.items())
     later = open_huggingface(tmp_path / "out" / "step-3")
     assert not all(torch.equal(value, written[name]) for name, value in later.items())
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "xlm_roberta", "vit", "mamba2"])
+def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_BLOCK", 100)
+    torch.manual_seed(0)
+    model, first = build(name), dict[int, str]()
+    state = {key: value for key, value in model.state_dict(keep_vars=True).items() if first.setdefault(id(value), key) == key}
+    halves = [part for key, value in state.items() for part in _halves(f"model/net.{key}", value.detach())]
+    export = FolderExport(target=tmp_path / "out", described=described_by_module(model), prefix="net.")
+    export.check(halves)
+    export.write(halves)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = open_huggingface(tmp_path / "out"), open_huggingface(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+def _halves(name: str, value: torch.Tensor) -> Iterator[LocalRectangle]:
+    """A tensor as two ranks hold it that split its last dimension."""
+    whole = LocalRectangle.whole(name, value)
+    middle = (*whole.place.end[:-1], value.shape[-1] // 2) if value.dim() else ()
+    hole = Rectangle(whole.place.begin, middle)
+    yield whole.within(hole)
+    yield from (whole.within(rest) for rest in whole.place.around(hole) if value.dim())
 
 
 def test_a_callback_that_makes_no_sense(tmp_path: Path) -> None:
