@@ -154,7 +154,7 @@ What a LightningModule around each of these trains to in two processes, beside o
 
 d: replicas, t: tensor parallel, SP: sequence parallel, p: pipeline, c: context parallel (ring). A number says why a layout is refused,
 before launch; all else is equal to one process. Plans: *declared* by the model itself, *ours*, or none: then only t and SP want one
-([Bring your own model](own-model.md)). Mixtures of experts are replicated under t.
+([Bring your own model](own-model.md)). Mixtures of experts are replicated under t; `expert_parallel_size` shares their experts out.
 
 | model | class | plan | {columns} |
 |---|---|---|{rules}|

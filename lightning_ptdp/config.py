@@ -47,6 +47,8 @@ class PTDPConfig:
         pipeline_parallel_size: p, ranks that share the layers.
         virtual_pipeline_size: v, model chunks a pipeline rank holds (interleaving).
         context_parallel_size: c, ranks that share every sequence along time, through the whole network.
+        expert_parallel_size: e, ranks that share the experts of a mixture, of those of data and context parallelism: each has 1/e of
+            the experts, and tokens travel to them.
         context_parallel_attention: "ring" (keys and values go round; arXiv 2310.01889) or "all_to_all" (heads are traded for the
             sequence; arXiv 2309.14509).
         context_parallel_positions: Refuse a model that cannot be handed its tokens' places in the whole sequence; False for one that
@@ -112,6 +114,7 @@ class PTDPConfig:
     pipeline_parallel_size: Size = 1
     virtual_pipeline_size: Size = 1
     context_parallel_size: Size = 1
+    expert_parallel_size: Size = 1
     context_parallel_attention: AttentionKind = "ring"
     context_parallel_positions: bool = True
     sequence_dims: Mapping[str, int | None] | None = None
@@ -152,7 +155,8 @@ class PTDPConfig:
     def __post_init__(self) -> None:
         check_types(self)
         # One replica of the smallest world that holds it: all checks that do not need the world's size.
-        self.layout(math.prod((self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size)))
+        read = math.lcm(self.context_parallel_size, self.expert_parallel_size)
+        self.layout(self.tensor_parallel_size * self.pipeline_parallel_size * read)
         if self.num_microbatches is not None and self.micro_batch_size is not None:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and micro_batch_size={self.micro_batch_size}: give one of them, the other "

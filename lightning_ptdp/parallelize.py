@@ -110,9 +110,10 @@ def parallelize(
     tensor, pipeline = mesh.group("tensor"), mesh.group("pipeline")
     convert()
     planned = plan(module)
-    kinds = planned.resolve(module) if tensor.size > 1 else {}
-    planned.check(module, tensor.size, layout.sequence_parallel, converted=True)
-    if layout.model_parallel_size > 1:
+    degrees = {axis: mesh.group(axis).size for axis in ("tensor", "expert")}
+    kinds = planned.divided(module, **degrees)
+    planned.check(module, tensor.size, layout.sequence_parallel, expert_parallel_size=degrees["expert"], converted=True)
+    if layout.divides_model:
         set_numbers(module, planned.numbers, tensor_parallel_size=tensor.size)
         keep_padded(module)
     built = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
@@ -131,7 +132,7 @@ def parallelize(
     if tensor.size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
     make_room(module, device=device)
-    copies = {c for kind in kinds.values() for c in kind.copies(tensor.size)}
+    copies = {c for kind in kinds.values() for c in kind.copies(mesh.group(kind.axis).size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
     records = _records(module, shardings, whole, cut, mesh, copy_groups)
     notes = layout_notes(
@@ -203,7 +204,7 @@ def _build_local(
     mesh: ProcessMesh,
 ) -> dict[nn.Parameter, Sharding]:
     """Give values to and shard what is left in the tree, one module at a time; keeps ``whole.names`` up to date."""
-    group, sequence_parallel = mesh.group("tensor"), mesh.layout.sequence_parallel and mesh.group("tensor").size > 1
+    tensor, sequence_parallel = mesh.group("tensor"), mesh.layout.sequence_parallel and mesh.group("tensor").size > 1
     shared: dict[int, nn.Parameter] = {}
     shardings: dict[nn.Parameter, Sharding] = {}
     places, names = _places(module), whole.names
@@ -221,7 +222,14 @@ def _build_local(
         old = dict(child.named_parameters())
         splits = plan.splits_sequence(name, sequence_parallel)
         new, own = shard_module(
-            child, kind, group=group, sequence_parallel=splits, shared=shared, enters=not is_in_region(name, kinds)
+            child,
+            kind,
+            group=mesh.group(kind.axis),
+            sequence_parallel=splits,
+            shared=shared,
+            enters=not is_in_region(name, kinds),
+            tensor=tensor,
+            name=name,
         )
         for parent, key in places[child] if new is not child else ():
             parent._modules[key] = new
@@ -235,7 +243,7 @@ def _build_local(
         if parameter not in shardings:
             shardings[parameter] = Sharding.replicated(parameter.shape, partial=plan.partial(name, sequence_parallel))
     if sequence_parallel:
-        split_sequence(module, plan, group=group)
+        split_sequence(module, plan, group=tensor)
     return shardings
 
 
@@ -259,7 +267,7 @@ def _records(
 ) -> dict[nn.Parameter, ParameterRecord]:
     """Records of the local parameters; makes the groups of shared ones (in the same order on all ranks of a pipeline)."""
     pipeline, layout = mesh.group("pipeline"), mesh.layout
-    same, other = ([axis.name for axis in layout.axes if (axis.reads == "same") == alike] for alike in (True, False))
+    same = [axis.name for axis in layout.axes if axis.reads == "same"]
     stages_of: dict[str, set[int]] = {}
     for name, holders in whole.users.items():
         found = [cut.module_stages[holder] or range(layout.num_stages) for holder in holders] if cut is not None else [(0,)]
@@ -269,7 +277,7 @@ def _records(
     records = {}
     for parameter in module.parameters():
         name, sharding = whole.names[parameter], shardings[parameter]
-        data_axes = tuple(axis for axis in other if axis not in sharding.sharded)
+        data_axes = layout.summed(sharding.sharded)
         sharding = replace(sharding, sharded=(*sharding.sharded, "pipeline"), partial=(*sharding.partial, *data_axes))
         ranks = ranks_of[name]
         alike = [mesh.group(axis) for axis in same if axis not in sharding.sharded]
@@ -285,6 +293,7 @@ def _records(
             sums=tuple(sums),
             tied=ranks in groups,
             counted=pipeline.rank == ranks[0] and all(group.rank == 0 for group in alike),
+            leads=all(mesh.group(axis.name).rank == 0 for axis in layout.blocked if axis.name not in sharding.sharded),
         )
     return records
 

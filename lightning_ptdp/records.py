@@ -30,6 +30,7 @@ class ParameterRecord:
         tied: Whether other pipeline ranks hold it too (tied weights, modules kept by every stage).
         counted: Whether this rank is the first of those that hold it alike and read the same, and counts it in norms and totals (of pieces
             that several hold: whichever of them ``sharding.counted`` tells).
+        leads: Whether this rank is the first of those of its block (``Axis.within``) that hold it alike.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ParameterRecord:
     sums: tuple[Sum, ...]
     tied: bool
     counted: bool
+    leads: bool = True
 
 
 Records = Mapping[nn.Parameter, ParameterRecord]

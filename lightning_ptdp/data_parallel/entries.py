@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,9 @@ def lay_out(
     *, config: PTDPConfig, mesh: ProcessMesh, records: Records, launched: Callable[[int | None, Any], None]
 ) -> GradientBuckets | LooseGradients:
     """Buckets where something has to be summed over ranks that read something else, else gradients as autograd makes them."""
-    every = tuple(axis.name for axis in mesh.layout.axes if axis.reads != "same")  # also of a rank that has no parameter
-    wanted = sorted({every, *(record.data_axes for record in records.values())})
+    layout = mesh.layout
+    sharded = ((), *((axis.name,) for axis in layout.blocked))  # also of a rank that has no such parameter
+    wanted = sorted({*map(layout.summed, sharded), *(record.data_axes for record in records.values())})
     reductions = {axes: _reduction(config, mesh, axes) for axes in wanted}
     entries = [
         BucketEntry(
@@ -55,7 +57,8 @@ def lay_out(
 
 
 def _reduction(config: PTDPConfig, mesh: ProcessMesh, axes: tuple[str, ...]) -> Reduction:
-    inner, outer = mesh.levels(axes, config.data_parallel_replicas)
+    nodes, size = config.data_parallel_replicas, math.prod(map(mesh.layout.size, axes))
+    inner, outer = mesh.levels(axes, nodes if size % nodes == 0 else 1)
     return Reduction(
         inner=inner,
         outer=outer,

@@ -202,7 +202,8 @@ class Gradients:
         counted = [
             part
             for entry in self._values
-            if (record := self._records[entry.parameter]).counted and entry.counts and entry.value.grad is not None
+            if (record := self._records[entry.parameter]).counted and (entry.counts if sharded else record.leads)
+            if entry.value.grad is not None
             if chosen is None or entry.value in chosen
             for part in entry.placed(record.sharding).counted(entry.value.grad)
         ]

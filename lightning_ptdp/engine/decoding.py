@@ -36,12 +36,13 @@ class Decoding:
     _tokens: Tensor | None = field(default=None, init=False)
 
     def run(self, runtime: PipelineRuntime, schedule: Schedule, *, rows: int, mesh: ProcessMesh, device: torch.device) -> Tensor:
-        """The tokens, the same on all ranks of a replica; collective over them.
+        """The tokens, the same on all ranks of a replica; collective over them, or where replicas share experts over the world.
 
         Of what surrounds a forward there is nothing: it draws nothing, and every rank of a context group has the whole sequence.
         """
         replace(runtime, surroundings=Surroundings()).run(schedule, self)
-        group, last = mesh.group("model"), mesh.layout.last_stage_rank
+        # Replicas that share experts go on together as well.
+        group, last = mesh.world if mesh.layout.blocked else mesh.group("model"), mesh.layout.last_stage_rank
         tokens = torch.empty(rows, dtype=torch.int64, device=device) if self._tokens is None else self._tokens
         if group.size > 1:
             # Also among the ranks that have them: no two may go on with different ones, whatever their kernels round.

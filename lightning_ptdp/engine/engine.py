@@ -101,7 +101,7 @@ class Engine:
         self._factor: float | Tensor = 1.0
         self._compared = False
         self._replicas_in_step = mesh.group("replicas").size > 1
-        self._unscope = scope_metrics(module, mesh) if mesh.layout.model_parallel_size > 1 else lambda: None
+        self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None
 
     def prepare_gradients(self, optimizer: Optimizer, *, overlaps: bool = False) -> None:
         """Make what keeps and sums gradients, and give the optimizer what it steps on.
@@ -111,7 +111,7 @@ class Engine:
                 names them. Or the optimizer needs more than a rank has.
         """
         # What is frozen and made late is the same on all replicas, but a part that nobody has placed where the model is cut.
-        self._parallel.check(frozen=self._mesh.layout.model_parallel_size > 1)
+        self._parallel.check(frozen=self._mesh.layout.divides_model)
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
         if apart:
             check_held(optimizer, self._parallel.records)
@@ -227,9 +227,11 @@ class Engine:
             schedule = self._config.build_schedule(1, training=False)
             return decoding.run(self._runtime, schedule, rows=rows, mesh=self._mesh, device=self._device)
 
-    def compare_lengths(self, loader: Collection[object]) -> None:
+    def compare_lengths(self, loader: Collection[object]) -> bool:
         """Whether the replicas evaluate equally many batches, so that they may speak after each; collective over the replicas."""
-        self._replicas_in_step &= has_same_length(loader, group=self._mesh.group("replicas"), device=self._device)
+        same = has_same_length(loader, group=self._mesh.group("replicas"), device=self._device)
+        self._replicas_in_step &= same
+        return same
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def generate(
             device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
             return _write(module, rows, sampling, eos_ids, _alone, device, multiple=1)
         layout = strategy.layout
-        multiple = layout.tensor_parallel_size if layout.sequence_parallel else 1
+        multiple = layout.size("tensor") if layout.sequence_parallel else 1
         return _write(module, rows, sampling, eos_ids, strategy.decode, strategy.root_device, multiple=multiple)
 
 

@@ -72,7 +72,7 @@ class ModelSpace(RunningStrategy):
         back to the process that started the ranks)."""
         if self._engine is not None:
             self._engine.gradients.parameters_needed()
-        if self._parallel is None or self.layout.model_parallel_size == 1:
+        if self._parallel is None or not self.layout.divides_model:
             yield
             return
         whole = self.gather_state_dict()

@@ -130,7 +130,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
         replicas = self.layout.data_parallel_size
         count_replicas(trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas)
         if not self._is_cut_here:
-            if fitting and self.layout.model_parallel_size > 1:
+            if fitting and self.layout.divides_model:
                 keep_model_summary(trainer, self.lightning_module)
             self._parallelize()
         self.load_awaited_values()
@@ -156,7 +156,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
 
     def _parallelize(self) -> None:
         module = self.lightning_module
-        if self.layout.model_parallel_size > 1 and CUT_MARK in vars(module):
+        if self.layout.divides_model and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
         with same_outcome("reading the headers of the initial weights"):
             weights = open_initial_weights(module) if self.config.meta_init else None
@@ -170,7 +170,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
             device=self.root_device,
             left=() if weights is None else weights.names,
         )
-        if self.layout.model_parallel_size > 1:
+        if self.layout.divides_model:
             module.__dict__[CUT_MARK] = self.layout.describe()
         self._surroundings = make_surroundings(
             config=self.config, mesh=self.mesh, parallel=self.parallel, seed=self.run.seed, device=self.root_device
@@ -231,9 +231,15 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
     def process_dataloader(self, dataloader: Collection[object]) -> Collection[object]:
         """All ranks of a replica read the same order."""
         if self._engine is not None and not self.lightning_module.trainer.training:
-            self._engine.compare_lengths(dataloader)
+            same = self._engine.compare_lengths(dataloader)
+            for axis in self.layout.blocked if not same else ():
+                raise self.refusal(
+                    f"{axis.name}_parallel_size={self.layout.size(axis.name)} has the replicas wait for each other in every layer, so that "
+                    "all must evaluate equally many batches: give them a loader with a length, and a sampler that deals the samples evenly "
+                    "(DistributedSampler does)"
+                )
         sampler = getattr(dataloader, "sampler", None)
-        if self.layout.model_parallel_size > 1 and isinstance(sampler, RandomSampler):
+        if self.layout.divides_model and isinstance(sampler, RandomSampler):
             draw_like_replicas(sampler)
         return dataloader
 

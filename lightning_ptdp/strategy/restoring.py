@@ -235,7 +235,7 @@ class ModelSpaceRestoring(ModelSpace):
             self._engine.gradients.stepped.reload()
 
     def _load_indexed_optimizer(self, states: list[Checkpoint]) -> None:
-        if self.layout.model_parallel_size > 1:
+        if self.layout.divides_model:
             raise ValueError(
                 "this checkpoint was written by a strategy that stores optimizer states by index, which tensor and pipeline parallel "
                 "ranks cannot place. Load only its weights (module.load_state_dict(torch.load(path)['state_dict']) before fit), or "

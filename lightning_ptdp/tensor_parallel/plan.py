@@ -28,7 +28,7 @@ class ParallelPlan:
             their calls (``("encoder.block", "decoder.block")``), whose layers are cut as one sequence.
         tensor: Glob patterns of module names (``"model.h.*.attn.qkv"``; ``*`` stands for one component or a part of it) and what
             becomes of these modules: ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"``, ``"attention"``,
-            ``"alias"``, ``"region"``, ``"whole"`` or a ``Kind``.
+            ``"alias"``, ``"region"``, ``"whole"``, ``"experts"`` or a ``Kind``.
         before: Modules that run before the blocks.
         between: Modules that run before the blocks of a further container, or whose results these blocks are given.
         after: Modules that run after the blocks.
@@ -124,8 +124,24 @@ class ParallelPlan:
                 found |= adapter_kinds(name, module, found[f"{name}.{replaced_by(module)}"])
         return {name: found[name] for name, _ in model.named_modules(remove_duplicate=False) if name in found}
 
+    def divided(self, model: nn.Module, **degrees: int) -> dict[str, Kind]:
+        """``resolve``, of the kinds whose axis has a degree above 1.
+
+        Raises:
+            ValueError: Of ``resolve``.
+        """
+        if max(degrees.values()) == 1:
+            return {}
+        return {name: kind for name, kind in self.resolve(model).items() if degrees[kind.axis] > 1}
+
     def check(
-        self, model: nn.Module, tensor_parallel_size: int, sequence_parallel: bool = False, *, converted: bool = False
+        self,
+        model: nn.Module,
+        tensor_parallel_size: int,
+        sequence_parallel: bool = False,
+        *,
+        expert_parallel_size: int = 1,
+        converted: bool = False,
     ) -> None:
         """Check everything that can be known without running the model.
 
@@ -137,15 +153,17 @@ class ParallelPlan:
                 not divide; a weight is shared by modules that would be sharded differently; sequence parallelism without a
                 vocabulary-parallel embedding and head, or of several containers.
         """
-        kinds = self._matched(model) if converted and tensor_parallel_size == 1 else self.resolve(model)
+        degrees = {"tensor": tensor_parallel_size, "expert": expert_parallel_size}
+        found = self._matched(model) if converted and max(degrees.values()) == 1 else self.resolve(model)
+        kinds = {name: kind for name, kind in found.items() if degrees[kind.axis] > 1}
         self._check_paths(model)
-        if tensor_parallel_size == 1:
+        if max(degrees.values()) == 1:
             return
         check_adapters(model, kinds)
         for _ in local_numbers(model, self.numbers, tensor_parallel_size=tensor_parallel_size):
             pass
         for name, kind in kinds.items():
-            kind.check(name, model.get_submodule(name), tensor_parallel_size)
+            kind.check(name, model.get_submodule(name), degrees[kind.axis])
         _check_tied(model, kinds)
         for name, kind in kinds.items():
             kind.check_inside(name, model.get_submodule(name), kinds)

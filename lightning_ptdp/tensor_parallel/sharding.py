@@ -51,17 +51,27 @@ class VocabularyRange:
 
 
 def shard_columns(
-    shape: Sequence[int], *, parts: Sequence[int], size: int, index: int, copies: Sequence[int] | None = None, dim: int = 0
+    shape: Sequence[int],
+    *,
+    parts: Sequence[int],
+    size: int,
+    index: int,
+    copies: Sequence[int] | None = None,
+    dim: int = 0,
+    axis: str = "tensor",
+    partial: tuple[str, ...] = (),
 ) -> Sharding:
     """Split the output features, made of ``parts`` that are each split on their own, over ``size`` members; this is ``index``.
 
     Args:
         shape: Of the full weight or bias.
         parts: Output features of each part.
-        size: Members of the tensor group.
+        size: Members of the group.
         index: This member.
         copies: How many neighbouring members hold the same slice of each part: with c copies it is cut into size / c slices.
         dim: Where the output features are.
+        axis: Whose group it is.
+        partial: Axes over which its gradient is a sum.
     """
     copies = copies if copies is not None else (1,) * len(parts)
     assert sum(parts) == shape[dim], (tuple(parts), tuple(shape))
@@ -79,7 +89,9 @@ def shard_columns(
             )
         )
         local, full = local + extent, full + part
-    return Sharding(full_shape=tuple(shape), local_shape=_at(dim, local, shape), pieces=tuple(pieces), sharded=("tensor",))
+    return Sharding(
+        full_shape=tuple(shape), local_shape=_at(dim, local, shape), pieces=tuple(pieces), sharded=(axis,), partial=partial
+    )
 
 
 def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Sharding:

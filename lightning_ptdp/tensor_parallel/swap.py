@@ -16,10 +16,19 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["is_in_region", "replace_aliases", "shard_module", "split_sequence"]
 
 Shared = dict[int, nn.Parameter]
+_ALONE = Group()
 
 
 def shard_module(
-    module: nn.Module, kind: Kind, *, group: Group, sequence_parallel: bool, shared: Shared, enters: bool = True
+    module: nn.Module,
+    kind: Kind,
+    *,
+    group: Group,
+    sequence_parallel: bool,
+    shared: Shared,
+    enters: bool = True,
+    tensor: Group = _ALONE,
+    name: str = "",
 ) -> tuple[nn.Module, dict[str, Sharding]]:
     """The parallel version of one module and the shardings of its parameters, by their names in it.
 
@@ -31,18 +40,21 @@ def shard_module(
     Args:
         module: A module that ``plan.check`` has passed.
         kind: How to shard it.
-        group: The tensor group.
+        group: That of the kind's axis.
         sequence_parallel: Whether activations around it are split along the sequence.
         shared: ``id`` of an original parameter -> its new one, read and extended here: tied weights stay one parameter. The caller
             keeps the originals alive as long as it, since Python reuses ids.
         enters: Whether no region is around it that sums its input's gradient.
+        tensor: The tensor group.
+        name: Of the module, for messages.
 
     Returns:
         The module to put in its place, and a sharding for each parameter.
     """
     if group.size == 1:
         return module, {name: Sharding.replicated(parameter.shape) for name, parameter in module.named_parameters()}
-    return kind.shard(module, Place(group=group, sequence_parallel=sequence_parallel, shared=shared, enters=enters))
+    place = Place(group=group, sequence_parallel=sequence_parallel, shared=shared, enters=enters, tensor=tensor, name=name)
+    return kind.shard(module, place)
 
 
 def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -36,13 +36,21 @@ class Axis:
         place: In the order of the ranks: those of the axis with the greatest one are neighbours.
         reads: What its ranks read of a batch: the same, other tokens of the same samples, or other samples.
         always_told: Also where its degree is 1.
+        within: A set of axes (``SETS``) whose ranks it takes in blocks, instead of multiplying the ranks: what is split over a block is
+            held once by each. The ranks with one's place in the other blocks are ``<name>_replicas``.
     """
 
     name: str
     letter: str
-    place: int
+    place: int = -1
     reads: Reads = "same"
     always_told: bool = True
+    within: str | None = None
+
+    @property
+    def others(self) -> str:
+        """The ranks with one's place in the other blocks."""
+        return f"{self.name}_replicas"
 
 
 AXES = (
@@ -50,6 +58,7 @@ AXES = (
     Axis(name="pipeline", letter="p", place=0),
     Axis(name="context", letter="c", place=20, reads="tokens", always_told=False),
     Axis(name="data", letter="d", place=10, reads="samples"),
+    Axis(name="expert", letter="e", reads="samples", always_told=False, within="replica_sum"),
 )
 SETS: Mapping[str, tuple[Reads, ...]] = {
     "replicas": ("samples",),
@@ -84,6 +93,7 @@ class ParallelLayout(Stages):
         pipeline_parallel_size: p, ranks that share the layers.
         virtual_pipeline_size: v, model chunks that a pipeline rank holds (interleaving).
         context_parallel_size: c, ranks that share one sequence along time.
+        expert_parallel_size: e, ranks, of those of data and context parallelism, that share the experts of a mixture.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence
             (arXiv 2205.05198, section 4.2.2).
         placement: Which rank holds which stage (placement.py); decided by the schedule.
@@ -94,8 +104,8 @@ class ParallelLayout(Stages):
         axes: The table of axes, in the order in which they are told.
 
     Raises:
-        ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, v > 1 without a
-            pipeline, sequence parallelism without tensor parallelism, or an unknown placement.
+        ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, e does not divide d*c, v > 1
+            without a pipeline, sequence parallelism without tensor parallelism, or an unknown placement.
     """
 
     axes: ClassVar[tuple[Axis, ...]] = AXES
@@ -106,12 +116,13 @@ class ParallelLayout(Stages):
     pipeline_parallel_size: Size = 1
     virtual_pipeline_size: Size = 1
     context_parallel_size: Size = 1
+    expert_parallel_size: Size = 1
     sequence_parallel: bool = False
     placement: Placement = "loop"
 
     def __post_init__(self) -> None:
         check_types(self)
-        fields = [f"{axis.name}_parallel_size" for axis in self.axes if axis.name != "data"]
+        fields = [f"{axis.name}_parallel_size" for axis in self._dimensions if axis.name != "data"]
         sizes = [getattr(self, field) for field in fields]
         model = math.prod(sizes)
         if self.world_size % model:
@@ -121,6 +132,8 @@ class ParallelLayout(Stages):
                 f"world_size={self.world_size} is not divisible by {' * '.join(fields)} = {' * '.join(map(str, sizes))} = {model}; use "
                 f"{works} processes, or degrees whose product is one of {nearest_divisors(self.world_size, model)}"
             )
+        for axis in self.blocked:
+            self._check_blocks(axis)
         check_interleaving(self.pipeline_parallel_size, self.virtual_pipeline_size)
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
@@ -145,12 +158,28 @@ class ParallelLayout(Stages):
     @property
     def data_parallel_size(self) -> int:
         """d, what the other axes leave of the world."""
-        return self.world_size // math.prod(self.size(axis.name) for axis in self.axes if axis.name != "data")
+        return self.world_size // math.prod(self.size(axis.name) for axis in self._dimensions if axis.name != "data")
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model."""
+        """Ranks that read the samples of one replica."""
         return self.size("model")
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether a rank has, or sees, a part only of what one process would."""
+        return self.size("model") > 1 or self.size("shards") > 1
+
+    @property
+    def blocked(self) -> tuple[Axis, ...]:
+        """The axes, of more than one rank, that take the ranks of others in blocks."""
+        return tuple(axis for axis in self.axes if axis.within is not None and self.size(axis.name) > 1)
+
+    def summed(self, sharded: Sequence[str]) -> tuple[str, ...]:
+        """The axes, and ranks of other blocks, over which the gradient of what is split over the axes ``sharded`` is a sum: those whose
+        ranks read something else."""
+        others = tuple(axis.others for axis in self.blocked if axis.name in sharded)
+        return others or tuple(axis.name for axis in self._dimensions if axis.reads != "same" and axis.name not in sharded)
 
     @property
     def num_replicas(self) -> int:
@@ -164,7 +193,11 @@ class ParallelLayout(Stages):
     def size(self, axis: str) -> int:
         """Ranks on an axis, or a set of axes (``SETS``)."""
         if axis in SETS:
-            return math.prod(map(self.size, self._moving(axis)))
+            blocks = math.prod(self.size(each.name) for each in self.blocked) if axis == "shards" else 1
+            return blocks * math.prod(map(self.size, self._moving(axis)))
+        blocked = self._blocked(axis)
+        if blocked is not None and axis == blocked.others:
+            return self.size(blocked.within or "") // self.size(blocked.name)
         size: int = getattr(self, f"{axis}_parallel_size")
         return size
 
@@ -197,8 +230,16 @@ class ParallelLayout(Stages):
         """All groups of an axis, or of a set of axes (``SETS``), each in the order of that axis; every rank is in exactly one."""
         return tuple(dict.fromkeys(self.group_of(axis, rank) for rank in range(self.world_size)))
 
-    def group_of(self, axis: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
+    def group_of(self, axis: str | Sequence[str], rank: int) -> tuple[int, ...]:
         """The group of an axis, a set, or several axes that contains ``rank``, computed without listing the others."""
+        if (blocked := self._blocked(axis)) is not None:
+            whole, size = self.group_of(blocked.within or (), rank), self.size(blocked.name)
+            first, place = divmod(whole.index(rank), size)
+            return whole[first * size :][:size] if axis == blocked.name else whole[place::size]
+        if axis == "shards" and self.blocked:
+            (block,) = self.blocked
+            members = (self.group_of(self._moving("shards"), each) for each in self.group_of(block.name, rank))
+            return tuple(sorted(itertools.chain(*members)))
         here, moving = self.coordinates(rank), self._moving(axis)
         places = itertools.product(*(range(self.size(name)) for name in moving))
         return tuple(self.rank({**here, **dict(zip(moving, place, strict=True))}) for place in places)
@@ -220,9 +261,29 @@ class ParallelLayout(Stages):
 
     @property
     def _order(self) -> list[str]:
-        return [axis.name for axis in sorted(self.axes, key=lambda axis: axis.place)]
+        return [axis.name for axis in sorted(self._dimensions, key=lambda axis: axis.place)]
 
-    def _moving(self, axis: str | tuple[str, ...]) -> list[str]:
+    @property
+    def _dimensions(self) -> tuple[Axis, ...]:
+        """The axes whose degrees multiply to the world."""
+        return tuple(axis for axis in self.axes if axis.within is None)
+
+    def _moving(self, axis: str | Sequence[str]) -> list[str]:
         if isinstance(axis, str):
-            axis = tuple(row.name for row in self.axes if row.reads in SETS[axis]) if axis in SETS else (axis,)
+            axis = tuple(row.name for row in self._dimensions if row.reads in SETS[axis]) if axis in SETS else (axis,)
         return [name for name in self._order if name in axis]
+
+    def _blocked(self, axis: str | Sequence[str]) -> Axis | None:
+        """The axis that takes ranks in blocks, if ``axis`` is that one or the ranks of its other blocks."""
+        name = axis if isinstance(axis, str) else axis[0] if len(axis) == 1 else ""
+        return next((row for row in self.axes if row.within is not None and name in (row.name, row.others)), None)
+
+    def _check_blocks(self, axis: Axis) -> None:
+        assert axis.within is not None
+        whole, size = self.size(axis.within), self.size(axis.name)
+        if whole % size:
+            of = [row.name for row in self._dimensions if row.reads in SETS[axis.within]]
+            raise ValueError(
+                f"{axis.name}_parallel_size={size} takes its ranks from the {whole} of {' and '.join(of)} parallelism, which it does not "
+                f"divide; use one of {nearest_divisors(whole, size)}, or other degrees"
+            )

@@ -21,8 +21,10 @@ __all__ = ["Group", "ProcessMesh"]
 
 _CPU = torch.device("cpu")
 _CHANNEL = "channel"
-_URGENT = frozenset({"tensor", "context", _CHANNEL})
+_URGENT = frozenset({"tensor", "context", "expert", _CHANNEL})
 """Whose communication the next computation waits for: a GPU runs it before computation that is queued already. Reductions have time."""
+_ALONE = frozenset({"context", "expert"})
+"""The urgent ones among the ranks of reductions."""
 
 
 class LostHandle:
@@ -117,10 +119,10 @@ class ProcessMesh:
         if layout.world_size > 1:
             _connect(None, device)
         made: dict[tuple[str, tuple[int, ...]], Any] = {}
-        for axis in (*(row.name for row in layout.axes), *SETS):
+        for axis in (*(row.name for row in layout.axes), *SETS, *(row.others for row in layout.blocked)):
             ranks = layout.group_of(axis, rank)
-            # The ring of context parallelism shares a communicator with nobody: it would wait behind large gradient buckets.
-            key = ("context" if axis == "context" else "shared", ranks)
+            # What the computation waits for shares a communicator with nobody whose large gradient buckets it would wait behind.
+            key = (axis if axis in _ALONE else "shared", ranks)
             if key not in made:
                 made[key] = _new_group(ranks, timeout, device, axis) if len(ranks) > 1 else None
             groups[axis] = Group(made[key], ranks, ranks.index(rank))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
@@ -11,8 +13,9 @@ from lightning_ptdp.initial_values.shadow import shallow_copy
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS, encoder_decoder_plan
 from lightning_ptdp.models.plans.families import FAMILIES, family_plan
+from lightning_ptdp.models.plans.names import joined
 from lightning_ptdp.models.plans.transformer import transformer_encoder_plan, transformer_plan
-from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.tensor_parallel import Experts, Kind, ParallelPlan
 
 __all__ = ["find_plan", "plan_for"]
 
@@ -57,10 +60,17 @@ def find_plan(model: nn.Module) -> ParallelPlan | None:
 def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
     plan = _plan_for(module, prefix)
     if plan is not None:
-        yield plan
+        yield replace(plan, tensor={**plan.tensor, **_experts(module, prefix)})
         return
     for name, child in module.named_children():
         yield from _known(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _experts(module: nn.Module, prefix: str) -> dict[str, Kind]:
+    """What is a module of all experts of a layer, told by its form: Hugging Face's mixtures have the same."""
+    kind = Experts()
+    names = (joined(prefix, name) for name, child in module.named_modules() if kind.fits(child))
+    return dict.fromkeys((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names), kind)
 
 
 def _is_torchs(module: nn.Module) -> bool:

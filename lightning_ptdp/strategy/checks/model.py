@@ -72,7 +72,7 @@ def check_model(
         ValueError: Names the field, the value and what would work.
     """
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
-    if layout.model_parallel_size == 1 and blocks_stay:
+    if not layout.divides_model and blocks_stay:
         return
     if CUT_MARK in vars(module):
         raise ValueError(
@@ -91,8 +91,21 @@ def check_model(
     check = getattr(whole, "check_parallel", None)
     if check is not None:
         check(layout)
-    plan.check(whole, layout.tensor_parallel_size, layout.sequence_parallel, converted=convert is not None)
-    kinds = plan.resolve(whole) if layout.tensor_parallel_size > 1 else {}
+    degrees = {axis: layout.size(axis) for axis in ("tensor", "expert")}
+    plan.check(
+        whole,
+        degrees["tensor"],
+        layout.sequence_parallel,
+        expert_parallel_size=degrees["expert"],
+        converted=convert is not None,
+    )
+    kinds = plan.divided(whole, **degrees)
+    if degrees["expert"] > 1 and not any(kind.axis == "expert" for kind in kinds.values()):
+        raise ValueError(
+            f"expert_parallel_size={degrees['expert']} shares out the experts of a mixture, and {type(whole).__name__} has none that are "
+            'known: name their modules in a plan, ParallelPlan(tensor={"model.layers.*.mlp.experts": "experts"}), or use '
+            "expert_parallel_size=1"
+        )
     if layout.tensor_parallel_size > 1:
         _check_hooks(whole, kinds)
         check_captured(whole, sequence_parallel=layout.sequence_parallel)

@@ -97,7 +97,7 @@ def _check_iterators(strategy: RunningStrategy, trainer: Trainer) -> None:
 
 
 def _check_compiled(strategy: RunningStrategy, trainer: Trainer) -> None:
-    if is_compiled(strategy.lightning_module) and strategy.layout.model_parallel_size > 1:
+    if is_compiled(strategy.lightning_module) and strategy.layout.divides_model:
         raise strategy.refusal(
             "the Trainer was given torch.compile(module), which compiles its steps as a whole, but tensor, pipeline and context "
             "parallelism cut them and communicate inside. Compile each block in place instead: PTDPStrategy(compile='blocks')"
@@ -132,7 +132,7 @@ def _check_overlap(strategy: RunningStrategy, trainer: Trainer) -> None:
 def _check_callbacks(strategy: RunningStrategy, trainer: Trainer) -> None:
     _check_pruning(strategy, trainer)
     _check_finetuning(strategy, trainer)
-    if strategy.layout.model_parallel_size == 1:
+    if not strategy.layout.divides_model:
         return
     whole = (*strategy._names.WeightAveragingCallbacks, *strategy._names.TunerCallbacks)
     for callback in trainer.callbacks:
@@ -147,7 +147,7 @@ def _check_pruning(strategy: RunningStrategy, trainer: Trainer) -> None:
     name = _name_of(trainer, strategy._names.ModelPruning)
     if name is None:
         return
-    if strategy.layout.model_parallel_size > 1:
+    if strategy.layout.divides_model:
         raise strategy.refusal(
             f"the callback {name} compares weights of the whole model, of which a rank would see and prune its own part only. Use it with "
             "tensor_parallel_size=1 and pipeline_parallel_size=1, or prune before fit"

@@ -3,6 +3,7 @@
 from torch import nn
 
 from lightning_ptdp.tensor_parallel.kinds.embedding import Position, Vocabulary
+from lightning_ptdp.tensor_parallel.kinds.experts import Experts
 from lightning_ptdp.tensor_parallel.kinds.kept import Alias, Partial, Region, Whole
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides
 from lightning_ptdp.tensor_parallel.kinds.linear import Attention, Column, Row
@@ -12,6 +13,7 @@ __all__ = [
     "Alias",
     "Attention",
     "Column",
+    "Experts",
     "Kind",
     "Partial",
     "Place",
@@ -25,7 +27,7 @@ __all__ = [
     "kind_from",
 ]
 
-KINDS: tuple[type[Kind], ...] = (Column, Row, Vocabulary, Position, Partial, Attention, Alias, Region, Whole)
+KINDS: tuple[type[Kind], ...] = (Column, Row, Vocabulary, Position, Partial, Attention, Alias, Region, Whole, Experts)
 """Those that a plan may name by a word."""
 
 

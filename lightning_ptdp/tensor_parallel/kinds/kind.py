@@ -17,6 +17,7 @@ from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Kind", "Place", "check_divides", "check_embedding", "shape_text"]
 
+_ALONE = Group()
 _REPLACED = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
 
 
@@ -25,17 +26,21 @@ class Place:
     """Where a module is sharded.
 
     Attributes:
-        group: The tensor group.
+        group: That of the kind's axis.
         sequence_parallel: Whether activations around the module are split along the sequence.
         shared: ``id`` of an original parameter -> its new one, read and extended: tied weights stay one parameter. Whoever made it keeps
             the originals alive as long as it, since Python reuses ids.
         enters: Whether no region is around the module that sums its input's gradient.
+        tensor: The tensor group.
+        name: Of the module.
     """
 
     group: Group
     sequence_parallel: bool
     shared: dict[int, nn.Parameter]
     enters: bool = True
+    tensor: Group = _ALONE
+    name: str = ""
 
     @property
     def partial(self) -> tuple[str, ...]:
@@ -66,6 +71,7 @@ class Kind:
 
     Attributes:
         name: In plans; "" if it has none.
+        axis: Over whose ranks it splits.
         takes: Types of modules in words; "" for any.
         parameters: Those that a module may have; None: any.
         ties: How a weight may be tied: to modules of the "same" kind, as a "whole" one, or as another name of "any".
@@ -77,6 +83,7 @@ class Kind:
     """
 
     name: ClassVar[str] = ""
+    axis: ClassVar[Literal["tensor", "expert"]] = "tensor"
     takes: ClassVar[str] = ""
     parameters: ClassVar[frozenset[str] | None] = frozenset(("weight", "bias"))
     ties: ClassVar[Literal["same", "whole", "any"]] = "same"
@@ -162,7 +169,7 @@ class Kind:
         return None
 
 
-def check_divides(name: str, label: str, number: int, size: int) -> None:
+def check_divides(name: str, label: str, number: int, size: int, *, axis: str = "tensor") -> None:
     """Check that ``number``, the ``label`` of the module ``name``, divides.
 
     Raises:
@@ -170,7 +177,7 @@ def check_divides(name: str, label: str, number: int, size: int) -> None:
     """
     if number % size:
         raise ValueError(
-            f"'{name}': {label}={number} is not divisible by tensor_parallel_size={size}; a tensor_parallel_size that works: "
+            f"'{name}': {label}={number} is not divisible by {axis}_parallel_size={size}; a size that works: "
             f"{nearest_divisors(number, size)}"
         )
 

@@ -1,0 +1,73 @@
+"""A module of experts that has a part of them, and gets the tokens of all ranks that are for these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.expert_parallel import Dispatched, dispatch
+from lightning_ptdp.own_forward import OwnForward
+from lightning_ptdp.tensor_parallel.collectives import join_sequence, split_sequence
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["ExpertError", "ExpertsForward"]
+
+
+class ExpertError(ValueError):
+    """A router chose what does not exist, or weighed it with what is no number."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertsForward(OwnForward):
+    """In place of ``forward(x_nh, index_nk, weights_nk)`` of a module of experts; the module's own forward gets the rows that came here,
+    one expert and the weight 1 for each. The weights are applied where the tokens are.
+
+    Ranks of a tensor group hold the same tokens: each sends a part of them.
+
+    Attributes:
+        name: Of the module.
+        num_experts: E.
+        group: The ranks that share them.
+        tensor: The tensor group.
+    """
+
+    name: str
+    num_experts: int
+    group: Group
+    tensor: Group = field(default_factory=Group)
+
+    def __call__(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shape = x_nh.shape
+        x_nh = x_nh.reshape(-1, shape[-1])
+        index_nk, weights_nk = (each.reshape(x_nh.size(0), -1) for each in (index_nk, weights_nk))
+        own = [self._own(each) for each in (x_nh, index_nk, weights_nk)]
+        found = dispatch(*own, num_experts=self.num_experts, group=self.group)
+        self._check(found)
+        y_nh = found.combine(self._experts(found), own[2])
+        return join_sequence(y_nh, self.tensor, 0)[: x_nh.size(0)].view(shape)
+
+    def _experts(self, found: Dispatched) -> Tensor:
+        rows = found.rows_rh
+        if not rows.size(0):
+            # Nothing came. The backward has to come here all the same, where it would meet the other ranks.
+            return rows + sum(parameter.sum() * 0 for parameter in self.module.parameters())
+        ones = rows.new_ones(rows.size(0), 1)
+        result: Tensor = self.__wrapped__(rows, found.experts_r[:, None], ones)
+        return result
+
+    def _own(self, x: Tensor) -> Tensor:
+        """This rank's part of the tokens, padded to what divides."""
+        if self.tensor.size == 1:
+            return x
+        padding = x.new_zeros(-x.size(0) % self.tensor.size, *x.shape[1:])
+        return split_sequence(torch.cat([x, padding]), self.tensor, 0)
+
+    def _check(self, found: Dispatched) -> None:
+        faults = found.faults
+        if faults.nowhere or faults.not_finite:
+            nowhere = f"chose experts that do not exist, {faults.nowhere} times (0 to {self.num_experts - 1} do)"
+            what = nowhere if faults.nowhere else f"gave {faults.not_finite} weights that are not finite"
+            raise ExpertError(f"'{self.name}': its router {what}, on rank {self.group.ranks[self.group.rank]}")
