@@ -6,16 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.models.config import TransformerConfig
-from lightning_ptdp.planner import (
-    Choice,
-    Job,
-    as_gpt,
-    find_precision,
-    find_software,
-    known_device,
-    simulated_step_time,
-    step_time,
-)
+from lightning_ptdp.planner import Choice, Job, as_gpt, device_here, find_precision, find_software, simulated_step_time, step_time
 from lightning_ptdp.schedule.generators import schedule_name
 
 __all__ = ["predicted_seconds"]
@@ -31,7 +22,7 @@ def predicted_seconds(trainer: Trainer, module: LightningModule, *, samples: int
         length: Tokens of a sample.
     """
     model, strategy, accumulated = getattr(module, "config", None), trainer.strategy, trainer.accumulate_grad_batches
-    device, layout = known_device(device_name(strategy.root_device)), getattr(strategy, "layout", None)
+    device, layout = device_here(device_name(strategy.root_device)), getattr(strategy, "layout", None)
     if not isinstance(model, TransformerConfig) or device is None or layout is None or not length:
         return None
     config, rows = strategy.config, samples // layout.num_replicas // accumulated

@@ -16,6 +16,8 @@ that training uses and measure it. Each finding is ok, a warning or failed, with
 
 The exit code is 0 if nothing failed, else 1. Everything has a time limit; a rank that hangs is named."""
 
+_CALIBRATION_S = 120.0
+
 
 def parser(verb: str) -> argparse.ArgumentParser:
     """The options of ``ptdp doctor``."""
@@ -29,6 +31,12 @@ def parser(verb: str) -> argparse.ArgumentParser:
     options.add_argument("--data-dir", type=Path, metavar="DIR", help="a folder that ptdp prepare made")
     options.add_argument(
         "--timeout", dest="timeout_s", type=float, default=60.0, metavar="S", help="seconds that a part may take (default 60)"
+    )
+    options.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure instead what the devices reach, for ptdp plan, bench and layout=auto (in under two minutes), and write "
+        "ptdp-machine.json here",
     )
     options.add_argument("--json", action="store_true", help="all of it as JSON")
     return options
@@ -46,9 +54,32 @@ def run(verb: str, arguments: list[str]) -> int:
     if given["timeout_s"] <= 0:
         raise UserError(f"--timeout {given['timeout_s']:g} must be more than 0 seconds")
 
+    if given.pop("calibrate"):
+        return _calibrate(given["processes"], given["backend"], max(given["timeout_s"], _CALIBRATION_S))
+
     from lightning_ptdp.doctor import Question, Status, as_json, inspect_all, render
 
     show = as_json if given.pop("json") else render
     inspection = inspect_all(Question(**given), recipes=recipe_names)
     print(show(inspection))
     return 1 if inspection.count(Status.FAILED) else 0
+
+
+def _calibrate(processes: int, backend: str | None, timeout_s: float) -> int:
+    from lightning_ptdp.doctor.devices import count_gpus
+    from lightning_ptdp.doctor.ranks import calibrate_ranks
+    from lightning_ptdp.planner import MACHINE_FILE, save_calibration
+
+    chosen = backend or ("nccl" if count_gpus() >= processes else "gloo")
+    try:
+        device = calibrate_ranks(count=processes, backend=chosen, timeout_s=timeout_s)
+        save_calibration(device, MACHINE_FILE)
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"not calibrated: {error}") from error
+    rates = sorted(rate for *_, rate in device.products)
+    print(
+        f"{device.name}, {processes} processes: products {rates[0] / 1e9:.3g} to {rates[-1] / 1e9:.3g} GFLOP/s by shape, "
+        f"{device.stream / 1e9:.3g} GB/s between them, links {device.cluster.node.bandwidth / 1e9:.3g} GB/s, "
+        f"{(device.operation_s or 0.0) * 1e6:.3g} us an operation\n{MACHINE_FILE}"
+    )
+    return 0

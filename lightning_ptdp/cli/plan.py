@@ -161,7 +161,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     job.add_argument(
         "--batch", type=int, metavar="B", help="sequences in an optimizer step, over all replicas (default: the file's)"
     )
-    job.add_argument("--device", default="h100", help="a100, a100-40gb, a100-pcie, v100, h100, h200, b200 or cpu (default h100)")
+    job.add_argument(
+        "--device",
+        help="v100, a100, a100-40gb, a100-pcie, h100, h200, b200, cpu or a file of ptdp doctor --calibrate (default: ptdp-machine.json if "
+        "it is here, else h100)",
+    )
     job.add_argument(
         "--memory", type=float, metavar="GIB", help="memory of a device that training can use (default: the device's)"
     )
@@ -204,12 +208,13 @@ def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
     model = _model(options, config)
     trainer = config.get("trainer") or {}
-    precision = options.precision or trainer.get("precision") or ("32-true" if options.device == "cpu" else "bf16-true")
+    device = _device(options)
+    precision = options.precision or trainer.get("precision") or ("32-true" if device.kind == "cpu" else "bf16-true")
     return Job(
         model=model,
         world_size=options.world,
         global_batch_size=_batch(options, config),
-        device=_device(options),
+        device=device,
         precision=find_precision(str(precision)),
         software=find_software(options.software),
         sequence_length=min(model.sequence_length, _inner(config, "data").get("sequence_length") or model.sequence_length),
@@ -257,9 +262,16 @@ def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
 
 
 def _device(options: argparse.Namespace) -> Device:
-    from lightning_ptdp.planner import find_device
+    from lightning_ptdp.planner import MACHINE_FILE, find_device, load_calibration
 
-    device = find_device(options.device)
+    name = options.device or (str(MACHINE_FILE) if MACHINE_FILE.is_file() else "h100")
+    if name.endswith(".json"):
+        calibration = load_calibration(Path(name))
+        device = calibration.device
+        if doubt := calibration.doubt():
+            print(f"ptdp: {name} {doubt}", file=sys.stderr)
+    else:
+        device = find_device(name)
     if options.memory is not None:
         device = dataclasses.replace(device, memory_bytes=options.memory * 2**30, reserved_bytes=0.0)
     given = {name: getattr(options, name) for name in ("node_size", "cards") if getattr(options, name) is not None}

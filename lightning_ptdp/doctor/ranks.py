@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +13,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
+from lightning_ptdp.doctor.calibration import calibrated, measure_device, memory_of
 from lightning_ptdp.doctor.check import Check, failed, ok
 from lightning_ptdp.doctor.collectives import COLLECTIVES, Place
 from lightning_ptdp.doctor.processes import Outcome, Tell, run_ranks
+from lightning_ptdp.planner import Device
 from lightning_ptdp.world.meeting import LOOPBACK, listen_on_loopback, meeting_store
 
-__all__ = ["RankCheck", "check_ranks"]
+__all__ = ["RankCheck", "calibrate_ranks", "check_ranks"]
 
 _GROUP = "forming the group"
 
@@ -51,31 +55,71 @@ def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
     return RankCheck(checks=(*checks, *links), measurements=tuple(measurements))
 
 
+def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
+    """Start ``count`` processes on this machine, as training would, and let them measure what their devices reach.
+
+    Args:
+        count: Number of processes.
+        backend: "gloo" (on the CPU) or "nccl" (on as many GPUs).
+        timeout_s: After so many seconds ranks that have not come through are named and ended.
+
+    Raises:
+        RuntimeError: A rank failed, or hangs; the message names it.
+    """
+    outcome = run_ranks(_calibrate, count=count, args=(count, backend, find_free_network_port(), timeout_s), timeout_s=timeout_s)
+    if problem := outcome.explain():
+        raise RuntimeError(f"{problem}: {_mend(backend)}")
+    first = outcome.results[0]
+    return calibrated(
+        first["name"],
+        [outcome.results[rank]["figures"] for rank in range(count)],
+        first["measurements"],
+        kind="cuda" if backend == "nccl" else "cpu",
+        memory_bytes=first["memory_bytes"],
+    )
+
+
+def _calibrate(rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float) -> dict[str, Any]:
+    with _group(rank, tell, count, backend, port, timeout_s) as place:
+        return {
+            "name": device_name(place.device),
+            "figures": measure_device(place, tell),
+            "measurements": measure(place, tell) if count > 1 else [],
+            "memory_bytes": memory_of(place.device, count),
+        }
+
+
 def _rank(rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float) -> dict[str, Any]:
+    start = time.perf_counter()
+    wrong = []
+    measurements: list[Measurement] = []
+    with _group(rank, tell, count, backend, port, timeout_s) as place:
+        formed = time.perf_counter() - start
+        if count > 1:
+            for name, use in COLLECTIVES.items():
+                tell(name)
+                if not use(place):
+                    wrong.append(name)
+            measurements = measure(place, tell)
+    return {"formed_s": formed, "wrong": wrong, "measurements": measurements}
+
+
+@contextlib.contextmanager
+def _group(rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float) -> Iterator[Place]:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = Place(rank=rank, size=count, device=device)
     tell(_GROUP)
-    start = time.perf_counter()
     # The parent's limit comes first and names the rank; torch's ends a process that lost its parent.
     limit = timedelta(seconds=2 * timeout_s)
     listen_on_loopback()
     store = meeting_store(LOOPBACK, port, keeps=rank == 0, one_machine=True, limit=limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
-    formed = time.perf_counter() - start
-    wrong = []
-    measurements: list[Measurement] = []
-    if count > 1:
-        for name, use in COLLECTIVES.items():
-            tell(name)
-            if not use(place):
-                wrong.append(name)
-        measurements = measure(place, tell)
+    yield place
     tell("leaving the group")
     dist.destroy_process_group()
-    return {"formed_s": formed, "wrong": wrong, "measurements": measurements}
 
 
 def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Iterator[Check]:

@@ -9,6 +9,7 @@ schedules, steps) has a file each.
 """
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
+from lightning_ptdp.planner.calibration import MACHINE_FILE, Calibration, device_here, load_calibration, save_calibration
 from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
 from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, as_gpt, find_precision
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
@@ -21,6 +22,7 @@ from lightning_ptdp.planner.space import Misfit, Space
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 
 __all__ = [
+    "Calibration",
     "Candidate",
     "Choice",
     "Cluster",
@@ -29,6 +31,7 @@ __all__ = [
     "Job",
     "LayerActivations",
     "Link",
+    "MACHINE_FILE",
     "Misfit",
     "PRECISIONS",
     "PassTime",
@@ -40,6 +43,7 @@ __all__ = [
     "Space",
     "StepTime",
     "as_gpt",
+    "device_here",
     "find_device",
     "find_precision",
     "find_software",
@@ -52,8 +56,10 @@ __all__ = [
     "layer_parameters",
     "layer_time",
     "layers_by_stage",
+    "load_calibration",
     "logits_bytes",
     "product_time",
+    "save_calibration",
     "search",
     "simulated_step_time",
     "stage_parameters",

@@ -96,6 +96,7 @@ class Device:
         memory_latency_s: Of a read that misses the caches: what a tile waits for before its first multiplication, and behind its last.
         cluster: How several are joined.
         products: Measured matrix products, (m, n, k, operations a second), in place of what tiles say (calibration.py).
+        operation_s: Measured seconds of the host for an operation, in place of the software's.
 
     Raises:
         ValueError: A number is not positive, or a share above 1.
@@ -117,6 +118,7 @@ class Device:
     memory_latency_s: float
     cluster: Cluster
     products: tuple[tuple[int, int, int, float], ...] = ()
+    operation_s: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -71,17 +71,23 @@ def layer_time(job: Job, choice: Choice) -> PassTime:
     core, core_backward, exposed, exposed_backward = _attention(job, choice)
     sent, sent_backward, collectives = _tensor_collectives(job, choice, products)
 
-    host = software.operation_s * (software.operations + collectives * software.collective_operations)
+    operation_s = software.operation_s if job.device.operation_s is None else job.device.operation_s
+    host = operation_s * (software.operations + collectives * software.collective_operations)
     forward = sum(one.forward for one in products) + core + traffic.forward / stream + sent + exposed
-    forward, waited = max(host, forward), sent + exposed
+    forward, waited = _beside(job, host, forward), sent + exposed
     weight = sum(one.weight_gradient for one in products) + _accumulation(job, choice)
     backward = sum(one.input_gradient for one in products) + weight + core_backward + traffic.backward / stream
-    backward = max(2 * host, backward + sent_backward + exposed_backward)
+    backward = _beside(job, 2 * host, backward + sent_backward + exposed_backward)
     if choice.recompute == "full":
         backward, waited = backward + forward, 2 * waited
     elif choice.recompute == "selective":
         backward += core
     return PassTime(forward=forward, backward=backward, weight=weight, communication=waited + sent_backward + exposed_backward)
+
+
+def _beside(job: Job, host: float, device: float) -> float:
+    """The host launches while the device computes; a CPU does one after the other."""
+    return host + device if job.device.kind == "cpu" else max(host, device)
 
 
 def input_time(job: Job, choice: Choice) -> PassTime:

@@ -35,7 +35,9 @@ def product_time(device: Device, width: int, m: int, n: int, k: int, batch: int 
         batch: How many at a time.
     """
     if device.products:
-        return 2 * batch * m * n * k / _measured_rate(device, m, n, k)
+        measured = 4 if device.kind == "cpu" else 2
+        rate = _measured_rate(device, m, n, k) * device.peak(width) / device.peak(measured)
+        return 2 * batch * m * n * k / rate
     traffic = batch * width * (m * k + k * n + m * n) / device.stream
     return max(traffic, min(_tiled(device, width, m, n, k, batch, tile, parts) for tile in _TILES for parts in _PARTS))
 

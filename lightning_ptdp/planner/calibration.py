@@ -1,0 +1,119 @@
+"""What was measured on a machine (``ptdp doctor --calibrate``), in a file: a device for the planner, and whose it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lightning_ptdp.planner.devices import Cluster, Device, Link, known_device
+
+__all__ = ["MACHINE_FILE", "Calibration", "device_here", "load_calibration", "machine", "save_calibration"]
+
+MACHINE_FILE = Path("ptdp-machine.json")
+"""Where ``ptdp doctor --calibrate`` writes, and plan, bench and ``layout="auto"`` look."""
+
+_FORMAT = 1
+_STALE = timedelta(days=90)
+_MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A measured device.
+
+    Attributes:
+        device: As it was measured.
+        machine: Whose it is (``machine()``).
+        made: When, ISO 8601 with a time zone.
+    """
+
+    device: Device
+    machine: Mapping[str, str]
+    made: str
+
+    def doubt(self) -> str:
+        """Why it may not hold here and now, in a sentence; "" if it does."""
+        here = machine()
+        other = [
+            f"{name} {self.machine.get(name)!r}, here {value!r}"
+            for name, value in here.items()
+            if self.machine.get(name) != value
+        ]
+        if other:
+            return f"was measured elsewhere ({'; '.join(other)}): ptdp doctor --calibrate measures this machine"
+        age = datetime.now(UTC) - datetime.fromisoformat(self.made)
+        return f"is {age.days} days old: ptdp doctor --calibrate measures again" if age > _STALE else ""
+
+
+def machine() -> dict[str, str]:
+    """What identifies this machine and its software."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    return {"host": platform.node(), "processor": _processor(), "cores": str(os.cpu_count()), "torch": torch}
+
+
+def save_calibration(device: Device, path: Path) -> None:
+    """Write what was measured here.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    content = {"format": _FORMAT, "made": datetime.now(UTC).isoformat(), "machine": machine(), "device": asdict(device)}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read what was measured.
+
+    Raises:
+        ValueError: The file is none, or holds an absurd figure; the message names it.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        content = json.loads(path.read_text())
+        if content.get("format") != _FORMAT:
+            raise ValueError(f"its format is {content.get('format')!r}, not {_FORMAT}")
+        made = str(content["made"])
+        if datetime.fromisoformat(made).tzinfo is None:
+            raise ValueError(f"made={made!r} has no time zone")
+        return Calibration(device=_device(content["device"]), machine=dict(content["machine"]), made=made)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no file of ptdp doctor --calibrate ({type(error).__name__}: {error}): calibrate again, or name a device"
+        ) from error
+
+
+def device_here(name: str) -> Device | None:
+    """What ``MACHINE_FILE`` in this folder says of a device that calls itself ``name``, if it was measured here; else a preset, or None."""
+    if MACHINE_FILE.is_file():
+        found = load_calibration(MACHINE_FILE)
+        if found.device.name == name and not found.doubt():
+            return found.device
+    return known_device(name)
+
+
+def _device(values: dict[str, Any]) -> Device:
+    cluster = values["cluster"]
+    links = {name: Link(**cluster[name]) for name in ("node", "card", "rail") if cluster.get(name) is not None}
+    products = tuple((int(m), int(n), int(k), float(rate)) for m, n, k, rate in values["products"])
+    if any(not min(product) > 0 for product in products):
+        raise ValueError(f"products={products!r:.80} must be greater than 0")
+    return Device(**{**values, "cluster": Cluster(**{**cluster, **links}), "products": products})
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
