@@ -36,6 +36,21 @@ class View:
         """All of a tensor."""
         return cls(name=name, place=Rectangle.at((0,) * len(shape), shape), dims=tuple(range(len(shape))))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the file's tensor."""
+        return tuple(self.place.shape[dim] for dim in self.dims)
+
+    def in_file(self, place: Rectangle) -> Rectangle:
+        """Where what is at ``place`` of the model's tensor is in the file's."""
+        begin, end = (tuple(ends[dim] for dim in self.dims) for ends in place.seen_from(self.place.begin))
+        return Rectangle(begin, end)
+
+    def turned(self, values: torch.Tensor) -> torch.Tensor:
+        """A view of values of the model's tensor as they lie in the file's."""
+        others = [dim for dim in range(values.dim()) if dim not in self.dims]
+        return values.permute(*others, *self.dims)[(0,) * len(others)]
+
 
 def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
     """What ``save_pretrained`` would write of a model, by the names in its files: every tensor as a part of one of the model's. Where it

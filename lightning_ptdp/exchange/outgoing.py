@@ -147,5 +147,5 @@ def _our_items(
 
 def _item(entries: Mapping[str, TensorEntry], prefix: str, view: View, dtype: torch.dtype | None) -> Item:
     stored = f"{MODEL}{prefix}{view.name}"
-    entry = TensorEntry(shape=tuple(view.place.shape[dim] for dim in view.dims), dtype=converted(entries[stored].dtype, dtype))
-    return Item(stored=stored, place=view.place, dims=view.dims, entry=entry)
+    entry = TensorEntry(shape=view.shape, dtype=converted(entries[stored].dtype, dtype))
+    return Item(stored=stored, view=view, entry=entry)

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
+import torch
 from torch import nn
 
 from lightning_ptdp._transformers import ignored_names
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, Stored, TensorEntry, rectangles_of
 from lightning_ptdp.checkpoint.local import Tensors
+from lightning_ptdp.checkpoint.rectangles import check_cover
+from lightning_ptdp.exchange.conversions import View, views_in_files
 from lightning_ptdp.exchange.folder import list_huggingface
 from lightning_ptdp.exchange.huggingface import our_rectangles
 from lightning_ptdp.exchange.safetensors import StoredTensor, read_stored
@@ -24,7 +26,8 @@ from lightning_ptdp.exchange.safetensors import StoredTensor, read_stored
 __all__ = ["HuggingFaceNames", "HuggingFaceWeights", "OurWeights", "models_in", "names_in", "weights_opener"]
 
 _SHOWN = 8
-_T = TypeVar("_T")
+Parts = Sequence[tuple[StoredTensor, View]]
+"""What is stored of a tensor: each with the part of it that it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class HuggingFaceNames:
         wrapped: Name of a tensor in the model -> those that it has now, in what an adapter put around its module.
         known: Names of the module's tensors, as far as it has them here.
         ignored: What is found in other names that are left out, as regular expressions.
+        views: Name in the files -> what of the model it is, where transformers calls it otherwise in the model or has it in a part.
     """
 
     prefix: str = ""
@@ -48,16 +52,24 @@ class HuggingFaceNames:
     wrapped: Mapping[str, Sequence[str]] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
+    views: Mapping[str, View] = field(default_factory=dict)
 
-    def of(self, stored: Mapping[str, _T]) -> dict[str, _T]:
-        """What is ``stored``, by its names in the module; a tied tensor once."""
+    def of(self, stored: Mapping[str, StoredTensor]) -> dict[str, Parts]:
+        """What is ``stored``, by its names in the module, with where it lies there; a tied tensor once."""
         if self.base and not any(name.startswith(f"{self.base}.") for name in stored):
             stored = {f"{self.base}.{name}": value for name, value in stored.items()}
         if self.own_base and any(name.startswith(f"{self.own_base}.") for name in stored):
             stored = {name.removeprefix(f"{self.own_base}."): value for name, value in stored.items()}
-        named = {self.prefix + now: value for name, value in stored.items() for now in self.wrapped.get(name, (name,))}
+        parts: dict[str, list[tuple[StoredTensor, View]]] = {}
+        for name, value in stored.items():
+            view = self.views.get(name, View.whole(name, value.entry.shape))
+            view = (
+                view if view.shape == value.entry.shape else View.whole(view.name, value.entry.shape)
+            )  # to be refused by its shape
+            parts.setdefault(view.name, []).append((value, view))
+        named = {self.prefix + now: value for name, value in parts.items() for now in self.wrapped.get(name, (name,))}
         named = {name: value for name, value in named.items() if name in self.known or not self._is_ignored(name)}
-        tied = {self.aliases[name]: value for name, value in named.items() if name in self.aliases}
+        tied: dict[str, Parts] = {self.aliases[name]: value for name, value in named.items() if name in self.aliases}
         return {**tied, **{name: value for name, value in named.items() if name not in self.aliases}}
 
     def _is_ignored(self, name: str) -> bool:
@@ -68,7 +80,7 @@ class HuggingFaceNames:
 class HuggingFaceWeights:
     """The tensors of a folder, by the names that a module has for them, of which any rectangle can be read."""
 
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, Parts]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], names: HuggingFaceNames) -> HuggingFaceWeights:
@@ -77,7 +89,10 @@ class HuggingFaceWeights:
         Raises:
             CheckpointError: Files are missing or damaged.
         """
-        return cls({f"model/{name}": value for name, value in names.of(list_huggingface(Path(path))).items()})
+        found = cls({f"model/{name}": parts for name, parts in names.of(list_huggingface(Path(path))).items()})
+        for name, entry in found.tensors.items():
+            check_cover(name.removeprefix("model/"), entry.shape, [view.place for _, view in found.stored[name]], "to load")
+        return found
 
     @property
     def names(self) -> frozenset[str]:
@@ -87,11 +102,24 @@ class HuggingFaceWeights:
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """What there is, by name."""
-        return {name: stored.entry for name, stored in self.stored.items()}
+        found: dict[str, TensorEntry] = {}
+        for name, parts in self.stored.items():
+            shape = tuple(map(max, zip(*(view.place.end for _, view in parts), strict=False)))
+            found[name] = TensorEntry(shape=shape, dtype=parts[0][0].entry.dtype)
+        return found
 
     def fill(self, tensors: Tensors) -> None:
         """Read this process's rectangles, converted to the dtype of their targets."""
-        read_stored((self.stored[wanted.name], wanted) for wanted in rectangles_of(tensors))
+        read_stored(part for wanted in rectangles_of(tensors) for part in self._parts(wanted))
+
+    def _parts(self, wanted: LocalRectangle) -> Iterator[tuple[StoredTensor, LocalRectangle]]:
+        """Of what is stored, and where it goes."""
+        for stored, view in self.stored[wanted.name]:
+            common = view.place.common(wanted.place)
+            if common.numel:
+                there = wanted.within(common)
+                offset, values = view.in_file(common).begin, view.turned(there.values)
+                yield stored, replace(there, full_shape=stored.entry.shape, offset=offset, values=values)
 
     def check(self, model: nn.Module, *, may_lack: Sequence[str] = ()) -> None:
         """Compare names and shapes with those of the whole ``model``, which may be on the meta device.
@@ -194,6 +222,7 @@ def names_in(module: nn.Module, aliases: Mapping[str, str], *, ignored: Sequence
         wrapped=_wrapped(model),
         known=frozenset(module.state_dict()),
         ignored=(*ignored_names(model), *ignored),
+        views=_views(model),
     )
 
 
@@ -204,6 +233,17 @@ def models_in(module: nn.Module) -> dict[str, nn.Module]:
         if hasattr(child, "base_model_prefix") and not any(f"{name}.".startswith(f"{outer}.") or not outer for outer in found):
             found[name] = child
     return found
+
+
+def _views(model: nn.Module) -> dict[str, View]:
+    """What files of a model call otherwise, or cut apart; ``model`` may be a part of itself."""
+    try:
+        with torch.device("meta"):
+            whole = type(model)(model.config)
+    except TypeError:  # a class of the user's own, which is built in another way
+        return {}
+    views = views_in_files(whole, {name: tuple(value.shape) for name, value in whole.state_dict().items()})
+    return {name: view for name, view in views.items() if view != View.whole(name, view.shape)}
 
 
 def _wrapped(model: nn.Module) -> dict[str, list[str]]:

@@ -9,12 +9,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, files
 from lightning_ptdp.checkpoint.archive import as_bytes
 from lightning_ptdp.checkpoint.rectangles import Rectangle
 from lightning_ptdp.checkpoint.stored import runs
+from lightning_ptdp.exchange.conversions import View
 from lightning_ptdp.exchange.folder import INDEX_FILE, ONE_FILE
 from lightning_ptdp.exchange.safetensors import header_of
 
@@ -30,22 +29,13 @@ class Item:
 
     Attributes:
         stored: Name of the tensor of ours that it is in, as checkpoints have it.
-        place: Where it lies in that.
-        dims: For each of its dimensions, which of ours it is; the others are of extent 1 there.
+        view: Which part of that it is.
         entry: What it is in the file.
     """
 
     stored: str
-    place: Rectangle
-    dims: tuple[int, ...]
+    view: View
     entry: TensorEntry
-
-    def theirs(self, block: LocalRectangle) -> tuple[Rectangle, torch.Tensor]:
-        """Where a part of ours is in theirs, and its values as they lie there."""
-        seen = block.place.seen_from(self.place.begin)
-        begin, end = (tuple(ends[dim] for dim in self.dims) for ends in seen)
-        others = (dim for dim in range(len(seen.begin)) if dim not in self.dims)
-        return Rectangle(begin, end), block.to_write().to(self.entry.dtype).permute(*others, *self.dims)
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,7 @@ class FolderPlan:
                 done = 0
                 for name in mine:
                     for one in ours[self.items[name].stored]:
-                        for block in _blocks(one, self.items[name].place):
+                        for block in _blocks(one, self.items[name].view.place):
                             done += self._write(handle, name, block)
                             sync.reached(done)
                 sync.wait()
@@ -140,8 +130,8 @@ class FolderPlan:
 
     def _write(self, handle: int, name: str, block: LocalRectangle) -> int:
         item, (_, begin) = self.items[name], self.places[name]
-        there, values = item.theirs(block)
-        content = as_bytes(values.cpu().contiguous())
+        there = item.view.in_file(block.place)
+        content = as_bytes(item.view.turned(block.to_write().to(item.entry.dtype)).cpu().contiguous())
         done = 0
         for first, last in runs(item.entry.shape, there.begin, there.shape, itemsize=item.entry.dtype.itemsize, gap=1):
             while first < last:

@@ -19,7 +19,16 @@ from torch.utils.data import DataLoader
 from lightning_ptdp.callbacks import ExportHuggingFace
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, read_full, read_metadata
 from lightning_ptdp.checkpoint.rectangles import Rectangle
-from lightning_ptdp.exchange import FolderExport, described_by_module, open_huggingface, to_huggingface, writer
+from lightning_ptdp.exchange import (
+    FolderExport,
+    HuggingFaceWeights,
+    described_by_module,
+    names_in,
+    open_huggingface,
+    to_huggingface,
+    writer,
+)
+from lightning_ptdp.sharding import Piece, Sharding
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.architectures import build
 from tests.huggingface.runs import LitHuggingFace, Run, Samples, fit, make_model
@@ -164,6 +173,21 @@ def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
     ours, theirs = open_huggingface(tmp_path / "out"), open_huggingface(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+    module, known = torch.nn.Module(), {f"net.{key}": value.detach() for key, value in state.items()}
+    module.net = model
+    every = model.named_parameters(remove_duplicate=False)
+    aliases = {f"net.{key}": f"net.{first[id(value)]}" for key, value in every if first[id(value)] != key}
+    stored = HuggingFaceWeights.open(tmp_path / "theirs", names_in(module, aliases))
+    assert stored.names >= known.keys() - {key for key in known if "inv_freq" in key}
+    assert all(stored.tensors[f"model/{key}"].shape == known[key].shape for key in known.keys() & stored.names)
+    for one in halves:  # as two ranks read them
+        if one.name in stored.tensors:
+            read = torch.zeros_like(one.values)
+            piece = Piece(local=(0,) * read.dim(), full=one.offset, size=tuple(read.shape))
+            place = Sharding(full_shape=one.full_shape, local_shape=tuple(read.shape), pieces=(piece,))
+            stored.fill({one.name: (read, place)})
+            assert torch.equal(read, one.values), one.name
 
 
 def _halves(name: str, value: torch.Tensor) -> Iterator[LocalRectangle]:
