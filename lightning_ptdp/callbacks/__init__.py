@@ -15,6 +15,7 @@ from lightning_ptdp.callbacks.save_on_signal import SaveOnSignal
 from lightning_ptdp.callbacks.throughput import Throughput
 from lightning_ptdp.callbacks.timeline import PipelineTimeline
 from lightning_ptdp.callbacks.validate import ValidateAtEnd
+from lightning_ptdp.callbacks.write_samples import WriteSamples
 
 __all__ = [
     "ExportHuggingFace",
@@ -33,4 +34,5 @@ __all__ = [
     "Throughput",
     "TrainPerplexity",
     "ValidateAtEnd",
+    "WriteSamples",
 ]

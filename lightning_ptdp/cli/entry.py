@@ -23,6 +23,7 @@ __all__ = ["VERBS", "main"]
 # verb: (module with a function run(verb, arguments), what it does). Nothing here may import torch: help must be quick.
 _RUN = "lightning_ptdp.cli.run"
 _BENCH = "lightning_ptdp.cli.bench"
+_WRITE = "lightning_ptdp.cli.generate"
 _CONFIGURED = (_RUN, _BENCH)
 VERBS = {
     "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
@@ -30,7 +31,8 @@ VERBS = {
     "test": (_RUN, "evaluate a checkpoint with the module's test_step"),
     "predict": (_RUN, "score every validation sample with a checkpoint: JSON lines, printed or to --output"),
     "prepare": (_RUN, "tokenizer and token chunks of a recipe's data, without training"),
-    "generate": ("lightning_ptdp.cli.generate", "write text with a trained checkpoint"),
+    "generate": (_WRITE, "continue a text with a checkpoint or a Hugging Face model, in any layout"),
+    "chat": (_WRITE, "talk to an instruction model: ptdp chat --checkpoint FOLDER [-t 2 -p 2]"),
     "convert": ("lightning_ptdp.cli.convert", "to and from Hugging Face folders, state dicts and Lightning's single file"),
     "ckpt": ("lightning_ptdp.cli.checkpoint", "inspect, verify or reshard a checkpoint"),
     "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one and where its values come from"),

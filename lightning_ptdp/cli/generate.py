@@ -1,19 +1,16 @@
-"""``ptdp generate``: text from a checkpoint alone."""
+"""``ptdp generate`` and ``ptdp chat``: text from a checkpoint, or a Hugging Face folder, in any layout."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from jsonargparse import ArgumentParser
 
-from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.generation.sampling import Sampling
+from lightning_ptdp.generation import Sampling
+from lightning_ptdp.option_types import Size, check_types
 
-__all__ = ["SampleOptions", "run", "write_text"]
+__all__ = ["SampleOptions", "ServingOptions", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,98 +21,57 @@ class SampleOptions(Sampling):
     prompt: str = "def "
 
 
-def run(verb: str, arguments: list[str]) -> int:
-    """Parse the command line and print the text."""
-    parser = ArgumentParser(
-        prog=f"ptdp {verb}",
-        description="Write text with a trained checkpoint, on one process; the layout it was trained in does not matter.",
-    )
-    parser.add_argument("--checkpoint", type=str, required=True, help="a checkpoint that ptdp fit wrote")
-    parser.add_argument(
-        "--tokenizer", type=str, help="folder that ptdp prepare made; without it the one that the checkpoint names"
-    )
-    parser.add_class_arguments(SampleOptions, as_group=False)
-    given = vars(parser.parse_args(arguments))
-    checkpoint, tokenizer = given.pop("checkpoint"), given.pop("tokenizer")
-    print(write_text(checkpoint, SampleOptions(**given), tokenizer_folder=tokenizer))
-    return 0
-
-
-def write_text(checkpoint: str, options: SampleOptions, *, tokenizer_folder: str | None = None) -> str:
-    """The prompt and its continuation.
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """What writes, and where.
 
     Args:
-        checkpoint: A checkpoint folder, or a single file of Lightning's.
-        options: How to write.
-        tokenizer_folder: Folder of the tokenizer; None: the data folder that the checkpoint names.
-
-    Raises:
-        UserError: The checkpoint is missing, holds no model of ours, or names no tokenizer.
-        CheckpointError, TokenizerError: One of them is damaged.
+        checkpoint: A checkpoint that ptdp fit wrote, in whatever layout, a Lightning checkpoint, or a Hugging Face folder.
+        tokenizer: Folder of the tokenizer; null: the one that the checkpoint names, or of the Hugging Face folder.
+        tensor_parallel_size: t, ranks that share one layer's matrices.
+        pipeline_parallel_size: p, ranks that share the layers.
+        accelerator: cpu or gpu; auto: gpu where torch sees one.
+        precision: Of weights and arithmetic, as the Trainer's.
+        start_method: How the t * p processes are started; fork is quick, and for the CPU.
     """
-    from lightning_ptdp.data.huggingface_tokenizer import load_tokenizer
-    from lightning_ptdp.generation import generate
-    from lightning_ptdp.models import GPTConfig
 
-    state, weights = _read(checkpoint)
-    tokenizer = load_tokenizer(tokenizer_folder or _tokenizer_folder(state, checkpoint))
-    module = _build(state, weights, checkpoint)
-    if not isinstance(getattr(module, "config", None), GPTConfig):
-        raise UserError(f"--checkpoint {checkpoint} holds a {type(module).__name__}, which is not one of our language models")
-    if tokenizer.vocabulary_size > module.config.vocabulary_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary_size} pieces and the model {module.config.vocabulary_size}: name the "
-            "tokenizer that the model was trained with (--tokenizer)"
-        )
-    # A document begins after the end token of the one before it.
-    prompt = tokenizer.encode(options.prompt) or [tokenizer.eos_id]
-    (written,) = generate(module, [prompt], options, eos_ids=(tokenizer.eos_id,))
-    return tokenizer.decode([*prompt, *written])
+    checkpoint: str
+    tokenizer: str | None = None
+    tensor_parallel_size: Size = 1
+    pipeline_parallel_size: Size = 1
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    precision: str = "32-true"
+    start_method: Literal["popen", "fork"] = "popen"
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
-def _read(checkpoint: str) -> tuple[Mapping[str, Any], Mapping[str, object]]:
-    """Lightning's state and the model's whole tensors, by name."""
-    from lightning_ptdp.checkpoint import CheckpointError, read_full, read_state
-    from lightning_ptdp.cli.checks import check_checkpoint
-    from lightning_ptdp.exchange import open_state_dict
-
-    check_checkpoint("--checkpoint", checkpoint)
-    if Path(checkpoint).is_dir():
-        return read_state(checkpoint), read_full(checkpoint)
-    try:
-        weights, state = open_state_dict(checkpoint)
-    except CheckpointError as error:
-        raise UserError(f"--checkpoint {checkpoint} is not a Lightning checkpoint ({error})") from error
-    return state, weights
+_SHORT = {"-t": "--tensor_parallel_size", "-p": "--pipeline_parallel_size"}
+_DESCRIPTIONS = {
+    "generate": "Continue a text with a trained checkpoint or a Hugging Face model, on one process or split over several (-t 2 -p 2).",
+    "chat": "Talk to an instruction model, on one process or split over several (-t 2 -p 2): a line is a question, /new begins another "
+    "conversation, the end of the input (Ctrl-D) ends. Questions may be piped.",
+}
 
 
-def _build(state: Mapping[str, Any], weights: Mapping[str, object], checkpoint: str) -> Any:
-    """The LightningModule with its weights; LitGPT unless the checkpoint names another class."""
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch.cli import instantiate_module
+def run(verb: str, arguments: list[str]) -> int:
+    """Parse the command line, and write."""
+    chats = verb == "chat"
+    parser = ArgumentParser(prog=f"ptdp {verb}", description=_DESCRIPTIONS[verb])
+    parser.add_class_arguments(ServingOptions, as_group=False)
+    if chats:
+        parser.add_argument("--system", type=str, help="what the model is told before the conversation")
+    parser.add_class_arguments(Sampling if chats else SampleOptions, as_group=False)
+    given = vars(parser.parse_args([_SHORT.get(argument, argument) for argument in arguments]))
+    options = ServingOptions(**{field.name: given.pop(field.name) for field in fields(ServingOptions)})
 
-    from lightning_ptdp.models import LitGPT
+    from lightning_ptdp.cli.serving import Chat, Continuation, module_of, serve
+    from lightning_ptdp.generation.text import find_tokenizer
 
-    arguments = {name: value for name, value in state.get("hyper_parameters", {}).items() if name != "_instantiator"}
-    if "_class_path" in arguments:
-        module = instantiate_module(LightningModule, arguments)
-    elif arguments.keys() - inspect.signature(LitGPT).parameters.keys():
-        raise UserError(
-            f"--checkpoint {checkpoint} holds no LitGPT (its settings are {', '.join(sorted(arguments))}); a BERT, for one, writes no text"
-        )
-    elif "config" in arguments:
-        module = LitGPT(**arguments)
-    else:
-        raise UserError(f"--checkpoint {checkpoint} does not say which model it holds: save_hyperparameters() was not called")
-    module.configure_model()
-    module.load_state_dict(weights)
-    return module.eval()
-
-
-def _tokenizer_folder(state: Mapping[str, Any], checkpoint: str) -> str:
-    from lightning_ptdp.exchange.tokenizers import tokenizer_folder
-
-    folder = tokenizer_folder(state)
-    if folder is None:
-        raise UserError(f"--checkpoint {checkpoint} does not name its tokenizer: give the prepared folder with --tokenizer")
-    return folder
+    state, module, ckpt_path = module_of(options.checkpoint)
+    tokenizer, extra = find_tokenizer(state, options.tokenizer), given.pop("system" if chats else "prompt")
+    sampling = Sampling(**given)
+    writer = Chat(tokenizer, sampling, system=extra) if chats else Continuation(tokenizer, sampling, prompt=extra)
+    serve(module, writer, options, ckpt_path=ckpt_path)
+    return 0

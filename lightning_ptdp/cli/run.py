@@ -8,21 +8,21 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_ptdp.callbacks import PredictionWriter, RunRecord, RunReport
+from lightning_ptdp.callbacks import PredictionWriter, RunRecord, RunReport, WriteSamples
 from lightning_ptdp.cli.checks import check_data, check_run, check_weights
 from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.cli.generate import write_text
 from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.cli.resume import find_newest
+from lightning_ptdp.generation import Sampling
 from lightning_ptdp.loggers import MLFlowLogger
-from lightning_ptdp.loggers.connection import keep_text
 from lightning_ptdp.loggers.store import check_writable_folder
 
 __all__ = ["run"]
@@ -88,6 +88,9 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
     for logger in cli.trainer.loggers:
         if isinstance(logger, MLFlowLogger) and layout is not None:
             logger.set_layout(layout.describe())
+    if (sample := cli.config_init.sample) is not None:
+        sampling = Sampling(**{field.name: getattr(sample, field.name) for field in fields(Sampling)})
+        cli.trainer.callbacks.append(WriteSamples([sample.prompt], sampling, at="end"))
     with tempfile.TemporaryDirectory() as folder:
         cli.report.file = str(Path(folder) / "record.json")
         try:
@@ -96,9 +99,6 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
         except BaseException:
             _tell_what_is_left(RunReport.read(cli.report.file))
             raise
-        record = RunReport.read(cli.report.file)
-    if record is not None and cli.trainer.is_global_zero:
-        _sample(cli, record)
     return 0
 
 
@@ -137,20 +137,6 @@ def _launches(trainer: Trainer) -> bool:
     """Whether this process comes before the ranks; one rank of many must leave preparing to Lightning's rank 0."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return environment is None or not environment.creates_processes_externally
-
-
-def _sample(cli: PTDPCLI, record: RunRecord) -> None:
-    options = cli.config_init.sample
-    if options is None or not record.checkpoint:
-        return
-    try:
-        text = write_text(record.checkpoint, options)
-    except ValueError as error:
-        print(f"no sample: {error}", flush=True)
-        return
-    print(f"\nsample (--sample.prompt {options.prompt!r}):\n{text}", flush=True)
-    if record.run_id:
-        keep_text(text, "sample.txt", tracking_uri=record.tracking_uri, run_id=record.run_id)
 
 
 def _tell_what_is_left(record: RunRecord | None) -> None:

@@ -25,7 +25,7 @@ from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.gpt import GPT
 
-__all__ = ["Call", "Decoder", "decoder_of"]
+__all__ = ["Call", "Decoder", "decoder_of", "language_model"]
 
 Rows = Sequence[Sequence[int]]
 Call = Callable[[int], Tensor]
@@ -50,7 +50,7 @@ def decoder_of(module: nn.Module, *, sequence_multiple: int = 1) -> Decoder:
     Raises:
         ValueError: There are several, or one that does not say what follows a token.
     """
-    model = _language_model(module)
+    model = language_model(module) or module
     config: Any = getattr(model, "config", None)
     if isinstance(model, GPT):
         cached: _CachedModel | None = _CachedGPT(model)
@@ -65,7 +65,12 @@ def decoder_of(module: nn.Module, *, sequence_multiple: int = 1) -> Decoder:
     return Cached(cached, limit)
 
 
-def _language_model(module: nn.Module) -> nn.Module:
+def language_model(module: nn.Module) -> nn.Module | None:
+    """The GPT, or the causal model of transformers, in ``module``; None if there is none.
+
+    Raises:
+        ValueError: There are several, or one that does not say what follows a token.
+    """
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
         inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -74,8 +79,8 @@ def _language_model(module: nn.Module) -> nn.Module:
     if len(found) > 1:
         names = " and ".join(f"'{name}'" for name in found)
         raise ValueError(f"there are several models, {names}: give the one that shall write, such as module.{next(iter(found))}")
-    model = next(iter(found.values()), module)
-    if found and not (isinstance(model, GPT) or is_causal_model(model)):
+    model = next(iter(found.values()), None)
+    if model is not None and not (isinstance(model, GPT) or is_causal_model(model)):
         raise ValueError(f"a {type(model).__name__} writes no text: it is no causal language model (GPT, Llama, Qwen, …)")
     return model
 

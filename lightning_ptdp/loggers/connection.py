@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imported when it is used: here, because the parser reads su
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
-__all__ = ["LIMIT_S", "Client", "OpenRun", "RunOptions", "connect", "keep_text", "quiet"]
+__all__ = ["LIMIT_S", "Client", "OpenRun", "RunOptions", "connect", "quiet"]
 
 Client: TypeAlias = "MlflowClient"
 
@@ -109,18 +109,6 @@ def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
             raise
         raise ValueError(f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run") from error
     return inner
-
-
-def keep_text(text: str, artifact_file: str, *, tracking_uri: str, run_id: str) -> None:
-    """Store ``text`` with a run that has ended; a store that is away is a warning."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    from mlflow import MlflowClient
-
-    try:
-        with quiet(*_CHATTY):
-            MlflowClient(tracking_uri).log_text(run_id, text, artifact_file)
-    except Exception as error:
-        warnings.warn(f"{artifact_file} is not kept with run {run_id} in {tracking_uri}: {error}", stacklevel=2)
 
 
 @contextmanager

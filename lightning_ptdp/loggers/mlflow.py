@@ -210,6 +210,14 @@ class MLFlowLogger(Logger):
         self._open().writer.later(lambda: client.log_text(run_id, text, artifact_file), limit_s=LIMIT_S)
 
     @rank_zero_only
+    def log_table(self, columns: Mapping[str, list[object]], artifact_file: str) -> None:
+        """Append rows to a table, which MLflow's pages show."""
+        client, run_id = self.experiment, self.run_id
+        self._open().writer.later(
+            lambda: client.log_table(run_id, data=dict(columns), artifact_file=artifact_file), limit_s=LIMIT_S
+        )
+
+    @rank_zero_only
     def log_dataset(self, dataset: DatasetRecord) -> None:
         """Note what a run reads, as MLflow's pages show datasets."""
         client, run_id = self.experiment, self.run_id

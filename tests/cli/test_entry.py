@@ -18,7 +18,6 @@ from torch.multiprocessing import ProcessExitedException
 from lightning_ptdp.cli import recipe_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
 from lightning_ptdp.cli.errors import UserError, explain, nearest, worker_failure
-from lightning_ptdp.cli.generate import _build
 from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 from lightning_ptdp.cli.short_help import options_in_source
 from lightning_ptdp.config import PTDPConfig
@@ -29,8 +28,8 @@ from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert
 Run = Callable[..., tuple[int, str, str]]
 
 VERBS = [
-    "fit", "validate", "test", "predict", "prepare", "generate", "convert", "ckpt", "recipes", "plan", "timeline", "bench", "doctor",
-    "completion",
+    "fit", "validate", "test", "predict", "prepare", "generate", "chat", "convert", "ckpt", "recipes", "plan", "timeline", "bench",
+    "doctor", "completion",
 ]  # fmt: skip
 
 
@@ -210,12 +209,6 @@ def test_which_errors_are_the_users() -> None:
     assert explain(UserError("so")) == "so"
     assert explain(FileNotFoundError("gone")) == "gone"
     assert explain(RuntimeError("broken")) is None
-
-
-def test_a_bert_writes_no_text() -> None:
-    settings = {"config": {"hidden_size": 32}, "optimizer": {}, "order_weight": 1.0}
-    with pytest.raises(UserError, match=r"x\.ckpt holds no LitGPT .*order_weight.*a BERT"):
-        _build({"hyper_parameters": settings}, {}, "x.ckpt")
 
 
 def test_the_recipe_of_a_bert(ptdp: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -44,8 +45,10 @@ def test_fit_then_validate_then_generate(ptdp: Run, config: str, tmp_path: Path,
     assert code == 0, err
     run = only_run(tmp_path)
     checkpoint = run / "checkpoints" / "last.ckpt"
-    assert "sample (--sample.prompt 'the stage'):\nthe stage" in out
+    (sample,) = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    assert (sample["step"], sample["prompt"], sample["text"][:9]) == (4, "the stage", "the stage")
     if not layout:  # pytest sees what this process prints, not what its children do
+        assert f"sample at step 4 ('the stage'):\n{sample['text']}\n" in out
         assert f"checkpoint:  {checkpoint}" in out
         assert re.search(rf"MLflow run:  http://\S+/#/experiments/\d+/runs/{run.name}\?", out)
 
@@ -56,7 +59,7 @@ def test_fit_then_validate_then_generate(ptdp: Run, config: str, tmp_path: Path,
     assert tracked.data.tags["checkpoint"] == str(checkpoint)
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 4
     artifacts = {path.name for path in Path(tracked.info.artifact_uri.removeprefix("file://")).iterdir()}
-    assert artifacts >= {"config.yaml", "sample.txt"}
+    assert artifacts >= {"config.yaml", "samples.json"}
     assert [entry.dataset.name for entry in tracked.inputs.dataset_inputs] == ["data"] * 2
     assert (tracked.data.params["trainer.max_steps"], tracked.info.run_name[:5]) == ("4", "tiny ")
     if layout:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.generation.decoders import Call, decoder_of
-from lightning_ptdp.generation.sampling import Sampling, choose, draw_numbers
+from lightning_ptdp.generation.decoders import Call, decoder_of, language_model
+from lightning_ptdp.generation.options import Sampling
+from lightning_ptdp.generation.sampling import choose, draw_numbers
 
 __all__ = ["generate"]
 
@@ -68,6 +69,7 @@ def _write(
     *,
     multiple: int,
 ) -> list[list[int]]:
+    _check_ids(module, prompts)
     decoder, rows = decoder_of(module, sequence_multiple=multiple), [list(prompt) for prompt in prompts]
     draws_bn = draw_numbers(sampling, len(rows)).to(device)
     lengths: list[int | None] = [None] * len(rows)
@@ -81,6 +83,16 @@ def _write(
         if None not in lengths:
             break
     return [row[len(prompt) :][:length] for row, prompt, length in zip(rows, prompts, lengths, strict=True)]
+
+
+def _check_ids(module: nn.Module, prompts: Sequence[list[int]]) -> None:
+    config: Any = getattr(language_model(module), "config", None)
+    size = getattr(config, "vocabulary_size", None) or getattr(config, "vocab_size", None)
+    largest = max(map(max, prompts))
+    if isinstance(size, int) and largest >= size:
+        raise ValueError(
+            f"a prompt has the token {largest} and the model a vocabulary of {size}: use the tokenizer that it was trained with"
+        )
 
 
 def _alone(call: Call, choose: Callable[[Tensor], Tensor], **_: object) -> Tensor:

@@ -1,0 +1,165 @@
+"""Text of given prompts while a model is trained: what a loss does not show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_ptdp.callbacks.folder import run_folder
+from lightning_ptdp.generation import Sampling, generate
+from lightning_ptdp.generation.decoders import language_model
+from lightning_ptdp.generation.text import TextTokenizer, find_tokenizer
+from lightning_ptdp.option_types import Size, check_arguments
+
+__all__ = ["WriteSamples"]
+
+_T = TypeVar("_T")
+_DEFAULT = Sampling()
+
+At = Literal["validation", "end"]
+
+
+class WriteSamples(Callback):
+    """Continue prompts with the model as it is, in the layout that it is trained in: no rank gathers it.
+
+    The texts are printed, and appended to ``samples.jsonl`` in the run's folder with step and prompt; an MLflow logger gets them as the
+    table ``samples.json``, a TensorBoard logger as text. Training goes on as it would have without.
+
+    Args:
+        prompts: Texts to continue, or a file with one a line.
+        sampling: How tokens are chosen.
+        chat: Each prompt is what a user says to the model, by the tokenizer's chat template, and the text is the answer.
+        at: "validation": at the end of every validation of a fit; "end": when training has ended, where a problem is only told.
+        every_n_validations: At the end of every n-th validation, beginning with the first.
+        tokenizer: Folder of the tokenizer; None: that of the prepared data, or of the Hugging Face model that the module's ``path`` names.
+
+    Raises:
+        ValueError: There are no prompts; (when fit begins) there is no tokenizer.
+    """
+
+    def __init__(
+        self,
+        prompts: list[str] | str,
+        sampling: Sampling = _DEFAULT,
+        chat: bool = False,
+        at: At = "validation",
+        every_n_validations: Size = 1,
+        tokenizer: str | None = None,
+    ) -> None:
+        check_arguments(WriteSamples.__init__, locals())
+        if not prompts:
+            raise ValueError(f"prompts={prompts!r} must be one text or more, or a file")
+        self.prompts, self.sampling, self.chat, self.at = prompts, sampling, chat, at
+        self.every_n_validations, self.tokenizer = every_n_validations, tokenizer
+        self._validations = 0
+        self._tokenizer: TextTokenizer | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out now what cannot work."""
+        if self.at == "validation":
+            self._encoded(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write, if it is time."""
+        if self.at != "validation" or trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        if self._validations % self.every_n_validations == 0:
+            self._write(trainer, pl_module)
+        self._validations += 1
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write, if it is asked for; by now the run has said where it is."""
+        if self.at == "end":
+            try:
+                if language_model(pl_module) is None:
+                    raise ValueError(f"{type(pl_module).__name__} holds no language model that is known")
+                self._write(trainer, pl_module)
+            except ValueError as error:
+                if trainer.is_global_zero:
+                    print(f"no sample: {error}", flush=True)
+
+    def _write(self, trainer: Trainer, module: LightningModule) -> None:
+        texts, rows, eos_ids = self._encoded(trainer, module)
+        written = generate(module, rows, self.sampling, eos_ids=eos_ids)
+        if self._tokenizer is not None:
+            shown = [new if self.chat else [*row, *new] for row, new in zip(rows, written, strict=True)]
+            self._tell(trainer, texts, [self._tokenizer.decode(ids) for ids in shown])
+
+    def _encoded(self, trainer: Trainer, module: LightningModule) -> tuple[list[str], list[list[int]], frozenset[int]]:
+        """Prompts, their ids, and what ends a text; rank 0 alone has the files and the tokenizer."""
+
+        def encode() -> tuple[list[str], list[list[int]], frozenset[int]]:
+            if self._tokenizer is None:
+                state = {
+                    "hyper_parameters": dict(module.hparams),
+                    "datamodule_hyper_parameters": dict(getattr(getattr(trainer, "datamodule", None), "hparams", {})),
+                }
+                self._tokenizer = find_tokenizer(state, self.tokenizer)
+            tokenizer, texts = self._tokenizer, _texts(self.prompts)
+            rows = [
+                tokenizer.chat([{"role": "user", "content": text}]) if self.chat else tokenizer.encode(text) for text in texts
+            ]
+            return texts, rows, tokenizer.eos_ids
+
+        return on_rank_zero(trainer, encode)
+
+    def _tell(self, trainer: Trainer, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        step = trainer.global_step
+        rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        for row in rows:
+            print(f"\nsample at step {step} ({row['prompt']!r}):\n{row['text']}", flush=True)
+        folder = run_folder(trainer)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:  # a full disk: training does not end for it
+            rank_zero_warn(f"the samples of step {step} could not be kept: {error}")
+        for logger in trainer.loggers:
+            _log(logger, {key: [row[key] for row in rows] for key in rows[0]}, step)
+
+
+def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
+    """What rank 0 makes, on all ranks; collective.
+
+    Raises:
+        ValueError: Rank 0 could not, with its words on all ranks.
+    """
+    made: Any = None
+    problem = ""
+    if trainer.is_global_zero:
+        try:
+            made = make()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    made, problem = trainer.strategy.broadcast((made, problem))
+    if problem:
+        raise ValueError(problem)
+    found: _T = made
+    return found
+
+
+def _texts(prompts: list[str] | str) -> list[str]:
+    if not isinstance(prompts, str):
+        return prompts
+    found = [line for line in Path(prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not found:
+        raise ValueError(f"prompts={prompts!r}: the file has no line with a prompt")
+    return found
+
+
+def _log(logger: Logger, table: dict[str, list[Any]], step: int) -> None:
+    """By what each logger has for text."""
+    if hasattr(logger, "log_table") and hasattr(logger, "run_id"):
+        logger.log_table(table, "samples.json")
+    elif hasattr(logger, "run_id") and hasattr(logger.experiment, "log_table"):  # Lightning's own MLflow logger
+        logger.experiment.log_table(logger.run_id, data=table, artifact_file="samples.json")
+    elif hasattr(logger.experiment, "add_text"):
+        text = "\n\n".join(f"**{prompt}**\n\n{text}" for prompt, text in zip(table["prompt"], table["text"], strict=True))
+        logger.experiment.add_text("samples", text, step)

@@ -1,0 +1,204 @@
+"""A model that is there to write: brought into a layout by the Trainer, as every other run."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import instantiate_module
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ptdp.callbacks.write_samples import on_rank_zero
+from lightning_ptdp.checkpoint import CheckpointError, read_state
+from lightning_ptdp.cli.checks import check_checkpoint
+from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.generate import ServingOptions
+from lightning_ptdp.cli.processes import ending_workers
+from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface
+from lightning_ptdp.generation import Sampling, generate
+from lightning_ptdp.generation.text import Message, TextTokenizer
+from lightning_ptdp.models import LitCausalLM, LitGPT
+from lightning_ptdp.strategy import PTDPStrategy
+
+__all__ = ["Chat", "Continuation", "module_of", "serve"]
+
+_HEARTBEAT_S = 20.0
+"""How long the other ranks wait for a question at most: they would take a longer silence for a lost rank."""
+
+
+class Continuation(Callback):
+    """Print a prompt and what follows."""
+
+    def __init__(self, tokenizer: TextTokenizer, sampling: Sampling, *, prompt: str) -> None:
+        self._tokenizer, self._sampling, self._prompt = tokenizer, sampling, prompt
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write."""
+        row = on_rank_zero(trainer, lambda: self._tokenizer.encode(self._prompt))
+        written = _timed(trainer, pl_module, row, self._sampling, self._tokenizer)
+        if trainer.is_global_zero:
+            print(self._tokenizer.decode([*row, *written]), flush=True)
+
+
+class Chat(Callback):
+    """Answer the lines of the standard input.
+
+    Raises:
+        ValueError: The tokenizer has no chat template, or one without a place for ``system``.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, sampling: Sampling, *, system: str | None) -> None:
+        self._tokenizer, self._sampling = tokenizer, sampling
+        self._begin: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        tokenizer.chat([*self._begin, {"role": "user", "content": "?"}])
+        self._source = _own_input()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Talk until the input ends."""
+        lines = _lines(self._source) if trainer.is_global_zero else queue.Queue()
+        messages, turn = list(self._begin), 0
+        while (question := _next(trainer, lines)) is not None:
+            if question == "/new":
+                messages = list(self._begin)
+                continue
+            messages.append({"role": "user", "content": question})
+            try:
+                row = on_rank_zero(trainer, lambda: self._tokenizer.chat(messages))  # noqa: B023
+            except ValueError as error:
+                if trainer.is_global_zero:
+                    print(f"ptdp: {error}", file=sys.stderr, flush=True)
+                messages.pop()
+                continue
+            sampling = replace(self._sampling, seed=self._sampling.seed + turn)
+            written, turn = _timed(trainer, pl_module, row, sampling, self._tokenizer), turn + 1
+            answer = self._tokenizer.decode(written).strip()
+            messages.append({"role": "assistant", "content": answer})
+            if trainer.is_global_zero:
+                print(answer, flush=True)
+
+
+def serve(module: LightningModule, writer: Callback, options: ServingOptions, *, ckpt_path: str | None) -> None:
+    """Bring ``module`` into its layout, and let ``writer`` write when it is there.
+
+    Raises:
+        ValueError: The layout or the checkpoint does not fit; before a process is started, where it can be known.
+    """
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*(LeafSpec|does not have many workers|callbacks used to create the checkpoint).*")
+    t, p = options.tensor_parallel_size, options.pipeline_parallel_size
+    trainer = Trainer(
+        strategy=PTDPStrategy(tensor_parallel_size=t, pipeline_parallel_size=p, start_method=options.start_method),
+        accelerator=options.accelerator,
+        devices=t * p,
+        precision=options.precision,
+        callbacks=[writer],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with ending_workers(trainer):
+        trainer.predict(module, DataLoader(_Nothing()), ckpt_path=ckpt_path, return_predictions=False)
+
+
+def module_of(checkpoint: str) -> tuple[Mapping[str, Any], LightningModule, str | None]:
+    """A checkpoint's state, the module without its values, and where these are; None: the module knows.
+
+    Raises:
+        UserError: There is no checkpoint, or it does not say which model it holds.
+    """
+    if reads_as_huggingface(Path(checkpoint)):
+        module: LightningModule = LitCausalLM(checkpoint, dtype="auto")
+        return {"hyper_parameters": dict(module.hparams)}, module, None
+    state = _state(checkpoint)
+    arguments = {name: value for name, value in state.get("hyper_parameters", {}).items() if name != "_instantiator"}
+    if "_class_path" in arguments:
+        return state, instantiate_module(LightningModule, arguments), checkpoint
+    kinds: list[Any] = [LitGPT, LitCausalLM]
+    for kind in kinds:
+        parameters = inspect.signature(kind).parameters
+        if arguments and arguments.keys() <= parameters.keys() and next(iter(parameters)) in arguments:
+            return state, kind(**arguments), checkpoint
+    if not arguments:
+        raise UserError(f"--checkpoint {checkpoint} does not say which model it holds: save_hyperparameters() was not called")
+    raise UserError(
+        f"--checkpoint {checkpoint} holds no LitGPT and no LitCausalLM (its settings are {', '.join(sorted(arguments))}); a BERT, for one, "
+        "writes no text"
+    )
+
+
+def _state(checkpoint: str) -> Mapping[str, Any]:
+    """Lightning's."""
+    check_checkpoint("--checkpoint", checkpoint)
+    if Path(checkpoint).is_dir():
+        return read_state(checkpoint)
+    try:
+        return open_state_dict(checkpoint)[1]
+    except CheckpointError as error:
+        raise UserError(f"--checkpoint {checkpoint} is not a Lightning checkpoint ({error})") from error
+
+
+class _Nothing(IterableDataset[object]):
+    """There is nothing to predict."""
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(())
+
+
+def _timed(trainer: Trainer, module: LightningModule, row: list[int], sampling: Sampling, tokenizer: TextTokenizer) -> list[int]:
+    started = time.perf_counter()
+    (written,) = generate(module, [row], sampling, eos_ids=tokenizer.eos_ids)
+    if trainer.is_global_zero and written:
+        speed = len(written) / (time.perf_counter() - started)
+        print(f"({len(row)} tokens read, {len(written)} written, {speed:.3g} a second)", file=sys.stderr, flush=True)
+    return written
+
+
+def _own_input() -> TextIO:
+    """The standard input, also in a forked process, where Python closes its own."""
+    try:
+        return os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8", errors="replace")
+    except (OSError, ValueError):  # somebody has put something else in its place
+        return sys.stdin
+
+
+def _lines(source: TextIO) -> queue.Queue[str | None]:
+    """The lines of the input as they come, and None at its end."""
+    found: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in source:
+            if line.strip():
+                found.put(line.strip())
+        found.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return found
+
+
+def _next(trainer: Trainer, lines: queue.Queue[str | None]) -> str | None:
+    """The next question, on all ranks; None: there is none any more. Collective: ranks that wait hear that it takes time."""
+    if trainer.is_global_zero and sys.stdin is not None and sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    while True:
+        comes, question = True, None
+        if trainer.is_global_zero:
+            try:
+                question = lines.get(timeout=_HEARTBEAT_S)
+            except queue.Empty:
+                comes = False
+        comes, question = trainer.strategy.broadcast((comes, question))
+        if comes:
+            return question

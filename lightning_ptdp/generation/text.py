@@ -1,0 +1,122 @@
+"""Text around token ids: the tokenizer that a model was trained with, whoever made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from lightning_ptdp.data import Tokenizer
+from lightning_ptdp.data.tokenizer import RECORD_FILE
+from lightning_ptdp.exchange.tokenizers import tokenizer_folder
+from lightning_ptdp.models.folder import local_folder
+
+__all__ = ["Message", "TextTokenizer", "find_tokenizer"]
+
+Message: TypeAlias = Mapping[str, str]
+"""``{"role": "user", "content": "…"}``."""
+
+_SETTINGS = "tokenizer_config.json"
+
+
+class TextTokenizer(Protocol):
+    """Text to ids and back.
+
+    Attributes:
+        eos_ids: Ids that end a text.
+    """
+
+    eos_ids: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that shall go on; at least one."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without what is no text."""
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation, up to where the answer begins.
+
+        Raises:
+            ValueError: The tokenizer has no chat template, or one that does not take these messages.
+        """
+
+
+def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextTokenizer:
+    """The tokenizer in ``folder``; None: that of the prepared data, or of the Hugging Face model, which the state of a checkpoint names.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if folder is not None:
+        return _load(folder)
+    parameters = state.get("hyper_parameters") or {}
+    data, model = tokenizer_folder(state), parameters.get("path")
+    named = [*([data] if data is not None else []), *([str(local_folder(model))] if isinstance(model, str) else [])]
+    for place in named:
+        if Path(place, RECORD_FILE).is_file() or Path(place, _SETTINGS).is_file():
+            return _load(place)
+    if not named:
+        raise ValueError("nothing names the tokenizer: give its folder, as ptdp prepare or save_pretrained made it (--tokenizer)")
+    return _load(named[0])
+
+
+def _load(folder: str) -> TextTokenizer:
+    return _HuggingFace(folder) if Path(folder, _SETTINGS).is_file() else _Own(Tokenizer.load(folder))
+
+
+class _Own:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.eos_ids = tokenizer, frozenset([tokenizer.eos_id])
+
+    def encode(self, text: str) -> list[int]:
+        # A document begins after the end token of the one before it.
+        return self._tokenizer.encode(text) or [self._tokenizer.eos_id]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # A model may have more rows than there are pieces.
+        return self._tokenizer.decode([index for index in ids if index < self._tokenizer.vocabulary_size])
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        raise ValueError("the tokenizer of a pretraining corpus has no chat template; ptdp generate continues a text")
+
+
+class _HuggingFace:
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # of many kinds, some without words
+            raise ValueError(f"{folder} holds no tokenizer that transformers can read: {error}") from error
+        self._folder = folder
+        self.eos_ids = frozenset([*_ends(Path(folder)), *filter(None, [self._tokenizer.eos_token_id])])
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer(text)["input_ids"]
+        begins = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
+        return found or [next(index for index in begins if index is not None)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ValueError(f"the tokenizer in {self._folder} has no chat template; ptdp generate continues a text")
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # jinja's, of a template that refuses a role or an order
+            raise ValueError(f"the chat template in {self._folder} does not take this conversation: {error}") from error
+        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+
+def _ends(folder: Path) -> list[int]:
+    """What the model's generation config ends a text with: an instruction model often has more than the tokenizer's one."""
+    file = folder / "generation_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return [index for index in (found if isinstance(found, list) else [found]) if isinstance(index, int)]

@@ -1,0 +1,132 @@
+"""``ptdp generate``, ``ptdp chat`` and samples during training: a Hugging Face folder or a checkpoint, on one process and in a layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_ptdp import PTDPStrategy, Sampling
+from lightning_ptdp.callbacks import WriteSamples
+from lightning_ptdp.cli import main
+from lightning_ptdp.models import LitCausalLM
+from lightning_ptdp.models.tiny import make_tiny
+
+Said = Callable[..., tuple[int, str, str]]
+
+GREEDY = ["--temperature", "0", "--max_new_tokens", "8"]
+PROMPTS = ["def main(", "import"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder."""
+    place = tmp_path_factory.mktemp("served") / "model"
+    make_tiny(place, vocabulary_size=400, num_hidden_layers=2, seed=5)
+    return place
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> Said:
+    """Run ``ptdp`` in this process: exit code, what it and the processes that it starts print, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main(arguments)
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_generate_writes_what_transformers_writes_in_a_layout_too(said: Said, folder: Path) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = model.generate(**tokenizer(PROMPTS[0], return_tensors="pt"), do_sample=False, max_new_tokens=8)[0]
+    expected = tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+    arguments = ["generate", "--checkpoint", str(folder), "--prompt", PROMPTS[0], *GREEDY]
+    assert said(*arguments)[:2] == (0, expected)
+    code, written, err = said(*arguments, "-t", "2", "-p", "2", "--start_method", "fork")
+    assert (code, written) == (0, expected), err
+
+
+def test_chat_answers_line_by_line(said: Said, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "questions"
+    file.write_text("hello\nand you\n/new\nhello\n")
+
+    def chat(*options: str) -> list[str]:
+        with file.open() as stdin:
+            monkeypatch.setattr("sys.stdin", stdin)
+            code, answers, err = said("chat", "--checkpoint", str(folder), "--system", "be short", *GREEDY, *options)
+        assert code == 0, err
+        assert err.count("tokens read") == 3
+        return answers.splitlines()
+
+    alone = chat()
+    assert chat("-p", "2", "--start_method", "fork") == alone
+    assert alone[0] == alone[-1], "a new conversation knows nothing of the old one"
+
+
+class Rows(L.LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        ids = torch.arange(4 * 9).view(4, 9)
+        return DataLoader([{"input_ids": row[:-1], "labels": row[1:]} for row in ids], batch_size=2)
+
+    val_dataloader = train_dataloader
+
+
+def test_samples_are_written_while_a_model_is_trained_and_from_its_checkpoint(said: Said, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join([*PROMPTS, "", ""]))
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(tensor_parallel_size=2, start_method="fork"),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=3,
+        callbacks=[WriteSamples(str(file), Sampling(temperature=0.0, max_new_tokens=8), every_n_validations=2)],
+        logger=CSVLogger(tmp_path, "log", "1"),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LitCausalLM(str(folder)), datamodule=Rows())
+    rows = [json.loads(line) for line in (tmp_path / "log" / "1" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["prompt"]) for row in rows] == [(step, prompt) for step in (2, 6) for prompt in PROMPTS]
+    assert rows[0]["text"] != rows[2]["text"], "it has learned"
+    latest = tmp_path / "log" / "1" / "checkpoints" / "latest"
+    code, written, err = said("generate", "--checkpoint", str(latest), "--prompt", PROMPTS[0], *GREEDY)
+    assert (code, written) == (0, rows[2]["text"] + "\n"), err
+
+
+def test_mistakes(said: Said, folder: Path, tmp_path: Path) -> None:
+    bert = tmp_path / "bert.ckpt"
+    torch.save({"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": {"config": {}, "masking": {}}}, bert)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for name in folder.iterdir():
+        (plain / name.name).symlink_to(name)
+    (plain / "chat_template.jinja").unlink()
+    no_tokenizer = tmp_path / "no tokenizer"
+    no_tokenizer.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (no_tokenizer / name).symlink_to(folder / name)
+    for arguments, words in [
+        (["generate", "--checkpoint", str(bert), "--tokenizer", str(folder)], "writes no text"),
+        (["generate", "--checkpoint", str(tmp_path / "nothing")], "there is no such checkpoint"),
+        (["chat", "--checkpoint", str(plain)], "has no chat template"),
+        (["generate", "--checkpoint", str(no_tokenizer)], "tokenizer"),
+        (["generate", "--checkpoint", str(folder), "-t", "3"], "tensor_parallel_size=3"),
+        (["generate", "--checkpoint", str(folder), "--top_p", "2"], "top_p=2"),
+    ]:
+        code, written, err = said(*arguments)
+        assert (code, written) == (2, ""), err
+        assert words in err.splitlines()[-1]
+    with pytest.raises(ValueError, match=r"prompts=\[\] must be"):
+        WriteSamples([])
