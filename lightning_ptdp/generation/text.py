@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from lightning_ptdp.data import Tokenizer
-from lightning_ptdp.data.tokenizer import RECORD_FILE
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.exchange.tokenizers import tokenizer_folder
 from lightning_ptdp.models.folder import local_folder
 
@@ -16,8 +16,6 @@ __all__ = ["Message", "TextTokenizer", "find_tokenizer"]
 
 Message: TypeAlias = Mapping[str, str]
 """``{"role": "user", "content": "…"}``."""
-
-_SETTINGS = "tokenizer_config.json"
 
 
 class TextTokenizer(Protocol):
@@ -51,19 +49,17 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
     """
     if folder is not None:
         return _load(folder)
-    parameters = state.get("hyper_parameters") or {}
-    data, model = tokenizer_folder(state), parameters.get("path")
+    data, model = tokenizer_folder(state), (state.get("hyper_parameters") or {}).get("path")
+    # What it was trained on last has the word.
     named = [*([data] if data is not None else []), *([str(local_folder(model))] if isinstance(model, str) else [])]
-    for place in named:
-        if Path(place, RECORD_FILE).is_file() or Path(place, _SETTINGS).is_file():
-            return _load(place)
     if not named:
         raise ValueError("nothing names the tokenizer: give its folder, as ptdp prepare or save_pretrained made it (--tokenizer)")
-    return _load(named[0])
+    return _load(next((place for place in named if Path(place).is_dir()), named[0]))
 
 
 def _load(folder: str) -> TextTokenizer:
-    return _HuggingFace(folder) if Path(folder, _SETTINGS).is_file() else _Own(Tokenizer.load(folder))
+    tokenizer = load_tokenizer(folder)
+    return _HuggingFace(tokenizer) if isinstance(tokenizer, HuggingFaceTokenizer) else _Own(tokenizer)
 
 
 class _Own:
@@ -83,18 +79,15 @@ class _Own:
 
 
 class _HuggingFace:
-    def __init__(self, folder: str) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        except Exception as error:  # of many kinds, some without words
-            raise ValueError(f"{folder} holds no tokenizer that transformers can read: {error}") from error
-        self._folder = folder
-        self.eos_ids = frozenset([*_ends(Path(folder)), *filter(None, [self._tokenizer.eos_token_id])])
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        self._folder, self._tokenizer = tokenizer.folder, tokenizer.of_transformers
+        ends = [*_ends(self._folder), self._tokenizer.eos_token_id]
+        self.eos_ids = frozenset(index for index in ends if index is not None)
 
     def encode(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer(text)["input_ids"]
+        while len(found) > 1 and found[-1] in self.eos_ids:
+            found.pop()  # of a tokenizer that ends every text
         begins = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
         return found or [next(index for index in begins if index is not None)]
 
