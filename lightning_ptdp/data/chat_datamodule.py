@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+
+from lightning.pytorch.utilities.parsing import AttributeDict
 
 from lightning_ptdp.data.chat_format import Learn
 from lightning_ptdp.data.chat_store import ChatConfig, prepare_chat, verify_chat
@@ -27,8 +30,8 @@ class ChatDataModule(StreamDataModule):
     trains (or by ``ptdp prepare``), and found there afterwards.
 
     Args:
-        data_dir: Folder of the prepared data.
         tokenizer_dir: Folder of the tokenizer, mostly the model's. ``ptdp`` takes ``model.path`` where there is none.
+        data_dir: Folder of the prepared data. Default: one in ``ptdp-data`` that is named after the data, the tokenizer and the settings.
         path: JSON lines, Parquet, a folder of them, a folder of Hugging Face ``datasets``, or a list; none is questions about the standard
             library's functions, answered by their docstrings.
         columns: Names of the columns, by what they hold: ``messages``; or ``prompt`` and ``response``; or ``instruction``, ``input`` and
@@ -54,8 +57,8 @@ class ChatDataModule(StreamDataModule):
     def __init__(
         self,
         *,
-        data_dir: str,
         tokenizer_dir: str | None = None,
+        data_dir: str | None = None,
         path: str | list[str] | None = None,
         columns: dict[str, str] | None = None,
         chat_template: str | None = None,
@@ -73,9 +76,8 @@ class ChatDataModule(StreamDataModule):
     ) -> None:
         check_arguments(ChatDataModule.__init__, locals())
         super().__init__(**kwargs)
-        self.save_hyperparameters()
-        self.prepare_config = ChatConfig(
-            output=data_dir,
+        config = ChatConfig(
+            output=data_dir or "",
             tokenizer_dir=tokenizer_dir,
             path=path,
             validation_path=validation_path,
@@ -88,7 +90,12 @@ class ChatDataModule(StreamDataModule):
             overwrite=overwrite,
             num_workers=prepare_workers,
         )
-        self.data_dir = Path(data_dir)
+        if data_dir is None and tokenizer_dir is not None:
+            data_dir = config.folder
+        # Checkpoints name the data folder, in which the tokenizer is.
+        self.save_hyperparameters()
+        self.prepare_config = replace(config, output=data_dir or "")
+        self.data_dir = Path(self.prepare_config.output)
         self.packing, self.too_long = packing, too_long
         self.verify_hashes = verify_hashes
 
@@ -96,6 +103,12 @@ class ChatDataModule(StreamDataModule):
     def vocabulary_size(self) -> int:  # type: ignore[override]
         """Number of ids of the tokenizer."""
         return self.prepare_config.tokenizer().vocabulary_size
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """What a logger is told: the data's path under another name than the model's."""
+        values = super().hparams_initial
+        return AttributeDict({"data_path" if name == "path" else name: value for name, value in values.items()})
 
     def check(self, *, num_replicas: int = 1) -> None:
         """Find what is wrong before a process is started: the data, their columns, the tokenizer and its template; and where they are

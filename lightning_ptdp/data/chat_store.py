@@ -102,6 +102,13 @@ class ChatConfig:
         }
         return dict(json.loads(json.dumps(values)))
 
+    @property
+    def folder(self) -> str:
+        """Where to keep what is made with these settings."""
+        settings = json.dumps({**self.settings, "tokenizer": self.tokenizer().fingerprint}, sort_keys=True)
+        roots = _roots(self)
+        return f"ptdp-data/{Path(roots[0]).stem if roots else 'docstrings'}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+
     def listing(self) -> str:
         """A hash of names and sizes of the files: tells changed data without reading them."""
         files = [file for path in (self.path, self.validation_path) if path is not None for file in chat_files(path)]

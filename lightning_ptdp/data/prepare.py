@@ -191,6 +191,7 @@ def _given_tokenizer(config: PrepareConfig) -> AnyTokenizer | None:
             f"tokenizer_dir={config.tokenizer_dir} has a vocabulary of {tokenizer.vocabulary_size}, not vocabulary_size="
             f"{config.vocabulary_size}: use that number"
         )
+    _ = tokenizer.eos_id  # one of Hugging Face's may have none
     for symbol in config.control_symbols:
         tokenizer.control_id(symbol)
     return tokenizer

@@ -41,6 +41,7 @@ from lightning_ptdp.strategy.checks import (
     check_initial_weights,
     check_model,
     check_optimizer_state,
+    check_packing,
     check_trainer,
     on_meta,
     open_initial_weights,
@@ -97,6 +98,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
         if fits(trainer) and len(arguments) > 1:
             for source in (arguments[1], *arguments[3:4]):  # the train dataloader, the datamodule
                 check_data(source, self.config, self.layout)
+                check_packing(self.lightning_module, source, self.config)
                 if trainer.checkpoint_callbacks:
                     check_hyperparameters(source)
 
@@ -110,6 +112,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
         check_model(lightning_module, self.config, self.layout, convert=replacing(self.precision_plugin, self._names))
         if datamodule is not None:
             check_data(datamodule, self.config, self.layout)
+            check_packing(lightning_module, datamodule, self.config)
 
     # ---- the model ----------------------------------------------------------------------------------------------------
 

@@ -9,17 +9,20 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data import ChatDataModule
-from lightning_ptdp.models import AdamWConfig, LitCausalLM, make_tiny
+from lightning_ptdp.models import AdamWConfig, GPTConfig, LitCausalLM, LitGPT, make_tiny
+from lightning_ptdp.strategy.checks import check_packing
+from lightning_ptdp.strategy.checks.packing import why_not_packed
 from tests.huggingface.runs import LAYOUTS, Recorder, make_model
 from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-LENGTH = 64
+LENGTH = 96
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +51,27 @@ def data(root: Path, **options: Any) -> ChatDataModule:
     )
 
 
-def fit(rank: int, root: Path, packing: bool, layout: dict[str, Any], world_size: int, steps: int = 3) -> dict[str, Any]:
+def fit(
+    rank: int,
+    root: Path,
+    packing: bool,
+    layout: dict[str, Any],
+    world_size: int,
+    resume: str | None = None,
+    save: str | None = None,
+) -> dict[str, Any]:
+    """Train three steps, from ``resume`` on where it is given; write a checkpoint into ``save`` after every step."""
     L.seed_everything(3, verbose=False)
-    recorder = Recorder()
+    recorder, steps = Recorder(), 3
+    saving = [ModelCheckpoint(save, "{step}", every_n_train_steps=1, save_top_k=-1)] if save is not None else []
     strategy = PTDPStrategy(**layout)
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=world_size, max_steps=steps, gradient_clip_val=0.5, callbacks=[recorder],
-        logger=False, enable_checkpointing=False, num_sanity_val_steps=0, val_check_interval=steps, check_val_every_n_epoch=None,
+        strategy=strategy, accelerator="cpu", devices=world_size, max_steps=steps, gradient_clip_val=0.5, callbacks=[recorder, *saving],
+        logger=False, enable_checkpointing=bool(saving), num_sanity_val_steps=0, val_check_interval=steps, check_val_every_n_epoch=None,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = LitCausalLM(str(root / "llama"), optimizer=AdamWConfig(learning_rate=5e-3, eps=1e-3))
-    trainer.fit(module, data(root, packing=packing, num_microbatches=2, global_batch_size=8))
+    trainer.fit(module, data(root, packing=packing, num_microbatches=2, global_batch_size=8), ckpt_path=resume)
     return {
         "losses": recorder.losses,
         "norms": recorder.norms,
@@ -90,6 +103,16 @@ def test_every_layout_trains_alike(packing: bool, layout: str, pool: Pool, folde
         assert difference < 1e-5, f"{name} ends {difference:.1e} away"
 
 
+def test_resumed_with_other_replicas_in_the_middle_of_an_epoch(
+    pool: Pool, folder: Path, alone: dict[bool, Any], tmp_path: Path
+) -> None:
+    layout = {"num_microbatches": 2}
+    pool.run(fit, world_size=2, args=(folder, True, layout, 2, None, str(tmp_path)))
+    resumed = pool.run(fit, world_size=1, args=(folder, True, layout, 1, str(tmp_path / "step=1.ckpt")))[0]
+    assert len(data(folder, packing=True)._stream("train")) > 8, "the place is in the middle of an epoch"
+    torch.testing.assert_close(torch.tensor(resumed["losses"]), torch.tensor(alone[True]["losses"][1:]), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox", "phi3"])
 def test_packed_samples_are_as_if_they_were_apart(name: str, folder: Path, tmp_path: Path) -> None:
     """The loss and every gradient of all samples, packed and each in a sequence of its own."""
@@ -114,3 +137,64 @@ def test_packed_samples_are_as_if_they_were_apart(name: str, folder: Path, tmp_p
     torch.testing.assert_close(packed, apart, rtol=1e-6, atol=0)
     for key, value in apart_grads.items():
         assert (packed_grads[key] - value).norm() <= 1e-5 * value.norm() + 1e-7, key
+
+
+class Wrapped(L.LightningModule):
+    """What somebody writes around a model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+
+class Forgetful(Wrapped):
+    """Hands the tokens on only."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.model(batch["input_ids"], labels=batch["labels"]).loss
+
+
+class Inherits(LitCausalLM):
+    """Says nothing of its own."""
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_moe", "falcon", "opt", "gpt_oss", "bloom", "jamba"])
+def test_whether_a_model_keeps_samples_apart_is_known_from_its_code(name: str) -> None:
+    from tests.huggingface.architectures import VOCABULARY, build
+
+    torch.manual_seed(0)
+    model: Any = build(name).float().eval()
+    model.config.use_cache = False
+    tokens = torch.randint(1, VOCABULARY, (1, 12))
+    places = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=tokens, position_ids=places) if name not in ("bloom", "jamba") else model(input_ids=tokens)
+        apart = [model(input_ids=part).logits for part in (tokens[:, :5], tokens[:, 5:])]
+    same = torch.allclose(packed.logits, torch.cat(apart, 1), atol=1e-5, rtol=1e-4)
+    why = why_not_packed(Wrapped(model), Wrapped(model))
+    assert (why is None) == same, why
+
+
+def test_what_would_let_packed_samples_see_each_other_is_refused_before_launch(folder: Path) -> None:
+    packed = data(folder, packing=True)
+    strategy = PTDPStrategy(num_microbatches=2)
+    gpt = LitGPT(GPTConfig(vocabulary_size=400, sequence_length=LENGTH, num_layers=1, hidden_size=16, num_heads=2))
+    model: Any = make_model("llama", vocab_size=400)
+    with pytest.raises(ValueError, match="packing=True, but the attention of LitGPT is not known to tell samples apart"):
+        check_packing(gpt, packed, strategy.config)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM keeps a cache of keys.*config.use_cache = False"):
+        check_packing(Wrapped(model), packed, strategy.config)
+    model.config.use_cache = False
+    check_packing(Wrapped(model), packed, strategy.config)
+    with pytest.raises(ValueError, match="Forgetful does not hand the batch's position_ids to its model"):
+        check_packing(Forgetful(model), packed, strategy.config)
+    check_packing(Forgetful(model), data(folder, packing=False), strategy.config)
+    check_packing(Inherits(str(folder / "llama")), packed, strategy.config)
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(num_microbatches=2), accelerator="cpu", devices=2, logger=False, enable_checkpointing=False
+    )
+    with pytest.raises(ValueError, match="packing=True, but the attention of LitGPT"):
+        trainer.fit(gpt, packed)

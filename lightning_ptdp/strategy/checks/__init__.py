@@ -2,6 +2,7 @@
 
 from lightning_ptdp.strategy.checks.data import check_data
 from lightning_ptdp.strategy.checks.model import CUT_MARK, check_model, on_meta, plan_of, warn_of_batch_norm
+from lightning_ptdp.strategy.checks.packing import check_packing
 from lightning_ptdp.strategy.checks.saved import check_hyperparameters, check_optimizer_state
 from lightning_ptdp.strategy.checks.trainer import check_trainer
 from lightning_ptdp.strategy.checks.weights import check_initial_weights, open_initial_weights
@@ -13,6 +14,7 @@ __all__ = [
     "check_initial_weights",
     "check_model",
     "check_optimizer_state",
+    "check_packing",
     "check_trainer",
     "on_meta",
     "open_initial_weights",
