@@ -6,7 +6,16 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.models.config import TransformerConfig
-from lightning_ptdp.planner import Choice, Job, as_gpt, device_here, find_precision, find_software, simulated_step_time, step_time
+from lightning_ptdp.planner import (
+    Choice,
+    Job,
+    device_here,
+    find_precision,
+    find_software,
+    gpt_sizes,
+    simulated_step_time,
+    step_time,
+)
 from lightning_ptdp.schedule.generators import schedule_name
 
 __all__ = ["predicted_seconds"]
@@ -29,7 +38,7 @@ def predicted_seconds(trainer: Trainer, module: LightningModule, *, samples: int
     microbatches = config.microbatches(rows)
     try:
         job = Job(
-            model=as_gpt(model),
+            model=gpt_sizes(model),
             world_size=layout.world_size,
             global_batch_size=samples // accumulated,
             device=device,

@@ -152,6 +152,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     source = model.add_mutually_exclusive_group()
     source.add_argument("--recipe", dest="config", metavar="NAME", help="a recipe (ptdp recipes list)")
     source.add_argument("--config", "-c", metavar="FILE", help="a configuration of ptdp fit")
+    source.add_argument("--model", metavar="FOLDER", help="a model of Hugging Face's, of which config.json is read")
     for name, (field, text) in _SIZES.items():
         model.add_argument(f"--{name}", dest=field, type=int, metavar="N", help=text)
     model.add_argument("--llama", action="store_true", help="the Llama layout: RMSNorm, rotary positions, SwiGLU, own head")
@@ -223,18 +224,22 @@ def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
     from lightning_ptdp.models.config import BertConfig, GPTConfig
-    from lightning_ptdp.planner import as_gpt
+    from lightning_ptdp.planner import gpt_sizes
 
     given = {field: getattr(options, field) for field, _ in _SIZES.values() if getattr(options, field) is not None}
+    inner = _inner(config, "model")
+    folder = options.model or (inner.get("path") if "config" not in inner else None)
+    if folder is not None:
+        return dataclasses.replace(_of_folder(Path(str(folder))), **given)
     if not config:
         missing = [f"--{name}" for name in ("layers", "hidden", "heads", "sequence") if _SIZES[name][0] not in given]
         if missing:
-            raise UserError(f"there is no model: give --recipe or --config, or also {', '.join(missing)}")
+            raise UserError(f"there is no model: give --recipe, --config or --model, or also {', '.join(missing)}")
         return GPTConfig.llama(**given) if options.llama else GPTConfig.gpt2(**given)
-    sizes = _inner(config, "model").get("config")
+    sizes = inner.get("config")
     if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
         print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
-        return dataclasses.replace(as_gpt(BertConfig(**sizes or {})), **given)
+        return dataclasses.replace(gpt_sizes(BertConfig(**sizes or {})), **given)
     known = [field.name for field in dataclasses.fields(GPTConfig)]
     if not isinstance(sizes, Mapping):
         raise UserError(
@@ -244,6 +249,26 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
         if name not in known:
             raise UserError(f"{options.config}: model.config.{name} is not one of a GPT's sizes{nearest(name, known)}")
     return GPTConfig(**{**sizes, **given})
+
+
+def _of_folder(folder: Path) -> GPTConfig:
+    """The sizes of a model of Hugging Face's, of which only ``config.json`` is read."""
+    from lightning_ptdp.planner import gpt_sizes
+
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder} has no config.json of a Hugging Face model ({type(error).__name__}): give the sizes as options, such as "
+            "--layers 24 --hidden 2048 --heads 16 --sequence 2048"
+        ) from error
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path} holds no mapping: it is none of a Hugging Face model")
+    try:
+        return gpt_sizes(values)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:

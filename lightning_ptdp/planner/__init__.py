@@ -11,12 +11,13 @@ schedules, steps) has a file each.
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.calibration import MACHINE_FILE, Calibration, device_here, load_calibration, save_calibration
 from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
-from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, as_gpt, find_precision
+from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, find_precision
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import layer_parameters, layers_by_stage, stage_parameters
 from lightning_ptdp.planner.products import product_time
 from lightning_ptdp.planner.search import Candidate, Plan, search
+from lightning_ptdp.planner.sizes import gpt_sizes
 from lightning_ptdp.planner.software import SOFTWARE, Software, find_software
 from lightning_ptdp.planner.space import Misfit, Space
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
@@ -42,12 +43,12 @@ __all__ = [
     "Software",
     "Space",
     "StepTime",
-    "as_gpt",
     "device_here",
     "find_device",
     "find_precision",
     "find_software",
     "fullest_rank",
+    "gpt_sizes",
     "head_time",
     "input_time",
     "known_device",

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from lightning_ptdp.models.config import GPTConfig, TransformerConfig
+from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.option_types import Count, Size, check_types
 from lightning_ptdp.planner.devices import Cluster, Device
 from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["PRECISIONS", "Choice", "Job", "Precision", "as_gpt", "find_precision"]
+__all__ = ["PRECISIONS", "Choice", "Job", "Precision", "find_precision"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +175,3 @@ class Choice:
         if self.recompute != "none":
             parts.append(self.recompute + (" 1/t" if self.distribute_saved_activations else ""))
         return " ".join([*parts, *(["zero"] if self.shard_optimizer else [])])
-
-
-def as_gpt(model: TransformerConfig) -> GPTConfig:
-    """What is planned. A BERT keeps and computes what a GPT of its sizes does, but for the attention's mask and the small parts around
-    its head."""
-    if isinstance(model, GPTConfig):
-        return model
-    return GPTConfig(**{name: getattr(model, name) for name in TransformerConfig.__dataclass_fields__})

@@ -108,7 +108,10 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--world", "8"], "there is no model: give --recipe or --config, or also --layers, --hidden, --heads, --sequence"),
+        (
+            ["--world", "8"],
+            "there is no model: give --recipe, --config or --model, or also --layers, --hidden, --heads, --sequence",
+        ),
         ([*SIZES, "--world", "8"], "Give --batch"),
         (["--recipe", "gpt/nan", "--world", "8"], "did you mean 'gpt/nano'"),
         ([*SIZES, "--world", "8", "--batch", "8", "--device", "h300"], "device='h300' is unknown: did you mean 'h200'"),
@@ -161,3 +164,44 @@ def test_files_that_hold_no_model(ptdp: Run, tmp_path: Path, text: str, words: s
     code, _, err = ptdp("plan", "--config", str(path), "--world", "8", "--batch", "8")
     assert code == 2
     assert words in err
+
+
+LLAMA = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+GPT2 = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inner": None}
+
+
+@pytest.mark.parametrize(("config", "size"), [(LLAMA, "8.0 B"), (GPT2, "124.0 M")], ids=["Llama 3 8B", "GPT-2"])
+def test_a_model_of_hugging_faces(ptdp: Run, tmp_path: Path, config: dict[str, object], size: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["--world", "8", "--batch", "16", "--sequence", "512"]
+    _, out, _ = ptdp("plan", "--model", str(tmp_path), *arguments)
+    assert out.startswith(size)
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"model": {"class_path": "LitCausalLM", "init_args": {"path": str(tmp_path)}}}))
+    assert ptdp("plan", "--config", str(file), *arguments)[1] == out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_local_experts": 8}, "num_local_experts=8: mixtures of experts are not planned yet"),
+        ({"head_dim": 256}, "head_dim=256 is not hidden_size / num_attention_heads = 128"),
+        ({"vocab_size": None}, "has no vocab_size"),
+        (None, "has no config.json of a Hugging Face model (FileNotFoundError): give the sizes"),
+    ],
+)
+def test_models_that_are_not_planned(ptdp: Run, tmp_path: Path, changes: dict[str, object] | None, words: str) -> None:
+    if changes is not None:
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    code, _, err = ptdp("plan", "--model", str(tmp_path), "--world", "8", "--batch", "16")
+    assert code == 2 and words in err
