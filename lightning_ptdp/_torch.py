@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -38,6 +38,7 @@ __all__ = [
     "unscale_before_step",
     "untraced",
     "wait_traced",
+    "with_late_waits",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -116,6 +117,20 @@ def wait_traced(x: torch.Tensor) -> torch.Tensor:
     """The result of ``start_traced``; as a view, since torch 2.11's compiler may lose the gradient of what this operator returns."""
     result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return result.view_as(result)
+
+
+def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``torch.compile``, by which a graph waits for a collective where it needs it, as its source says: torch's compiler
+    has it wait where it starts it."""
+    if arguments.get("backend", "inductor") != "inductor":
+        return dict(arguments)
+    from torch._inductor import list_mode_options  # a mode is options by a name, and torch takes one or the other
+
+    late = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": ["sink_waits"]}
+    mode = arguments.get("mode")
+    of_mode = {} if mode is None else list_mode_options(mode, arguments.get("dynamic"))
+    rest = {name: value for name, value in arguments.items() if name != "mode"}
+    return {**rest, "options": {**late, **of_mode, **(arguments.get("options") or {})}}
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_ptdp._torch import is_compiled
+from lightning_ptdp._torch import is_compiled, with_late_waits
 from lightning_ptdp.own_forward import OwnForward, give_back_forwards, replace_forward
 from lightning_ptdp.pipeline.containers import Blocks, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
@@ -81,7 +81,7 @@ def compile_blocks(
     for layer in layers:
         block = module.get_submodule(layer.name)
         if not isinstance(block, Placeholder) and not is_compiled(block):
-            replace_forward(block, CompiledForward, options=options)
+            replace_forward(block, CompiledForward, options=with_late_waits(options))
 
 
 def check_compiler(device: torch.device, options: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+import re
 from typing import Any
 
 import lightning.pytorch as L
@@ -20,6 +21,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPT, gpt_plan
 from lightning_ptdp.parallelize import parallelize
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.tensor_parallel import ColumnParallelLinear
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests import parity
@@ -107,6 +109,26 @@ def _kept_by_a_block(rank: int, compiled: bool) -> int:
 def test_a_compiled_block_keeps_no_gathered_sequence(pool: Pool) -> None:
     (eager,), (compiled,) = (pool.run(_kept_by_a_block, world_size=1, args=(as_graph,)) for as_graph in (False, True))
     assert compiled <= eager  # whose layers gather again what they need
+
+
+def _order_in_a_block(rank: int) -> list[str]:
+    """What the compiled backward of a column layer does, by torch's own compiler."""
+    from torch._inductor.utils import run_and_get_code
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=True), rank=0)
+    options: dict[str, Any] = {"group": mesh.group("tensor"), "sequence_parallel": True}
+    model = nn.Sequential(nn.ModuleList([ColumnParallelLinear(nn.Parameter(torch.ones(4, 6)), **options)]))
+    compile_blocks(model, policy="blocks", blocks=("0",), device=torch.device("cpu"), options={"mode": "default"})
+    x = torch.ones(1, 6, 6, requires_grad=True)
+    _, (_, code) = run_and_get_code(lambda: model[0][0](x).backward(torch.ones(1, 12, 4)))
+    return re.findall(r"(gather_after|reduce_scatter|wait)\w*\.default\(|extern_kernels\.(mm)\(", code)
+
+
+def test_a_graph_waits_for_a_collective_where_it_needs_it(pool: Pool) -> None:
+    (found,) = pool.run(_order_in_a_block, world_size=1)
+    order = ["gather_after", "mm", "reduce_scatter", "wait", "mm", "wait"]  # each collective is beside a product
+    assert ["".join(names) for names in found] == order
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

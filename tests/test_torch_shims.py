@@ -40,6 +40,7 @@ from lightning_ptdp._torch import (
     unscale_before_step,
     untraced,
     wait_traced,
+    with_late_waits,
 )
 from tests.pool import Pool
 
@@ -131,6 +132,20 @@ def test_symmetric_memory_is_there() -> None:
     with mock.patch.object(_symmetric_memory, "get_symm_mem_workspace", autospec=True) as made:
         connect_symmetric_memory("tensor", 8)
     made.assert_called_once_with("tensor", min_size=8)
+
+
+def test_arguments_of_a_compiler_that_waits_late() -> None:
+    """What comes of it: tests/test_compile.py."""
+    from torch._inductor import comms, config
+
+    late = with_late_waits({})["options"]
+    assert all(hasattr(config, name) for name in late)
+    assert all(callable(getattr(comms, name)) for name in late["reorder_for_compute_comm_overlap_passes"])
+    given = with_late_waits({"mode": "max-autotune-no-cudagraphs", "dynamic": False})
+    assert given == {"dynamic": False, "options": {**late, "max_autotune": True, "coordinate_descent_tuning": True}}
+    own = {"options": {"reorder_for_compute_comm_overlap": False, "epilogue_fusion": True}}
+    assert with_late_waits(own)["options"] == {**late, **own["options"]}
+    assert with_late_waits({"backend": "aot_eager"}) == {"backend": "aot_eager"}
 
 
 def test_hooks_are_seen() -> None:
