@@ -50,6 +50,7 @@ from lightning_ptdp.strategy.checks import (
 )
 from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.exporting import ModelSpaceExporting
+from lightning_ptdp.strategy.frozen import lent_parameter
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.memory import explain_memory
 from lightning_ptdp.strategy.options import constructor
@@ -192,8 +193,10 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizer: one, except under manual optimization."""
+        cut = self.layout.pipeline_parallel_size > 1
         try:
-            super().setup_optimizers(trainer)
+            with lent_parameter(self.lightning_module, lambda: self.optimizers) if cut else contextlib.nullcontext():
+                super().setup_optimizers(trainer)
         except ValueError as error:
             if "empty parameter list" not in str(error):
                 raise
