@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["adapter_initializer", "adapters_of", "copies_of", "original_name", "replaced_by", "seen_through"]
+__all__ = [
+    "adapter_initializer",
+    "adapters_of",
+    "copies_of",
+    "original_name",
+    "plain_name",
+    "replaced_by",
+    "seen_through",
+    "set_magnitudes",
+]
 
 _BASES = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_module"}
 
@@ -48,6 +57,11 @@ def seen_through(module: nn.Module, name: str = "", plain: str = "") -> Iterator
             yield from seen_through(child, f"{name}.{key}".lstrip("."), f"{plain}.{own}".strip("."))
 
 
+def plain_name(name: str) -> str:
+    """Of a parameter: the name that it had before peft moved it."""
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
+
+
 def original_name(name: str) -> str:
     """Of a module in a copy of ``modules_to_save``: the same in the original, whose initial values it has."""
     return re.sub(r"\.modules_to_save\.[^.]+", ".original_module", name)
@@ -70,7 +84,20 @@ def _initialize(layer: Any, part: nn.Module, configs: Any) -> None:
         if id(part) not in own and adapter not in part._parameters:
             continue
         for parameter in part.parameters():
-            nn.init.normal_(parameter)
+            nn.init.normal_(parameter)  # where nothing below says otherwise; magnitudes follow from the weights: set_magnitudes
         if isinstance(part, nn.Linear):
             part.reset_parameters()
         layer.reset_lora_parameters(adapter, configs[adapter].init_lora_weights)
+
+
+@torch.no_grad()
+def set_magnitudes(model: nn.Module) -> None:
+    """Let the magnitudes of DoRA be those of the weights that are there, in place: what peft does where it makes an adapter."""
+    for module in model.modules():
+        for adapter in adapters_of(module) or ():
+            layer: Any = module
+            if adapter in layer.lora_magnitude_vector:
+                dora = layer.lora_magnitude_vector[adapter]
+                linear = adapter in layer.lora_A
+                change = layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight if linear else 0.0
+                dora.weight.copy_(dora.get_weight_norm(layer.get_base_layer().weight, change, layer.scaling[adapter]))

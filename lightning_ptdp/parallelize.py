@@ -47,6 +47,7 @@ class ParallelModel:
         cut: This rank's stages (None without a pipeline).
         records: What is known of every local parameter.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
+        names: Of all parameters of the uncut model, tied ones once.
         notes: Remarks for the user.
         split_blocks: Dotted name of the container outside of which sequence parallelism leaves the sequence whole; None: there is
             none.
@@ -57,6 +58,7 @@ class ParallelModel:
     cut: PipelineCut | None = None
     records: Records = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     split_blocks: str | None = None
 
@@ -148,6 +150,7 @@ def parallelize(
         cut=cut,
         records=records,
         aliases=whole.aliases,
+        names=tuple(whole.order),
         notes=tuple(notes),
         split_blocks=planned.split_blocks if layout.sequence_parallel and planned.sequence == "blocks" else None,
     )

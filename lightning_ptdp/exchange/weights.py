@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lightning_ptdp._peft import plain_name
 from lightning_ptdp._transformers import ignored_names
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, Stored, TensorEntry, rectangles_of
 from lightning_ptdp.checkpoint.local import Tensors
@@ -187,20 +188,25 @@ class OurWeights:
                     wanted.values[common.seen_from(wanted.offset).slices].copy_(values)
 
 
-def weights_opener(module: nn.Module, aliases: Mapping[str, str]) -> Callable[[str | os.PathLike[str]], Stored]:
-    """What reads a Hugging Face folder for ``module``, which wraps such a model or is one of ours.
+def weights_opener(
+    module: nn.Module, aliases: Mapping[str, str], names: Iterable[str] | None = None
+) -> Callable[[str | os.PathLike[str]], Stored]:
+    """What reads a Hugging Face folder for ``module``, which wraps such a model or is one of ours. Where it is cut, ``names`` are those of
+    all parameters.
 
     Raises:
         CheckpointError: It holds several of theirs.
     """
-    if any(hasattr(child, "base_model_prefix") for child in module.modules()):
-        return partial(HuggingFaceWeights.open, names=names_in(module, aliases))
+    if any(hasattr(type(child), "base_model_prefix") for child in module.modules()):
+        return partial(HuggingFaceWeights.open, names=names_in(module, aliases, names=names))
     return OurWeights.open
 
 
-def names_in(module: nn.Module, aliases: Mapping[str, str], *, ignored: Sequence[str] = ()) -> HuggingFaceNames:
+def names_in(
+    module: nn.Module, aliases: Mapping[str, str], *, ignored: Sequence[str] = (), names: Iterable[str] | None = None
+) -> HuggingFaceNames:
     """How the tensors of the one Hugging Face model in ``module`` are called; those in which an ``ignored`` expression is found are left
-    out.
+    out. Where the module is cut, ``names`` are those of all parameters.
 
     Raises:
         CheckpointError: There is none, or several.
@@ -214,12 +220,14 @@ def names_in(module: nn.Module, aliases: Mapping[str, str], *, ignored: Sequence
     ((name, model),) = found.items()
     base = str(model.base_model_prefix)
     has_head = base in model._modules
+    prefix = f"{name}." if name else ""
+    every = names if names is not None else (key for key, _ in module.named_parameters(remove_duplicate=False))
     return HuggingFaceNames(
-        prefix=f"{name}." if name else "",
+        prefix=prefix,
         base=base if has_head else "",
         own_base="" if has_head else base,
         aliases=aliases,
-        wrapped=_wrapped(model),
+        wrapped=_wrapped(key.removeprefix(prefix) for key in every if key.startswith(prefix)),
         known=frozenset(module.state_dict()),
         ignored=(*ignored_names(model), *ignored),
         views=_views(model),
@@ -230,7 +238,9 @@ def models_in(module: nn.Module) -> dict[str, nn.Module]:
     """The Hugging Face models in ``module`` by their names there, without those that are parts of others."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        if hasattr(child, "base_model_prefix") and not any(f"{name}.".startswith(f"{outer}.") or not outer for outer in found):
+        if hasattr(type(child), "base_model_prefix") and not any(
+            f"{name}.".startswith(f"{outer}.") or not outer for outer in found
+        ):
             found[name] = child
     return found
 
@@ -246,13 +256,12 @@ def _views(model: nn.Module) -> dict[str, View]:
     return {name: view for name, view in views.items() if view != View.whole(name, view.shape)}
 
 
-def _wrapped(model: nn.Module) -> dict[str, list[str]]:
+def _wrapped(names: Iterable[str]) -> dict[str, list[str]]:
     """Names that peft has moved: a layer with an adapter holds the one that it was, and a module that is trained beside it is there
     twice."""
     found: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        before = re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
-        if before != name:
+    for name in names:
+        if (before := plain_name(name)) != name:
             found.setdefault(before, []).append(name)
     return found
 

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_ptdp.models.adapters import LoraOptions
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.config import BertConfig, GPTConfig, check_tensor_parallel
@@ -29,6 +30,7 @@ __all__ = [
     "LitCausalLM",
     "LitGPT",
     "LitMaskedLM",
+    "LoraOptions",
     "bert_flops_per_sample",
     "bert_plan",
     "check_tensor_parallel",

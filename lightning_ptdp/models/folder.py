@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -11,9 +12,12 @@ from typing import Any
 
 from lightning_ptdp.models.tiny import make_tiny
 
-__all__ = ["InitialWeights", "check_tokenizer", "local_folder", "read_model_config"]
+__all__ = ["ADAPTER_NAMES", "InitialWeights", "check_tokenizer", "fingerprint", "local_folder", "read_model_config"]
 
+ADAPTER_NAMES = ("*.lora_*",)
+"""Patterns of the names that peft's adapters add to a model's."""
 _TINY = "tiny:"
+_SAMPLES, _SAMPLE = 64, 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -58,6 +62,20 @@ def local_folder(path: str) -> Path:
             f"path={path!r}: there is no such folder; name one with config.json and safetensors, or a model on the hub"
         )
     return _of_hub(path)
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells whether the weights of a folder are others than they were: of names, shapes and sizes, and of some values of each file."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+            for start, length in ((0, header + 8), *((size * part // _SAMPLES, _SAMPLE) for part in range(_SAMPLES))):
+                stream.seek(start)
+                digest.update(stream.read(length))
+    return digest.hexdigest()
 
 
 def read_model_config(path: str) -> Any:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.models.folder import InitialWeights, check_tokenizer, local_folder, read_model_config
+from lightning_ptdp.models.adapters import LoraOptions, as_lora
+from lightning_ptdp.models.folder import (
+    ADAPTER_NAMES,
+    InitialWeights,
+    check_tokenizer,
+    fingerprint,
+    local_folder,
+    read_model_config,
+)
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
 from lightning_ptdp.models.optimization import AdamWConfig
 
 __all__ = ["Dtype", "LitCausalLM", "LitMaskedLM"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_BASE = "base_weights"  # in a checkpoint of adapters
 _DEFAULT_OPTIMIZER = AdamWConfig()
 
 
@@ -26,6 +35,7 @@ class _LitHuggingFace(LitTokens):
     _auto_class: ClassVar[str]
     _inputs: ClassVar[tuple[str, ...]]
     _ignores: ClassVar[tuple[str, ...]] = ()
+    _task: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -34,25 +44,28 @@ class _LitHuggingFace(LitTokens):
         pretrained: bool = True,
         dtype: Dtype = "float32",
         attention: str | None = None,
-        adapter: None = None,
+        adapter: LoraOptions | None = None,
         optimizer: AdamWConfig = _DEFAULT_OPTIMIZER,
     ) -> None:
         super().__init__(optimizer)
         if dtype not in get_args(Dtype):
             raise ValueError(f"dtype={dtype!r} must be one of {list(get_args(Dtype))}")
         self.path, self.pretrained, self.dtype_name, self.attention = os.fspath(path), pretrained, dtype, attention
-        self.adapter = adapter
+        self.adapter = as_lora(adapter)
+        self.strict_loading = self.adapter is None  # with one, a checkpoint has what is trained alone
         self.save_hyperparameters(
             {
                 "path": self.path,
                 "pretrained": pretrained,
                 "dtype": dtype,
                 "attention": attention,
-                "adapter": asdict(adapter) if is_dataclass(adapter) else None,
+                "adapter": asdict(self.adapter) if self.adapter is not None else None,
                 "optimizer": asdict(self.optimizer_config),
             }
         )
         self.model: Any = None
+        if self.adapter is not None:
+            self._check_adapter(self.adapter)
 
     def configure_model(self) -> None:
         """Build the model: without values where the strategy fills in its parts, else with those of the folder."""
@@ -78,7 +91,8 @@ class _LitHuggingFace(LitTokens):
                 "is for LitCausalLM, an encoder for LitMaskedLM, and any other goes into a LightningModule of yours"
             ) from None
         check_tokenizer(self.path, self.model.get_input_embeddings().num_embeddings)
-        # Adapters go in here.
+        if self.adapter is not None:
+            self.adapter.inject(self.model, task_type=self._task)
 
     def check_data(self, datamodule: object) -> None:
         """Check that the model has a row for every id and a position for every token of the data, as far as these say; before launch.
@@ -97,9 +111,42 @@ class _LitHuggingFace(LitTokens):
                     f"data.{name}={offered} is more than the {there} {what} in {self.path}; set --data.{name} {there}"
                 )
 
+    def _check_adapter(self, adapter: LoraOptions) -> None:
+        import transformers
+
+        with torch.device("meta"):
+            adapter.check(getattr(transformers, self._auto_class).from_config(read_model_config(self.path)))
+
     def initial_weights(self) -> InitialWeights | None:
         """What the strategy fills the model with; None: initial values are drawn."""
-        return InitialWeights(self.path, ignores=self._ignores) if self.pretrained else None
+        if not self.pretrained:
+            return None
+        return InitialWeights(self.path, may_lack=ADAPTER_NAMES if self.adapter is not None else (), ignores=self._ignores)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """With an adapter: save what is trained alone, and what the rest was."""
+        if self.adapter is None or not self.pretrained:
+            return
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
+        checkpoint[_BASE] = {"path": self.path, "fingerprint": fingerprint(local_folder(self.path))}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check that the checkpoint's adapters are those of this module, beside the same weights.
+
+        Raises:
+            ValueError: They are not.
+        """
+        saved, own = checkpoint.get("hyper_parameters", {}).get("adapter"), self.hparams["adapter"]
+        for name in ("r", "target_modules", "modules_to_save", "bias", "use_dora") if saved and own else ():
+            if _listed(saved[name]) != _listed(own[name]):
+                raise ValueError(f"the checkpoint has adapter.{name}={saved[name]}, and here it is {own[name]}: set it as it was")
+        base = checkpoint.get(_BASE)
+        if base is not None and base["fingerprint"] != fingerprint(local_folder(self.path)):
+            raise ValueError(
+                f"path={self.path!r} has other weights than those beside which the checkpoint's adapters were trained "
+                f"({base['path']}): give the folder as it was"
+            )
 
     def forward(self, input_ids: Tensor, **others: Tensor) -> Tensor:
         """Token ids (b, s) -> logits (b, s, V); ``others`` are the model's own arguments."""
@@ -132,7 +179,7 @@ class LitCausalLM(_LitHuggingFace):
         dtype: Of the parameters; "auto": as the configuration says. A Trainer's precision may change it.
         attention: The model's attn_implementation; None: "sdpa", or "eager" where the model caps its attention scores, which only that
             computes.
-        adapter: None; all parameters are trained.
+        adapter: Low-rank adapters that are trained in place of the weights, and saved without them; None: all parameters are trained.
         optimizer: AdamW and its schedule.
 
     Raises:
@@ -140,6 +187,7 @@ class LitCausalLM(_LitHuggingFace):
     """
 
     _auto_class = "AutoModelForCausalLM"
+    _task = "CAUSAL_LM"
     _inputs = ("input_ids", "position_ids")
 
 
@@ -163,3 +211,7 @@ def _dtype(name: Dtype, config: Any) -> torch.dtype:
 
 def _attention(config: Any) -> str:
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def _listed(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

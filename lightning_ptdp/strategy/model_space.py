@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,14 +82,17 @@ class ModelSpace(RunningStrategy):
         finally:
             module.__dict__.pop("state_dict", None)
 
-    def _model_tensors(self) -> dict[str, tuple[Tensor, Sharding]]:
-        """Local parameters and persistent buffers under their global names, tied ones under the first; before the module is cut: all."""
+    def _model_tensors(self, *, without: Collection[str] = ()) -> dict[str, tuple[Tensor, Sharding]]:
+        """Local parameters and persistent buffers under their global names, tied ones under the first; before the module is cut: all.
+        Left out are those entries of the module's state."""
         records = self.parallel.records if self._is_cut_here else {}
         found: dict[str, tuple[Tensor, Sharding]] = {}
         named: dict[int, str] = {}
         if self._engine is not None:
             self._engine.gradients.parameters_needed()
         for key, value in self.lightning_module.state_dict(keep_vars=True).items():
+            if key in without:
+                continue
             value = checked_tensor(key, value)
             record = records.get(value) if isinstance(value, nn.Parameter) else None
             if record is not None:

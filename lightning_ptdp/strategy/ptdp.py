@@ -27,6 +27,7 @@ from lightning_ptdp._lightning import (
     keep_model_summary,
     lightning_names,
 )
+from lightning_ptdp._peft import set_magnitudes
 from lightning_ptdp.checkpoint import Keeper, same_outcome
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
@@ -162,6 +163,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
         module = self.lightning_module
         if self.layout.divides_model and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
+        built_without_values = awaits_values(module)
         with same_outcome("reading the headers of the initial weights"):
             weights = open_initial_weights(module) if self.config.meta_init else None
         self._parallel = parallelize(
@@ -185,6 +187,8 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
         self._parallel = replace(self.parallel, notes=(*self.parallel.notes, *notes))
         if weights is not None:
             self.load_initial_weights(weights)
+        if built_without_values:
+            set_magnitudes(module)
 
     def _convert(self) -> None:
         self.model = convert(self, self.mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp._lightning import fits
+from lightning_ptdp._peft import set_magnitudes
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     Stored,
@@ -31,6 +33,7 @@ from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, reads_as_huggingface, weights_opener
 from lightning_ptdp.initial_values.materialize import awaits_values
+from lightning_ptdp.models.folder import ADAPTER_NAMES
 from lightning_ptdp.sharding import slice_full
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike
 
@@ -170,6 +173,8 @@ class ModelSpaceRestoring(ModelSpace):
         path = self.broadcast(local_path(path))
         with self.waiting_in(f"loading weights from {path}"):
             missing = self._fill(path, strict=strict, rename=rename)
+        if reads_as_huggingface(path):
+            set_magnitudes(self.lightning_module)
         self._parameters_set()
         return missing
 
@@ -184,6 +189,8 @@ class ModelSpaceRestoring(ModelSpace):
     def _fill(self, path: PathLike, *, strict: bool, rename: Mapping[str, str] | None = None) -> list[str]:
         """``load_weights``, without a word to the optimizer."""
         tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
+        if reads_as_huggingface(path) and not rename:  # there is no adapter in it
+            tensors = {name: entry for name, entry in tensors.items() if not any(fnmatchcase(name, one) for one in ADAPTER_NAMES)}
         found = {MODEL + ours: MODEL + theirs for ours, theirs in (rename or {}).items()}
         only = MODEL if strict and not rename else None
         missing = load_tensors(path, tensors, strict=strict, prefix=only, rename=found, open_stored=self._opener(path, rename))
@@ -195,7 +202,7 @@ class ModelSpaceRestoring(ModelSpace):
             return TensorReader
         if rename:
             return partial(HuggingFaceWeights.open, names=HuggingFaceNames(aliases={}))
-        return weights_opener(self.lightning_module, self.parallel.aliases)
+        return weights_opener(self.lightning_module, self.parallel.aliases, self.parallel.names)
 
     def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
         """Fill this rank's part of the optimizer, by parameter name.

@@ -134,13 +134,14 @@ class ModelSpaceSaving(ModelSpace):
         """The model under its global names, as the hooks of ``on_save_checkpoint`` left it, and the names of what they did not change.
 
         Raises:
-            CheckpointError: They changed it, but this rank holds only a part.
+            CheckpointError: They changed more than what is left out, but this rank holds only a part.
         """
         changes = _changes(self.lightning_module.state_dict(), state)
         if not self.ranks_hold_all:
-            if changes:
-                raise CheckpointError(_cannot_change(changes))
-            return {**self._model_tensors()}, set()
+            removed = {name for name, what in changes.items() if what == "removed"}
+            if others := {name: what for name, what in changes.items() if name not in removed}:
+                raise CheckpointError(_cannot_change(others))
+            return {**self._model_tensors(without=removed)}, set()
         kept = {name: checked_tensor(name, value) for name, value in state.items()}
         for alias, name in self.parallel.aliases.items():
             if alias in kept and name in kept and (kept[alias] is kept[name] or torch.equal(kept[alias], kept[name])):

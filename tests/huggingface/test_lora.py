@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.huggingface.runs import Run, check
-from tests.pool import Pool
+from lightning_ptdp.checkpoint import TensorReader, read_full
+from lightning_ptdp.models import AdamWConfig, LitCausalLM, LoraOptions
+from tests.huggingface.runs import SAMPLES, Run, check, fit, make_model
+from tests.pool import Pool, WorkerFailure
 
 pytest.importorskip("peft")
+
+OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01, decay_steps=4)
 
 
 def adapted(model: str = "llama", layout: dict[str, Any] | None = None, **options: Any) -> Run:
@@ -24,3 +32,47 @@ def test_layouts(layout: str, pool: Pool, reference: Any) -> None:
 @pytest.mark.parametrize("layout", ["t2", "t2sp"])
 def test_adapters_drop_the_same(layout: str, pool: Pool, reference: Any) -> None:
     check(pool, reference, adapted("gpt2", {"keyed_dropout": True}, lora_dropout=0.1, init_lora_weights="gaussian"), layout)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(5)
+    path = tmp_path_factory.mktemp("base") / "llama"
+    make_model("llama").save_pretrained(path, max_shard_size="20KB")
+    return path
+
+
+def causal(run: Run) -> LitCausalLM:
+    assert run.pretrained is not None
+    return LitCausalLM(
+        run.pretrained, adapter=LoraOptions(r=3, modules_to_save=("norm",), **dict(run.options)), optimizer=OPTIMIZER
+    )
+
+
+def test_adapters_alone_are_saved_and_resumed_in_another_layout(pool: Pool, reference: Any, folder: Path, tmp_path: Path) -> None:
+    run = Run(model="labelled", module=causal, pretrained=str(folder), global_batch=SAMPLES)
+    expected = reference(run)
+    saved = str(tmp_path / "saved")
+    half = replace(run, steps=2, save=saved, layout={"tensor_parallel_size": 2}, world_size=2)
+    assert pool.run(fit, world_size=2, args=(half,))[0]["losses"] == pytest.approx(expected["losses"][:2], rel=1e-5)
+    weights = {name: value for name, value in read_full(saved).items() if name.startswith("model.")}
+    trained = {name for name in expected["final"] if ".lora_" in name or ".modules_to_save." in name}
+    assert weights.keys() == trained
+    elements = [math.prod(entry.shape) for entry in TensorReader(saved).tensors.values() if math.prod(entry.shape) > 1]
+    assert sum(elements) == 3 * sum(value.numel() for value in weights.values())  # two states of Adam for each
+    # peft's own count on one process
+    import peft
+
+    lora = LoraOptions(r=3, modules_to_save=("norm",)).config()
+    model = peft.get_peft_model(make_model("llama"), lora)
+    assert sum(value.numel() for value in weights.values()) == model.get_nb_trainable_parameters()[0]
+    layout = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 2}
+    rest = pool.run(fit, world_size=2, args=(replace(run, resume=saved, layout=layout, world_size=2),))[0]
+    assert rest["losses"] == pytest.approx(expected["losses"][2:], rel=1e-5)
+    for name, value in expected["final"].items():
+        torch.testing.assert_close(rest["final"][name], value, rtol=1e-5, atol=1e-6)
+    with open(next(folder.glob("*.safetensors")), "r+b") as stream:
+        stream.seek(-4, 2)
+        stream.write(b"\1\2\3\4")
+    with pytest.raises(WorkerFailure, match="has other weights than those beside which the checkpoint's adapters were trained"):
+        pool.run(fit, world_size=1, args=(replace(run, resume=saved),))
