@@ -86,13 +86,13 @@ class Described:
         return {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(), **self.documents}
 
 
-def described_by_folder(path: Path) -> Described:
-    """By a ``config.json``, or the Hugging Face folder that has it, with the files of the tokenizer and of generation that are there.
+def described_by_folder(path: Path, state: Mapping[str, Any] | None = None) -> Described:
+    """By a ``config.json``, or the Hugging Face folder that has it, with the files that are there, and the tokenizer that ``state`` names.
 
     Raises:
         CheckpointError: It is missing or damaged.
     """
-    return Described(config=read_config(path), documents=files_beside(path))
+    return Described(config=read_config(path), documents=files_beside(path, state))
 
 
 def described_by_state(state: Mapping[str, Any]) -> Described:
@@ -104,21 +104,22 @@ def described_by_state(state: Mapping[str, Any]) -> Described:
     given = state.get("hyper_parameters", {})
     if isinstance(given.get("path"), str):
         try:
-            return described_by_folder(local_folder(given["path"]))
+            return described_by_folder(local_folder(given["path"]), state)
         except ValueError as error:
             raise CheckpointError(f"the checkpoint's model was built from {given['path']}: {error}") from error
     model = model_of_hyper_parameters(given)
     return Described(config=model.write(), documents=tokenizer_of(state), ours=model)
 
 
-def described_by_module(model: Any) -> Described:
-    """By a Hugging Face model, whatever part of it is here; files of the folder that its configuration was read from go along."""
+def described_by_module(model: Any, state: Mapping[str, Any]) -> Described:
+    """By a Hugging Face model, whatever part of it is here. The files of the folder that its configuration was read from go along, with the
+    tokenizer that ``state``, as a checkpoint would have it, says that it was trained with."""
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
     config |= {"use_cache": True} if "use_cache" in config else {}  # it is False while a model is trained
     documents = {"generation_config.json": model.generation_config.to_json_string().encode()} if model.can_generate() else {}
     if model.config.name_or_path:
         with contextlib.suppress(ValueError):
-            documents |= files_beside(local_folder(model.config.name_or_path))
+            documents |= files_beside(local_folder(model.config.name_or_path), state)
     return Described(config=config, documents=documents, kind=type(model))
 
 

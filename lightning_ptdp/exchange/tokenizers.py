@@ -15,11 +15,12 @@ if TYPE_CHECKING:  # imported when it is used
 
 __all__ = ["files_beside", "tokenizer_folder", "tokenizer_of"]
 
-_FILES = (
+_TOKENIZER = (
     "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
-    "preprocessor_config.json", "processor_config.json", "generation_config.json",
 )  # fmt: skip
-"""What ``save_pretrained`` writes beside a model's configuration and weights;"""
+_OTHERS = ("preprocessor_config.json", "processor_config.json", "generation_config.json")
+"""What ``save_pretrained`` writes beside a model's configuration and weights."""
+_TEMPLATE = "chat_template.jinja"
 _SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
@@ -32,15 +33,20 @@ _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def files_beside(config: Path) -> dict[str, bytes]:
-    """By name, the files of a tokenizer and of generation in the folder of a ``config.json``."""
+def files_beside(config: Path, state: Mapping[str, object] | None = None) -> dict[str, bytes]:
+    """By name, the files of a tokenizer and of generation in the folder of a ``config.json``; the tokenizer and the chat template that the
+    data had, where ``state`` (of a checkpoint) names others."""
     folder = config if config.is_dir() else config.parent
-    found = {file for name in _FILES for file in folder.glob(name) if file.is_file()}
-    return {file.name: file.read_bytes() for file in sorted(found)}
+    trained = tokenizer_of(state or {})
+    found = {file for name in (*_OTHERS, *(() if trained else _TOKENIZER)) for file in folder.glob(name) if file.is_file()}
+    files = {file.name: file.read_bytes() for file in sorted(found)} | trained
+    given = (state or {}).get("datamodule_hyper_parameters")
+    template = given.get("chat_template") if isinstance(given, Mapping) else None
+    return files | ({_TEMPLATE: Path(template).read_bytes()} if template is not None and Path(template).is_file() else {})
 
 
 def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
-    """By name, files from which transformers reads the tokenizer that a model of ours was trained with; nothing where its folder is not
+    """By name, files from which transformers reads the tokenizer that a model was trained with; nothing where its folder is not
     there any more.
 
     It gives the same ids, but for the character U+2581, which it takes for a space, and for a text that spells a special piece. With
@@ -61,7 +67,7 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
     except TokenizerError:
         return {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.files
+        return {name: content for name, content in tokenizer.files.items() if name != "config.json"}
     document, settings, inputs = _document(tokenizer), dict[str, Json](_SETTINGS), ["input_ids", "attention_mask"]
     if CLS in tokenizer.pieces:
         document["post_processor"] = _template({piece: tokenizer.control_id(piece) for piece in (CLS, SEP)}, CLS, SEP)

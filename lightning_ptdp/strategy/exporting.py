@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -64,13 +63,11 @@ class ModelSpaceExporting(ModelSpace):
         Raises:
             CheckpointError: It holds several Hugging Face models, or none and is none of ours.
         """
-        module = self.lightning_module
+        module, data = self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
+        owners = {"hyper_parameters": module, "datamodule_hyper_parameters": data}
+        state = {name: dict(getattr(one, "hparams", {})) for name, one in owners.items()}
         found = models_in(module)
         if not found:
-            state: dict[str, Any] = {"hyper_parameters": dict(module.hparams)}
-            data = getattr(module.trainer, "datamodule", None)
-            if data is not None:
-                state["datamodule_hyper_parameters"] = dict(data.hparams)
             return described_by_state(state), prefix
         wanted = [name for name in found if prefix is None or name == prefix.removesuffix(".")]
         if len(wanted) != 1:
@@ -78,4 +75,4 @@ class ModelSpaceExporting(ModelSpace):
                 f"{type(module).__name__} holds the Hugging Face models {sorted(found)}: name the one to export, such as "
                 f"prefix='{next(iter(found))}.'"
             )
-        return described_by_module(found[wanted[0]]), f"{wanted[0]}." * bool(wanted[0])
+        return described_by_module(found[wanted[0]], state), f"{wanted[0]}." * bool(wanted[0])

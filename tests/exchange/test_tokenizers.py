@@ -10,8 +10,10 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_ptdp.data import Tokenizer
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.words import SPECIAL_PIECES
-from lightning_ptdp.exchange.tokenizers import tokenizer_of
+from lightning_ptdp.exchange.tokenizers import files_beside, tokenizer_of
+from lightning_ptdp.models.tiny import make_tiny
 
 TEXTS = [
     "",
@@ -58,3 +60,35 @@ def test_that_of_a_bert_makes_texts_and_pairs_as_in_training(tmp_path: Path) -> 
 
 def test_there_is_none_where_the_data_are_gone(tmp_path: Path) -> None:
     assert tokenizer_of({}) == tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "gone")}}) == {}
+
+
+def test_the_tokenizer_of_the_data_goes_in_the_place_of_the_models(tmp_path: Path) -> None:
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "vocab.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    ):
+        (tmp_path / name).write_text(f"the model's {name}")
+    beside = files_beside(tmp_path)
+    assert sorted(beside) == ["chat_template.jinja", "generation_config.json", "tokenizer.json", "vocab.json"]
+    Tokenizer.train(TEXTS * 20, vocabulary_size=600).save(tmp_path / "data")
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    state = {"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "data"), "chat_template": str(tmp_path / "mine.jinja")}}
+    given = files_beside(tmp_path / "config.json", state)
+    assert given == {
+        **tokenizer_of(state),
+        "generation_config.json": b"the model's generation_config.json",
+        "chat_template.jinja": b"{{ messages }}",
+    }
+    HuggingFaceTokenizer(_tiny(tmp_path / "tiny")).save(tmp_path / "prepared")
+    state["datamodule_hyper_parameters"]["data_dir"] = str(tmp_path / "prepared")
+    assert "config.json" not in tokenizer_of(state)  # it would be the model's
+    assert "tokenizer.json" in tokenizer_of(state)
+
+
+def _tiny(folder: Path) -> Path:
+    make_tiny(folder, vocabulary_size=300)
+    return folder

@@ -166,7 +166,7 @@ def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
     model, first = build(name), dict[int, str]()
     state = {key: value for key, value in model.state_dict(keep_vars=True).items() if first.setdefault(id(value), key) == key}
     halves = [part for key, value in state.items() for part in _halves(f"model/net.{key}", value.detach())]
-    export = FolderExport(target=tmp_path / "out", described=described_by_module(model), prefix="net.")
+    export = FolderExport(target=tmp_path / "out", described=described_by_module(model, {}), prefix="net.")
     export.check(halves)
     export.write(halves)
     model.save_pretrained(tmp_path / "theirs")
