@@ -103,7 +103,7 @@ def parallelize(
         partition: Layers a stage, or the name of each stage's first layer, for an uneven cut on purpose.
         seed: Decides the initial values of meta modules.
         device: Where parameters go.
-        left: Names of meta parameters for which no initial values are drawn: they are zero, for somebody to fill.
+        left: Names of meta parameters for which no initial values are drawn: somebody fills them.
 
     Raises:
         ValueError: The plan, the partition or the sizes do not fit the model.
@@ -133,7 +133,7 @@ def parallelize(
     shardings = _build_local(module, planned, kinds, materialize, whole, mesh)
     if tensor.size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
-    make_room(module, device=device)
+    make_room(module, device=device, padded={parameter for parameter, one in shardings.items() if one.num_padding})
     copies = {c for kind in kinds.values() for c in kind.copies(mesh.group(kind.axis).size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
     records = _records(module, shardings, whole, cut, mesh, copy_groups)

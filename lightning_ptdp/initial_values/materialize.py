@@ -33,12 +33,13 @@ def awaits_values(model: nn.Module) -> bool:
     return any(is_meta(module) for module in model.modules())
 
 
-def make_room(model: nn.Module, *, device: torch.device) -> None:
-    """Put memory on ``device``, all zero, in the place of every parameter that is on the meta device; it stays the same object."""
+def make_room(model: nn.Module, *, device: torch.device, padded: Collection[nn.Parameter] = ()) -> None:
+    """Put memory on ``device`` in the place of every parameter that is on the meta device; it stays the same object. It is zero for those
+    that are ``padded``, of which somebody will not fill everything."""
     for parameter in model.parameters():
         if parameter.is_meta:
-            room = nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, room)
+            make = torch.zeros_like if parameter in padded else torch.empty_like
+            torch.utils.swap_tensors(parameter, nn.Parameter(make(parameter, device=device), parameter.requires_grad))
 
 
 class Materializer:

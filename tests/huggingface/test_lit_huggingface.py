@@ -203,7 +203,7 @@ def test_no_initial_values_are_drawn_and_no_weights_are_mapped(
     for name, module in lit.named_modules():
         if module._parameters:
             make(module, name)
-    make_room(lit, device=torch.device("cpu"))
+    make_room(lit, device=torch.device("cpu"), padded=set(lit.parameters()))
     assert lit.model.lm_head.weight is lit.model.model.embed_tokens.weight
     assert not any(parameter.is_meta or parameter.any() for parameter in lit.parameters())
     tensors = {f"model/{name}": (value.detach(), Sharding.replicated(value.shape)) for name, value in lit.named_parameters()}
