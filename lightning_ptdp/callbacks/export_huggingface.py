@@ -24,8 +24,9 @@ class ExportHuggingFace(pl.Callback):
     each what it has.
 
     Needs the "ptdp" strategy, and a module that wraps a Hugging Face model or is one of ours. Beside the weights, as a checkpoint would
-    hold them, there are ``config.json``, ``generation_config.json`` and the files of the tokenizer of the folder that the model's
-    configuration was read from. What cannot be exported is an error before the first step.
+    hold them (adapters of LoRA are merged into those beside which they are trained), there are ``config.json``,
+    ``generation_config.json``, and the tokenizer and chat template that the data had, or those of the folder that the model's configuration
+    was read from. What cannot be exported is an error before the first step.
 
     Args:
         folder: The folder to make, on a file system that all ranks share; one of that kind is replaced when the new one is whole.

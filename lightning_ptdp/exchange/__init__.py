@@ -8,6 +8,7 @@ from lightning_ptdp.exchange.export import SHARD_BYTES, FolderExport, to_hugging
 from lightning_ptdp.exchange.families import FAMILIES
 from lightning_ptdp.exchange.folder import open_huggingface, reads_as_huggingface
 from lightning_ptdp.exchange.huggingface import from_huggingface
+from lightning_ptdp.exchange.merging import merged_rectangles
 from lightning_ptdp.exchange.outgoing import Described, described_by_module, described_by_state
 from lightning_ptdp.exchange.plain import from_state_dict, open_state_dict, to_state_dict
 from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
@@ -31,6 +32,7 @@ __all__ = [
     "from_huggingface",
     "from_state_dict",
     "kind_of",
+    "merged_rectangles",
     "models_in",
     "names_in",
     "open_huggingface",

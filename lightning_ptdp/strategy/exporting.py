@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, local_path, rectangles_of, same_outcome
-from lightning_ptdp.exchange import SHARD_BYTES, Described, FolderExport, described_by_module, described_by_state, models_in
+from lightning_ptdp.checkpoint import CheckpointError, local_path, same_outcome
+from lightning_ptdp.exchange import (
+    SHARD_BYTES,
+    Described,
+    FolderExport,
+    described_by_module,
+    described_by_state,
+    merged_rectangles,
+    models_in,
+)
 from lightning_ptdp.strategy.model_space import MODEL, ModelSpace, PathLike
 
 __all__ = ["ModelSpaceExporting"]
@@ -28,7 +37,8 @@ class ModelSpaceExporting(ModelSpace):
     ) -> None:
         """Write the model, as a checkpoint of now would hold it, as a Hugging Face folder: ``config.json``, ``generation_config.json``,
         safetensors with their index, and the files of the tokenizer beside the configuration that the model was built from. The module
-        wraps a Hugging Face model, or is one of ours. All ranks enter it, after ``setup``, and write together.
+        wraps a Hugging Face model, into which adapters of LoRA are merged, or is one of ours. All ranks enter it, after ``setup``, and
+        write together.
 
         Args:
             folder: On a file system that all ranks share; an existing folder of that kind is replaced when the new one is whole.
@@ -48,8 +58,8 @@ class ModelSpaceExporting(ModelSpace):
                     raise CheckpointError(
                         "the model has no values yet: export_huggingface is for when fit has set the strategy up"
                     )
-                tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
-                rectangles: list[LocalRectangle] = rectangles_of(tensors)
+                merged = merged_rectangles(self.lightning_module, self._model_tensors())
+                rectangles = [replace(one, name=MODEL + one.name) for one in merged]
                 described, prefix = self._described(prefix)
             export = FolderExport(target=target, described=described, prefix=prefix, dtype=dtype, shard_bytes=shard_bytes)
             if check_only:
