@@ -11,6 +11,9 @@ import pytest
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PYTHONPATH"] = f"{Path(__file__).with_name('starts')}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(
+    os.pathsep
+)
 
 from tests.pool import Pool
 from tests.quick import is_quick

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -74,10 +75,11 @@ from lightning_ptdp.cli import main
 assert main(["recipes", "show", "gpt/nano", "--resolved"]) == 0
 print([name for name in ("mlflow", "transformers", "torchvision", "scipy", "matplotlib", "litdata") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # as a user starts it, without tests/starts
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     told, _, imported = done.stdout.rstrip().rpartition("\n")
     assert imported == "[]", done.stderr
-    assert ptdp("recipes", "show", "gpt/nano", "--resolved")[1].rstrip() == told  # here with all that there is
+    assert ptdp("recipes", "show", "gpt/nano", "--resolved")[1].rstrip() == told
     assert yaml.safe_load(told)["model"]["init_args"]["optimizer"]["betas"] == [0.9, 0.95]
 
 

@@ -127,7 +127,7 @@ def test_torchrun_and_then_slurm_really_train_and_continue(
     package = Path(__file__).resolve().parents[2]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")
     clean = {key: value for key, value in os.environ.items() if key not in names and not key.startswith("SLURM")}
-    clean |= {"PATH": f"{tmp_path}:{clean['PATH']}", "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    clean |= {"PATH": f"{tmp_path}:{clean['PATH']}", "PYTHONPATH": f"{clean['PYTHONPATH']}:{package}"}
     monkeypatch.chdir(tmp_path)
     common = ["fit", "--config", config, *STRATEGY, "--sample=null"]
 

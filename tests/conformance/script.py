@@ -119,7 +119,7 @@ def main() -> None:
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
     }
     if SETTINGS.get("evaluate"):
-        result["evaluated"] = [run(module, data, verbose=False)[0]["val_loss"] for run in (trainer.validate, trainer.test)]
+        result["evaluated"] = getattr(trainer, SETTINGS["evaluate"])(module, data, verbose=False)[0]["val_loss"]
     if SETTINGS.get("deep"):
         result["whole"] = {name: value.tolist() for name, value in trainer.strategy.gather_state_dict().items()}
     (FOLDER / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
