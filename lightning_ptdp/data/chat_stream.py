@@ -74,9 +74,12 @@ class ChatStream(SampleStream):
                 f"{folder}: no {split} sample has at most sequence_length={sequence_length} (+ 1) tokens, the shortest has {lengths.min()}"
             )
         sizes = np.minimum(lengths[kept] - 1, sequence_length)
-        self._groups = [kept[group] for group in pack(sizes, sequence_length)] if packing else list(kept[:, None])
+        alone = (np.arange(len(kept)), np.arange(len(kept) + 1))
+        order, begins = pack(sizes, sequence_length) if packing else alone
+        self._begins: np.ndarray = begins
+        self._order = kept[order]
         super().__init__(
-            samples=len(self._groups),
+            samples=len(self._begins) - 1,
             sequence_length=sequence_length,
             max_samples=max_samples,
             fingerprint=hashlib.sha256(f"{self._store.fingerprint} {packing} {too_long}".encode()).hexdigest(),
@@ -88,8 +91,8 @@ class ChatStream(SampleStream):
         rows = np.zeros((len(visits), 3, length), np.int32)
         rows[:, 1] = IGNORE_INDEX
         for row, visit in zip(rows, visits, strict=True):
-            place = 0
-            for sample in self._groups[visit % self._size] if visit != PADDING else ():
+            place, number = 0, visit % self._size
+            for sample in self._order[self._begins[number] : self._begins[number + 1]] if visit != PADDING else ():
                 ids, learned = self._store.read(int(sample))
                 size = min(len(ids) - 1, length)
                 here = slice(place, place + size)

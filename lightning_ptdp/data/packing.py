@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 __all__ = ["pack"]
 
 
-def pack(sizes: np.ndarray, capacity: int) -> list[np.ndarray]:
+def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Samples put together so that no group has more than ``capacity`` tokens and few groups are needed.
 
     Each sample, the longest first, goes to the group with the least room that takes it. A group keeps its samples in their order, and
@@ -18,7 +20,7 @@ def pack(sizes: np.ndarray, capacity: int) -> list[np.ndarray]:
         capacity: Tokens of a group.
 
     Returns:
-        Sample numbers of every group, int64.
+        The samples, group after group, and where each group begins and the last one ends, both int64.
     """
     groups: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
@@ -39,4 +41,6 @@ def pack(sizes: np.ndarray, capacity: int) -> list[np.ndarray]:
         if left:
             by_room.setdefault(left, []).append(group)
             rooms |= 1 << left
-    return [np.array(group, np.int64) for group in sorted(map(sorted, groups))]
+    groups = sorted(map(sorted, groups))
+    ends = np.cumsum([0, *map(len, groups)], dtype=np.int64)
+    return np.fromiter(chain.from_iterable(groups), np.int64, len(sizes)), ends

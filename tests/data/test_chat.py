@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_ptdp.cli import main
 from lightning_ptdp.data import ChatDataModule
 from lightning_ptdp.data.chat_format import ChatFormat
 from lightning_ptdp.data.conversations import FaultyRow
-from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.data.packing import pack
 from lightning_ptdp.models import make_tiny
 
@@ -166,10 +167,10 @@ def test_packing_keeps_every_sample_once_and_begins_positions_anew(model: Path, 
 
 def test_packing_is_dense_and_each_sample_is_somewhere() -> None:
     sizes = np.random.default_rng(0).integers(1, 24, 500)
-    groups = pack(sizes, 64)
-    assert sorted(np.concatenate(groups).tolist()) == list(range(500))
-    assert max(int(sizes[group].sum()) for group in groups) <= 64
-    assert len(groups) <= 1.03 * sizes.sum() / 64 + 1
+    order, begins = pack(sizes, 64)
+    assert sorted(order.tolist()) == list(range(500))
+    assert np.add.reduceat(sizes[order], begins[:-1]).max() <= 64
+    assert len(begins) - 1 <= 1.03 * sizes.sum() / 64 + 1
 
 
 def test_samples_that_are_too_long(model: Path, chat: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -281,3 +282,19 @@ def test_a_folder_made_with_other_settings_or_damaged_is_not_used(model: Path, c
     tokens.write_bytes(content)
     with pytest.raises(ValueError, match=r"tokens.bin is damaged"):
         data(model, chat, tmp_path / "store", learn="last_answer").check()
+
+
+def test_ptdp_takes_the_tokenizer_of_the_model(
+    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Conversations and text alike; a folder for each data and tokenizer, where none is named."""
+    monkeypatch.chdir(tmp_path)
+    given = ["--model.path", str(model)]
+    assert main(["prepare", "--config", "hf/sft", *given, "--data.path", str(chat), "--data.validation_fraction", "0.2"]) == 0
+    assert re.search(r"train: 32 samples in \d+ sequences", capsys.readouterr().out)
+    (store,) = (tmp_path / "ptdp-data").iterdir()
+    assert store.name.startswith("chat-")
+    chat.with_name("text.jsonl").write_text('{"text": "some words"}\n{"text": "some other words"}\n')
+    text = ["--data.source", str(chat.with_name("text.jsonl")), "--data.data_dir", "text"]
+    assert main(["prepare", "--config", "hf/nano", *given, *text, "--data.validation_fraction", "0.5"]) == 0
+    assert load_tokenizer("text").fingerprint == load_tokenizer(store).fingerprint == HuggingFaceTokenizer(model).fingerprint
