@@ -163,6 +163,10 @@ def test_packing_keeps_every_sample_once_and_begins_positions_anew(model: Path, 
         assert size in sizes
         expected.append((tokens[:size], labels[:size]))
     assert sorted(found) == sorted(expected)
+    decode = HuggingFaceTokenizer(model).of_transformers.decode
+    for _, labels in expected:
+        said = decode([label for label in labels if label >= 0])
+        assert re.fullmatch(r"It is \d+, (more )*<\|im_end\|>Yes\.<\|im_end\|>", said)
 
 
 def test_packing_is_dense_and_each_sample_is_somewhere() -> None:
