@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,11 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
     named = [*([data] if data is not None else []), *([str(local_folder(model))] if isinstance(model, str) else [])]
     if not named:
         raise ValueError("nothing names the tokenizer: give its folder, as ptdp prepare or save_pretrained made it (--tokenizer)")
-    return _load(next((place for place in named if Path(place).is_dir()), named[0]))
+    *others, last = named
+    for place in others:
+        with contextlib.suppress(ValueError):  # a folder of data may have none
+            return _load(place)
+    return _load(last)
 
 
 def _load(folder: str) -> TextTokenizer:
