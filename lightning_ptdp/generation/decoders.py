@@ -103,8 +103,9 @@ class Uncached:
         """See ``Decoder``."""
         rows = [row[-self.limit :] if self.limit else row for row in rows]
         width = -(-max(map(len, rows)) // self.multiple) * self.multiple
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-        every, last = torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows]).to(device, non_blocking=True)
+        last = torch.tensor([len(row) - 1 for row in rows]).to(device, non_blocking=True)
+        every = torch.arange(len(rows), device=device)
 
         def call(stage: int) -> Tensor:
             output: Any = self.model(ids)
@@ -145,7 +146,7 @@ class Cached:
         places = (real.cumsum(1) - 1).clamp(min=0)[:, self._done :]
         ids = torch.tensor([[*[0] * (width - len(row)), *row][self._done :] for row in rows])
         self._done = width
-        ids, real, places = (tensor.to(device) for tensor in (ids, real, places))
+        ids, real, places = (tensor.to(device, non_blocking=True) for tensor in (ids, real, places))
         return partial(self._call, ids, real, places, padded=bool(padding.any())), tuple(ids.shape)
 
     def _call(self, ids: Tensor, real: Tensor, places: Tensor, stage: int, *, padded: bool) -> Tensor:

@@ -43,28 +43,27 @@ class TextTokenizer(Protocol):
 
 
 def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextTokenizer:
-    """The tokenizer in ``folder``; None: that of the prepared data, or of the Hugging Face model, which the state of a checkpoint names.
+    """The tokenizer in ``folder``; None: that of the data, or of the Hugging Face model, which the state of a checkpoint names.
 
     Raises:
         ValueError: There is none.
     """
     if folder is not None:
         return _load(folder)
-    data, model = tokenizer_folder(state), (state.get("hyper_parameters") or {}).get("path")
-    # What it was trained on last has the word.
-    named = [*([data] if data is not None else []), *([str(local_folder(model))] if isinstance(model, str) else [])]
-    if not named:
-        raise ValueError("nothing names the tokenizer: give its folder, as ptdp prepare or save_pretrained made it (--tokenizer)")
-    *others, last = named
-    for place in others:
-        with contextlib.suppress(ValueError):  # a folder of data may have none
-            return _load(place)
-    return _load(last)
+    given = state.get("datamodule_hyper_parameters") or {}
+    template, data, model = given.get("chat_template"), tokenizer_folder(state), (state.get("hyper_parameters") or {}).get("path")
+    if data is not None and (Path(data).is_dir() or not isinstance(model, str)):
+        # What it was trained on has the word; but a folder of conversations has no tokenizer.
+        with contextlib.nullcontext() if not isinstance(model, str) else contextlib.suppress(ValueError):
+            return _load(data, template)
+    if isinstance(model, str):
+        return _load(local_folder(given.get("tokenizer_dir") or model), template)
+    raise ValueError("nothing names the tokenizer: give its folder, as ptdp prepare or save_pretrained made it (--tokenizer)")
 
 
-def _load(folder: str) -> TextTokenizer:
+def _load(folder: str | Path, template: str | None = None) -> TextTokenizer:
     tokenizer = load_tokenizer(folder)
-    return _HuggingFace(tokenizer) if isinstance(tokenizer, HuggingFaceTokenizer) else _Own(tokenizer)
+    return _HuggingFace(tokenizer, template) if isinstance(tokenizer, HuggingFaceTokenizer) else _Own(tokenizer)
 
 
 class _Own:
@@ -84,8 +83,10 @@ class _Own:
 
 
 class _HuggingFace:
-    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+    def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None) -> None:
         self._folder, self._tokenizer = tokenizer.folder, tokenizer.of_transformers
+        if template is not None:
+            self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         ends = [*_ends(self._folder), self._tokenizer.eos_token_id]
         self.eos_ids = frozenset(index for index in ends if index is not None)
 

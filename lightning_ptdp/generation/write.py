@@ -71,7 +71,7 @@ def _write(
 ) -> list[list[int]]:
     _check_ids(module, prompts)
     decoder, rows = decoder_of(module, sequence_multiple=multiple), [list(prompt) for prompt in prompts]
-    draws_bn = draw_numbers(sampling, len(rows)).to(device)
+    draws_bn = draw_numbers(sampling, len(rows)).to(device, non_blocking=True)
     lengths: list[int | None] = [None] * len(rows)
     for number in range(sampling.max_new_tokens):
         call, key = decoder.step(rows, device)

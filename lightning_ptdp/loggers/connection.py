@@ -72,6 +72,7 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
         ValueError: The run cannot be resumed.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # of a table, which is read to be appended to
     path = sqlite_path(options.tracking_uri)
     folder = None if path is None else path.parent
     if folder is not None:

@@ -30,7 +30,6 @@ def written(pool: Pool) -> Fit:
 
 
 CASES = [
-    ("llama", "t2"),
     ("llama", "p2v2"),
     ("llama", "t2p2"),
     ("llama", "t2sp"),

@@ -1,0 +1,73 @@
+"""What writing asks of a GPU and of NCCL: the host waits once a token, for the tokens, and all ranks issue the same in one order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_ptdp import Sampling, generate
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.fake_cuda import Waits, fake_cuda
+from tests.generation.writing import LitGPTWriting, LitWriting, Writing, fit
+from tests.huggingface.runs import LAYOUTS
+from tests.nccl_calls import operations_of
+from tests.pool import Pool
+from tests.queued import HOST
+from tests.schedule.streams import stuck_operations
+
+TOKENS = 6
+
+
+class Writes(pl.Callback):
+    """Writes, of which the first tokens make what is kept, and notes what the host waited for behind these."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._batches = waits.batches
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for count in (2, TOKENS + 2):
+            self._batches.append([])
+            # Of a mask transformers reads the values, so that it takes one more where there is padding.
+            short = [8] if isinstance(pl_module, LitGPTWriting) else [8, 9, 10]
+            generate(pl_module, [[5, 6, 7], short], Sampling(max_new_tokens=count))
+        self._batches.append([])
+
+
+def waits_of(rank: int, size: int, model: str, layout: dict[str, Any]) -> Counter[tuple[str, str]]:
+    """What the host waits for in writing, more for more tokens."""
+    torch.manual_seed(0)
+    with fake_cuda(rank) as waits:
+        trainer = pl.Trainer(
+            strategy=PTDPStrategy(process_group_backend="gloo", **layout), accelerator="gpu", devices=size, logger=False,
+            enable_progress_bar=False, callbacks=[Writes(waits)],
+        )  # fmt: skip
+        module = (LitGPTWriting if model == "gpt" else LitWriting)(Writing(model=model))
+        trainer.predict(module, torch.utils.data.DataLoader([torch.zeros(3, dtype=torch.int64)]), return_predictions=False)
+    few, many = (Counter((wait.what, wait.place) for wait in batch) for batch in waits.batches[1:3])
+    return many - few
+
+
+@pytest.mark.parametrize(("model", "layout"), [("gpt", "t2"), ("llama", "p2"), ("gpt", None)])
+def test_the_host_waits_once_a_token(model: str, layout: str | None, pool: Pool) -> None:
+    size, degrees = LAYOUTS[layout] if layout else (1, {})
+    for waits in pool.run(waits_of, world_size=size, args=(size, model, degrees)):
+        assert waits == {("tolist", "generation/write.py _write"): TOKENS}
+
+
+def calls_of(rank: int, writing: Writing) -> list[Any]:
+    fit(rank, writing)
+    return list(HOST.calls)
+
+
+def test_ranks_issue_the_same_in_one_order(pool: Pool) -> None:
+    size, layout = LAYOUTS["t2p2"]
+    ranks = pool.run(
+        calls_of, world_size=size, args=(Writing(model="gpt", layout=layout, world_size=size, steps=1),), backend="queued"
+    )
+    programs = [operations_of(calls) for calls in ranks]
+    for one_queue in (False, True):
+        assert stuck_operations(programs, one_queue=one_queue) == [None] * size
