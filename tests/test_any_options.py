@@ -156,7 +156,7 @@ FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, 
     "link": (Link, Link.__init__, ()),
     "cluster": (Cluster, Cluster.__init__, ()),
     "software": (Software, Software.__init__, ()),
-    "sample": (SampleOptions, SampleOptions.__init__, ()),
+    "sample": (SampleOptions, SampleOptions, ()),  # as those of prepare
     "launch": (LaunchJob, LaunchJob.__init__, ()),
 }
 
