@@ -84,4 +84,4 @@ class ExportHuggingFace(pl.Callback):
         strategy.export_huggingface(folder, **self._options, check_only=check_only)
         if not check_only:
             self._last = trainer.global_step
-            rank_zero_info(f"exported:    {folder}")
+            rank_zero_info(f"exported:    {os.path.abspath(folder)}")

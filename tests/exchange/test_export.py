@@ -96,6 +96,16 @@ def test_ranks_write_about_the_same() -> None:
     assert max(loads) < 1.2 * sum(loads) / 4
 
 
+def test_no_more_than_a_block_is_in_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_BLOCK", 1_000)
+    for one in _part(GPT2, 1):
+        blocks = [*writer._blocks(one, one.place)]
+        row = one.values[:1].nbytes
+        assert all(block.values.nbytes <= max(1_000, row) for block in blocks)
+        assert len(blocks) <= 2 + 2 * one.values.nbytes // max(1_000, row)
+        assert sum(block.values.numel() for block in blocks) == one.values.numel()
+
+
 def _fail(rank: int, target: Path, how: str) -> str:
     export = _export(target, LLAMA)
     export.write(_part(LLAMA, rank))
