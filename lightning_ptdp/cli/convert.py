@@ -15,6 +15,8 @@ Convert between a checkpoint of ours (a folder) and
 
   a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2, Llama and BERT for our own models; any for LitCausalLM
                           and LitMaskedLM, and for another LightningModule that wraps theirs with --names hf and --config)
+  an adapter of peft's    adapter_model.safetensors and adapter_config.json, out of a checkpoint of adapters; --merge makes the
+                          whole Hugging Face folder of it
   a state dict            .pt, .pth, .bin or .safetensors
   a Lightning checkpoint  one .ckpt file, as LightningModule.load_from_checkpoint reads it
 
@@ -25,7 +27,7 @@ examples:
   ptdp convert llama-hf start.ckpt                     then: ptdp fit --init_from start.ckpt …
   ptdp convert bert-hf start.ckpt --names hf           for a LightningModule with self.model = BertForMaskedLM(…)
   ptdp convert runs/last.ckpt model.safetensors --prefix model."""
-_KINDS = ("checkpoint", "huggingface", "state_dict", "lightning")
+_KINDS = ("checkpoint", "huggingface", "adapter", "state_dict", "lightning")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -33,6 +35,10 @@ def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and convert."""
     given = vars(_parser(f"ptdp {verb}").parse_args(arguments))
     shard_bytes, verify = _bytes(given.pop("shard_size")), given.pop("verify")
+    if verify and given["merge"]:
+        raise UserError(
+            "--verify compares a folder with the checkpoint, which with --merge holds only the adapters: leave it out"
+        )
     name, store = given.pop("register"), given.pop("tracking_uri")
     where = _registry(name, given["source"], store) if name is not None else None
     from lightning_ptdp.exchange import convert, verify_export
@@ -42,6 +48,10 @@ def run(verb: str, arguments: list[str]) -> int:
     if (verify or where) and made != "huggingface":
         raise UserError(
             f"--verify and --register load a Hugging Face folder as its users do, and {given['destination']} is a {made}"
+        )
+    if verify and given["merge"]:
+        raise UserError(
+            "--verify compares a folder with the checkpoint, which with --merge holds only the adapters: leave it out"
         )
     if verify:
         said = verify_export(given["source"], given["destination"], config=given["config"], prefix=given["prefix"])
@@ -82,6 +92,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--config", help="to Hugging Face, for a module of your own that wraps their model: its config.json or its folder"
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="out of a checkpoint of adapters: the whole model, with them merged into its weights"
     )
     parser.add_argument(
         "--verify", action="store_true", help="to Hugging Face: load it with transformers and compare it with the checkpoint"

@@ -8,8 +8,9 @@ from typing import Literal, get_args
 
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, to_lightning_file
+from lightning_ptdp.checkpoint import CheckpointError, read_state, to_lightning_file
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
+from lightning_ptdp.exchange.adapters import base_of_adapters, merge_adapters, to_adapters
 from lightning_ptdp.exchange.export import SHARD_BYTES, to_huggingface
 from lightning_ptdp.exchange.folder import reads_as_huggingface
 from lightning_ptdp.exchange.huggingface import Names, from_huggingface
@@ -17,7 +18,7 @@ from lightning_ptdp.exchange.plain import from_state_dict, to_state_dict
 
 __all__ = ["Kind", "convert", "kind_of"]
 
-Kind = Literal["checkpoint", "huggingface", "state_dict", "lightning"]
+Kind = Literal["checkpoint", "huggingface", "adapter", "state_dict", "lightning"]
 _STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
@@ -54,6 +55,7 @@ def convert(
     config: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    merge: bool = False,
 ) -> Kind:
     """Convert between a checkpoint of ours and Hugging Face folders, state dicts and Lightning's single file.
 
@@ -67,6 +69,7 @@ def convert(
         config: See :func:`to_huggingface`.
         dtype: What floating-point tensors are converted to on the way out.
         shard_bytes: Most bytes in one file of a Hugging Face folder.
+        merge: Of a checkpoint of adapters, make the whole model with them in its weights, and not a folder of peft's.
 
     Returns:
         What was made.
@@ -76,6 +79,11 @@ def convert(
     """
     kind = kind_of(source)
     wanted = to or _wanted(kind, Path(destination))
+    holds_adapters = kind == "checkpoint" and base_of_adapters(read_state(source)) is not None
+    if holds_adapters and wanted == "huggingface" and not merge:
+        wanted = "adapter"
+    if (wanted == "adapter" or merge) and not (holds_adapters and wanted in ("adapter", "huggingface")):
+        raise CheckpointError(f"{source} holds no adapters beside the weights of a folder: leave out --merge and --to adapter")
     if wanted not in get_args(Kind):
         raise CheckpointError(f"to={wanted!r} must be one of {list(get_args(Kind))}")
     if (kind == "checkpoint") == (wanted == "checkpoint"):
@@ -85,6 +93,10 @@ def convert(
         from_huggingface(source, destination, names=names, prefix="model." if prefix is None else prefix)
     elif kind != "checkpoint":
         from_state_dict(source, destination, prefix=prefix or "")
+    elif wanted == "adapter":
+        to_adapters(source, destination, dtype=dtype)
+    elif merge:
+        merge_adapters(source, destination, base=config, dtype=dtype, shard_bytes=shard_bytes)
     elif wanted == "huggingface":
         to_huggingface(source, destination, config=config, prefix=prefix, dtype=dtype, shard_bytes=shard_bytes)
     elif wanted == "state_dict":

@@ -84,7 +84,7 @@ class LoraOptions:
             lost = [] if found else [("target_modules", self.target_modules)]
         else:
             lost = [("target_modules", one) for one in self.target_modules if not _matches(one, names)]
-        lost += [("modules_to_save", one) for one in self.modules_to_save if not _matches(one, names)]
+        lost += [("modules_to_save", one) for one in self.modules_to_save if not any(name.endswith(one) for name in names)]
         for field, one in lost:
             short = dict.fromkeys(name.rpartition(".")[2] for name in names)
             near = nearest_names(one, [name for name in short if not name.isdigit()])

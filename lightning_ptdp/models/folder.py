@@ -12,10 +12,20 @@ from typing import Any
 
 from lightning_ptdp.models.tiny import make_tiny
 
-__all__ = ["ADAPTER_NAMES", "InitialWeights", "check_tokenizer", "fingerprint", "local_folder", "read_model_config"]
+__all__ = [
+    "ADAPTER_NAMES",
+    "BASE_WEIGHTS",
+    "InitialWeights",
+    "check_tokenizer",
+    "fingerprint",
+    "local_folder",
+    "read_model_config",
+]
 
 ADAPTER_NAMES = ("*.lora_*",)
 """Patterns of the names that peft's adapters add to a model's."""
+BASE_WEIGHTS = "base_weights"
+"""Of a checkpoint that holds adapters alone: what tells of the weights beside which they were trained."""
 _TINY = "tiny:"
 _SAMPLES, _SAMPLE = 64, 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

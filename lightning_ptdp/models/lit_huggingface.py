@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
 from lightning_ptdp.models.folder import (
     ADAPTER_NAMES,
+    BASE_WEIGHTS,
     InitialWeights,
     check_tokenizer,
     fingerprint,
@@ -25,7 +26,6 @@ from lightning_ptdp.models.optimization import AdamWConfig
 __all__ = ["Dtype", "LitCausalLM", "LitMaskedLM"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-_BASE = "base_weights"  # in a checkpoint of adapters
 _DEFAULT_OPTIMIZER = AdamWConfig()
 
 
@@ -129,7 +129,8 @@ class _LitHuggingFace(LitTokens):
             return
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
-        checkpoint[_BASE] = {"path": self.path, "fingerprint": fingerprint(local_folder(self.path))}
+        mark = fingerprint(local_folder(self.path))
+        checkpoint[BASE_WEIGHTS] = {"path": self.path, "fingerprint": mark, "task": self._task}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that the checkpoint's adapters are those of this module, beside the same weights.
@@ -141,7 +142,7 @@ class _LitHuggingFace(LitTokens):
         for name in ("r", "target_modules", "modules_to_save", "bias", "use_dora") if saved and own else ():
             if _listed(saved[name]) != _listed(own[name]):
                 raise ValueError(f"the checkpoint has adapter.{name}={saved[name]}, and here it is {own[name]}: set it as it was")
-        base = checkpoint.get(_BASE)
+        base = checkpoint.get(BASE_WEIGHTS)
         if base is not None and base["fingerprint"] != fingerprint(local_folder(self.path)):
             raise ValueError(
                 f"path={self.path!r} has other weights than those beside which the checkpoint's adapters were trained "

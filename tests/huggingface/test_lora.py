@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import TensorReader, read_full
+from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import AdamWConfig, LitCausalLM, LoraOptions
 from tests.huggingface.runs import SAMPLES, Run, check, fit, make_model
 from tests.pool import Pool, WorkerFailure
@@ -76,3 +77,30 @@ def test_adapters_alone_are_saved_and_resumed_in_another_layout(pool: Pool, refe
         stream.write(b"\1\2\3\4")
     with pytest.raises(WorkerFailure, match="has other weights than those beside which the checkpoint's adapters were trained"):
         pool.run(fit, world_size=1, args=(replace(run, resume=saved),))
+
+
+def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    saved, base = str(tmp_path / "saved"), str(tmp_path / "base")
+    torch.manual_seed(6)
+    make_model("llama").save_pretrained(base)
+    more = (("use_rslora", True), ("target_modules", ("q_proj", "down_proj", "lm_head", "embed_tokens")))
+    run = Run(
+        model="labelled", module=causal, pretrained=base, steps=3, save=saved, options=more, layout={"tensor_parallel_size": 2}
+    )
+    final = pool.run(fit, world_size=2, args=(replace(run, world_size=2),))[0]["final"]
+    lit = causal(run)
+    lit.configure_model()
+    lit.load_state_dict({name: value for name, value in final.items() if name.startswith("model.")})
+    tokens = torch.arange(1, 13)[None]
+    expected = lit.model.eval()(input_ids=tokens).logits
+    assert convert(saved, tmp_path / "adapter") == "adapter"
+    assert convert(saved, tmp_path / "merged", merge=True) == "huggingface"
+    untrained = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert (untrained(input_ids=tokens).logits - expected).abs().max() > 1e-3
+    adapted = peft.PeftModel.from_pretrained(untrained, str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(adapted(input_ids=tokens).logits, expected)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
