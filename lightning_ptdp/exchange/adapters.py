@@ -45,7 +45,9 @@ def to_adapters(source: str | os.PathLike[str], destination: str | os.PathLike[s
     state, reader, target = read_state(source), TensorReader(source), Path(os.path.abspath(destination))
     base, adapter = state[BASE_WEIGHTS], as_lora(state["hyper_parameters"]["adapter"])
     assert adapter is not None
-    config = adapter.config(base_model_name_or_path=base["path"], task_type=base["task"], inference_mode=True)
+    config = adapter.config(
+        base_model_name_or_path=base["path"].removeprefix("tiny:"), task_type=base["task"], inference_mode=True
+    )
     names = {_peft_name(name): name for name in reader.tensors if name.startswith(_OURS)}
     held = {new: reader.tensors[name] for new, name in sorted(names.items())}
     entries = {name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()}

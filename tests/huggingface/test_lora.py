@@ -13,7 +13,9 @@ import torch
 from lightning_ptdp.checkpoint import TensorReader, read_full
 from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import AdamWConfig, LitCausalLM, LoraOptions
-from tests.huggingface.runs import SAMPLES, Run, check, fit, make_model
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.checks import check_model
+from tests.huggingface.runs import SAMPLES, LitHuggingFace, Run, check, fit, make_model
 from tests.pool import Pool, WorkerFailure
 
 pytest.importorskip("peft")
@@ -104,3 +106,66 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(pool: Pool, fol
     torch.testing.assert_close(adapted(input_ids=tokens).logits, expected)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["p2", "d2"])
+def test_magnitudes_begin_as_the_weights_are(layout: str, pool: Pool, reference: Any, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    base = make_model("llama")
+    base.save_pretrained(tmp_path)
+    options = (("use_dora", True), ("target_modules", ("q_proj", "down_proj")))
+    run = Run(model="labelled", module=causal, pretrained=str(tmp_path), options=options)
+    check(pool, reference, run, layout)
+    begun = reference(run)["initial"]
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        found = begun[f"model.model.layers.1.{name}.lora_magnitude_vector.default.weight"]
+        torch.testing.assert_close(found, base.get_submodule(f"model.layers.1.{name}").weight.norm(dim=1))
+
+
+class Tuned(LitHuggingFace):
+    """Another tuner of peft's."""
+
+    def configure_model(self) -> None:
+        import peft
+
+        if self.model is None:
+            self.model = peft.get_peft_model(
+                make_model("llama"), peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+            )
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (
+            lambda: LitHuggingFace(adapted(use_dora=True)),
+            r"the adapter 'default' of 'model.base_model.model.*' is DoraLinear of peft",
+        ),
+        (lambda: Tuned(Run(model="llama")), r"the adapter 'default' is IA3 of peft, which tensor_parallel_size > 1 cannot split"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_launch(module: Any, said: str) -> None:
+    strategy = PTDPStrategy(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=said):
+        check_model(module(), strategy.config, strategy.config.layout(2))
+
+
+def test_another_tuner_of_peft_trains_in_a_pipeline(pool: Pool, reference: Any) -> None:
+    check(pool, reference, Run(model="llama", module=Tuned, layout={"meta_init": False}), "p2")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"target_modules": ("q_prj",)},
+            r"adapter.target_modules: 'q_prj' is no module of LlamaForCausalLM; nearest names: q_proj",
+        ),
+        ({"modules_to_save": ("lm_haed",)}, r"adapter.modules_to_save: 'lm_haed' .* nearest names: lm_head"),
+        ({"r": 0}, r"r=0 must be"),
+        ({"dropout": 1.0}, r"dropout=1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], said: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        LitCausalLM(str(folder), adapter=LoraOptions(**options))
