@@ -18,16 +18,15 @@ from torch.utils.data import DataLoader
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.initial_values.initializers import Initializers
 from lightning_ptdp.initial_values.materialize import Materializer, make_room
-from lightning_ptdp.models import AdamWConfig, LitCausalLM, LitMaskedLM, make_tiny
+from lightning_ptdp.models import LitCausalLM, LitMaskedLM, make_tiny
 from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.strategy.checks import open_initial_weights
+from tests.huggingface.circle import OPTIMIZER, causal
 from tests.huggingface.runs import Run, Samples, check, make_model
 from tests.models.fits import quiet_trainer
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
-
-OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +39,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("llama", tie_word_embeddings=True).save_pretrained(folder / "tied", max_shard_size="20KB")
     make_model("bert").save_pretrained(folder / "bert")
     return folder
-
-
-def causal(run: Run) -> LitCausalLM:
-    assert run.pretrained is not None
-    return LitCausalLM(run.pretrained, optimizer=OPTIMIZER, **dict(run.options))
 
 
 def masked(run: Run) -> LitMaskedLM:

@@ -1,0 +1,57 @@
+"""From a folder to a folder and on: a model that transformers saved is trained in many processes and written, and goes on in one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ptdp.exchange import open_huggingface
+from lightning_ptdp.models import AdamWConfig, LitCausalLM
+from tests.huggingface.architectures import build
+from tests.huggingface.runs import LAYOUTS, Run, fit
+from tests.pool import Pool
+
+__all__ = ["CIRCLE", "OPTIMIZER", "causal", "differences_around"]
+
+CIRCLE = (
+    "llama", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "olmo2", "granite", "starcoder2", "gpt_neox", "gpt2",
+)  # fmt: skip
+OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01)
+
+
+def causal(run: Run) -> LitCausalLM:
+    """The module of a run from the folder ``run.pretrained``."""
+    assert run.pretrained is not None
+    return LitCausalLM(run.pretrained, optimizer=OPTIMIZER, **dict(run.options))
+
+
+def differences_around(pool: Pool, name: str, folder: Path, *, layout: str = "t2p2v2", tolerance: float = 1e-5) -> list[str]:
+    """Where folder -> two steps in ``layout`` -> folder -> two steps in one process is unlike one process throughout."""
+    import transformers
+
+    torch.manual_seed(11)
+    build(name).float().save_pretrained(folder / "begun", max_shard_size="20KB")
+    world_size, degrees = LAYOUTS[layout]
+    begin = Run(model="labelled", module=causal, pretrained=str(folder / "begun"), steps=2)
+    found: dict[str, Any] = {}
+    for who, run in (("many", replace(begin, layout=degrees, world_size=world_size)), ("one", begin)):
+        out = str(folder / who)
+        first = pool.run(fit, world_size=run.world_size, args=(replace(run, export=out),))[0]
+        on = pool.run(fit, world_size=1, args=(replace(begin, pretrained=out),))[0]
+        found[who] = (first["losses"] + first["validation"] + on["losses"] + on["validation"], on["final"])
+    unlike = [
+        f"loss {index}: {ours} and {theirs}"
+        for index, (ours, theirs) in enumerate(zip(found["many"][0], found["one"][0], strict=True))
+        if abs(ours - theirs) > tolerance * abs(theirs)
+    ]
+    written, expected = open_huggingface(folder / "many"), open_huggingface(folder / "one")
+    for what, ours, theirs in (("folder", written, expected), ("end", found["many"][1], found["one"][1])):
+        unlike += [f"{what}: names {sorted(ours.keys() ^ theirs.keys())}"] if ours.keys() != theirs.keys() else []
+        for key in ours.keys() & theirs.keys():
+            difference = float((ours[key] - theirs[key]).norm() / theirs[key].norm().clamp(min=1e-3))
+            unlike += [f"{what}: {key} is {difference:.1e} away"] if difference > tolerance else []
+    _, said = transformers.AutoModelForCausalLM.from_pretrained(folder / "many", output_loading_info=True)
+    return unlike + [f"{key}: {value}" for key, value in said.items() if value]

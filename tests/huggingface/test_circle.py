@@ -1,0 +1,18 @@
+"""Folder -> layout -> folder -> one process, for three architectures; ci/unseen_models.py does it for more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.huggingface.circle import CIRCLE, differences_around
+from tests.pool import Pool
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3", "gpt2"])
+def test_from_a_folder_to_a_folder_and_on(name: str, pool: Pool, tmp_path: Path) -> None:
+    assert name in CIRCLE
+    assert not differences_around(pool, name, tmp_path)
