@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS
 from tests.huggingface.architectures import ARCHITECTURES, build
+from tests.huggingface.circle import CIRCLE, differences_around
 from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
 from tests.pool import Pool, WorkerFailure
 
@@ -156,8 +158,11 @@ d: replicas, t: tensor parallel, SP: sequence parallel, p: pipeline, c: context 
 before launch; all else is equal to one process. Plans: *declared* by the model itself, *ours*, or none: then only t and SP want one
 ([Bring your own model](own-model.md)). Mixtures of experts are replicated under t; `expert_parallel_size` shares their experts out.
 
-| model | class | plan | {columns} |
-|---|---|---|{rules}|
+folder: a folder of transformers is trained by `LitCausalLM` at t2 p2 v2, written as a folder and trained on in one process: losses, files
+and weights are to 1e-5 those of one process throughout. It is tried where it says yes.
+
+| model | class | plan | {columns} | folder |
+|---|---|---|{rules}|---|
 {rows}
 
 {notes}
@@ -177,7 +182,18 @@ def measure(pool: Pool, names: list[str]) -> dict[str, list[Outcome]]:
     return found
 
 
-def page_of(found: dict[str, list[Outcome]]) -> str:
+def around(pool: Pool, names: list[str]) -> dict[str, Outcome]:
+    """What comes of the way from a folder to a folder."""
+    found: dict[str, Outcome] = {}
+    for name in (name for name in names if name in CIRCLE):
+        with tempfile.TemporaryDirectory() as folder:
+            unlike = differences_around(pool, name, Path(folder))
+        found[name] = Outcome("different", "; ".join(unlike[:3])) if unlike else Outcome("equal")
+        print(f"{name}, from a folder to a folder: {found[name].kind} {found[name].text}", flush=True)
+    return found
+
+
+def page_of(found: dict[str, list[Outcome]], circles: dict[str, Outcome]) -> str:
     """The page with these results."""
     notes: dict[str, int] = {}
     rows = []
@@ -186,7 +202,9 @@ def page_of(found: dict[str, list[Outcome]]) -> str:
         for column, outcome in enumerate(outcomes):
             if outcome.kind == "refused":
                 cells[column] = f"[{notes.setdefault(_reason(outcome.text, name), len(notes) + 1)}]"
-        rows.append(f"| {name} | `{ARCHITECTURES[name].model}` | {_plan_of(name)} | {' | '.join(cells)} |")
+        rows.append(
+            f"| {name} | `{ARCHITECTURES[name].model}` | {_plan_of(name)} | {' | '.join(cells)} | {_circle(circles.get(name))} |"
+        )
     listed = "\n".join(f"{number}. {text}" for text, number in notes.items())
     return PAGE.format(columns=" | ".join(COLUMNS), rules="|".join("---" for _ in COLUMNS), rows="\n".join(rows), notes=listed)
 
@@ -199,6 +217,10 @@ def _reason(text: str, name: str) -> str:
     if "nothing says which modules to shard" in text:
         text = "nothing says which modules to shard: give a plan"
     return text.replace(ARCHITECTURES[name].model, "the model")
+
+
+def _circle(outcome: Outcome | None) -> str:
+    return "" if outcome is None else "yes" if outcome.kind == "equal" else outcome.kind
 
 
 def _plan_of(name: str) -> str:
@@ -220,9 +242,10 @@ def main() -> int:
     names, deadline = options.only or list(ARCHITECTURES), time.monotonic() + options.limit_s
     if options.table is not None:
         with contextlib.closing(Pool()) as pool:
-            found = measure(pool, names)
-        options.table.write_text(page_of(found))
-        return int(any(outcome.kind not in ("equal", "refused") for outcomes in found.values() for outcome in outcomes))
+            found, circles = measure(pool, names), around(pool, names)
+        options.table.write_text(page_of(found, circles))
+        every = [outcome for outcomes in (*found.values(), list(circles.values())) for outcome in outcomes]
+        return int(any(outcome.kind not in ("equal", "refused") for outcome in every))
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     drawn = draw_runs(options.seed, names)
