@@ -43,6 +43,8 @@ class PTDPConfig:
     """Pipeline, tensor, sequence and data parallel training of an ordinary LightningModule.
 
     Args:
+        layout: Of the strategy alone: "auto" chooses the fastest layout that fits by the planner's estimate, where none of the sizes, the
+            schedule, recomputation and sharding of the optimizer is given, and says which.
         tensor_parallel_size: t, ranks that share one layer's matrices.
         pipeline_parallel_size: p, ranks that share the layers.
         virtual_pipeline_size: v, model chunks a pipeline rank holds (interleaving).

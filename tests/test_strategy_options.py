@@ -22,7 +22,7 @@ Run = Callable[..., tuple[int, str, str]]
 def test_the_signature_is_the_dataclass_and_lightnings_own(namespace: str) -> None:
     signature = inspect.signature(strategy_class(namespace)).parameters
     ours = {field.name: field.default for field in fields(PTDPConfig)}
-    assert list(signature) == [*ours, *inspect.signature(ParallelStrategy).parameters]
+    assert list(signature) == ["layout", *ours, *inspect.signature(ParallelStrategy).parameters]
     assert {name: signature[name].default for name in ours} == ours
     assert {name: signature[name].annotation for name in ours} == get_type_hints(PTDPConfig)
     assert signature["accelerator"].annotation.__args__[0].__module__.startswith(namespace)
@@ -30,7 +30,7 @@ def test_the_signature_is_the_dataclass_and_lightnings_own(namespace: str) -> No
 
 def test_every_option_has_one_sentence() -> None:
     told = {entry.arg_name: entry.description for entry in docstring_parser.parse(PTDPStrategy.__doc__ or "").params}
-    assert list(told) == [field.name for field in fields(PTDPConfig)] and all(told.values())
+    assert list(told) == ["layout", *(field.name for field in fields(PTDPConfig))] and all(told.values())
 
 
 def test_an_unknown_option_is_refused_and_lightnings_own_reach_it() -> None:

@@ -48,7 +48,7 @@ _SIZES = {
 }
 # option: Space's field
 _SPACE = {
-    **{f"{axis.letter}p": f"{axis.name}_parallel_sizes" for axis in AXES if axis.name != "data"},
+    **{f"{axis.letter}p": f"{axis.name}_parallel_sizes" for axis in AXES if axis.name != "expert"},  # mixtures are not planned
     "vpp": "virtual_pipeline_sizes",
     "micro-batch": "micro_batch_sizes",
 }

@@ -29,6 +29,7 @@ class Space:
         pipeline_parallel_sizes: Default: all that fit.
         virtual_pipeline_sizes: Default: 1, and up to 8 that give every stage the same number of layers.
         context_parallel_sizes: Default: 1, and from 8192 tokens on also 2, 4 and 8.
+        data_parallel_sizes: Default: what remains of the world.
         micro_batch_sizes: Default: powers of two up to 32.
         schedules: Names of the package's.
         recompute: Tried in this order until one fits: later ones should hold less and take longer. Not by default: "selective", which
@@ -44,6 +45,7 @@ class Space:
     pipeline_parallel_sizes: Sequence[Size] | None = None
     virtual_pipeline_sizes: Sequence[Size] | None = None
     context_parallel_sizes: Sequence[Size] | None = None
+    data_parallel_sizes: Sequence[Size] | None = None
     micro_batch_sizes: Sequence[Size] | None = None
     schedules: Sequence[str] = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
     recompute: Sequence[Literal["none", "selective", "full"]] = ("none", "full")
@@ -137,6 +139,8 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
             reason = f"it does not divide the world of {job.world_size}"
         elif p > job.model.num_layers:
             reason = f"{job.model.num_layers} layers cannot fill {p} stages"
+        elif space.data_parallel_sizes is not None and rest // p not in space.data_parallel_sizes:
+            reason = f"d = {rest // p} is not among the data_parallel_sizes"
         elif job.global_batch_size % (rest // p):
             reason = f"the global batch of {job.global_batch_size} is not divisible by d = {rest // p} replicas"
         else:

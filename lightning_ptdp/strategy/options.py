@@ -1,4 +1,4 @@
-"""The strategy's arguments: the fields of ``PTDPConfig``, which tells their meaning, and those of Lightning's own strategies."""
+"""The strategy's arguments: ``layout``, the fields of ``PTDPConfig``, which tells their meaning, and those of Lightning's strategies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from lightning_ptdp._lightning import StrategyBase
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.strategy.choosing import LayoutChoice
 
 __all__ = ["constructor"]
 
@@ -21,7 +22,10 @@ def constructor(construct: Callable[..., None], lightning: Callable[..., None]) 
     def init(self: StrategyBase, **options: Any) -> None:
         construct(self, **options)
 
-    taken = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
+    taken = [
+        Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
+        Parameter("layout", Parameter.KEYWORD_ONLY, default=None, annotation=LayoutChoice | None),
+    ]
     for source in (PTDPConfig.__init__, lightning):
         hints = get_type_hints(source)
         parameters = list(inspect.signature(source).parameters.values())[1:]

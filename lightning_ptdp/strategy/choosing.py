@@ -1,0 +1,223 @@
+"""``layout="auto"``: the layout that the planner takes to be the fastest of those that fit and that the model and the data take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models.config import GPTConfig
+from lightning_ptdp.planner import (
+    Candidate,
+    Device,
+    Job,
+    Space,
+    find_precision,
+    find_software,
+    gpt_sizes,
+    search,
+)
+from lightning_ptdp.world.layout import divisors
+
+__all__ = ["Forecast", "LayoutChoice", "choose", "fastest_layouts", "refuse_given", "replica_rows"]
+
+LayoutChoice = Literal["auto"]
+_CHOSEN = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "context_parallel_size", "expert_parallel_size"),
+    *("sequence_parallel", "num_microbatches", "micro_batch_size", "schedule", "partition", "recompute", "recompute_layers"),
+    *("distribute_saved_activations", "shard_optimizer", "channel_ctas", "tensor_overlap", "microbatch_group_size"),
+)
+_TRIED = 8
+_OFF = 0.15
+_WARM_UP = 3
+_GIB = 2**30
+
+
+@dataclass(kw_only=True)
+class Forecast:
+    """What was expected of a step, and the times at which batches began.
+
+    Attributes:
+        seconds: Of a step, expected.
+        memory: Bytes of the fullest rank, expected.
+        text: The choice, the runner-up and why.
+    """
+
+    seconds: float
+    memory: float
+    text: str
+    began: list[float] = field(default_factory=list)
+
+    def batch_begins(self) -> None:
+        """Called in front of every batch."""
+        self.began.append(time.perf_counter())
+
+    @property
+    def measured(self) -> float | None:
+        """Seconds of a step: the median, without the first few; None if there were too few."""
+        steps = [after - before for before, after in zip(self.began[_WARM_UP:], self.began[_WARM_UP + 1 :], strict=False)]
+        return statistics.median(steps) if steps else None
+
+    def verdict(self) -> str:
+        """What to say in the end; "" if the forecast was near."""
+        measured = self.measured
+        if measured is None or abs(self.seconds / measured - 1) <= _OFF:
+            return ""
+        return (
+            f"layout='auto' expected {self.seconds:.3g} s a step, and it took {measured:.3g} s: ptdp doctor --calibrate measures what this "
+            "machine reaches"
+        )
+
+
+def refuse_given(config: PTDPConfig) -> None:
+    """``layout="auto"`` is to choose what is not given.
+
+    Raises:
+        ValueError: An option of the layout is given, too.
+    """
+    for option in fields(config):
+        if option.name in _CHOSEN and (value := getattr(config, option.name)) != option.default:
+            raise ValueError(f"layout='auto' chooses {option.name}, but {option.name}={value!r} is given: leave one of them out")
+
+
+def choose(
+    module: nn.Module,
+    config: PTDPConfig,
+    *,
+    world_size: int,
+    rows: Callable[[int], int | None],
+    length: int | None,
+    device: Device,
+    precision: str,
+    fits: Callable[[PTDPConfig], None],
+) -> tuple[PTDPConfig, Forecast]:
+    """The options with the fastest layout that the model takes, and what to expect of it.
+
+    Args:
+        module: What is trained.
+        config: The options, without a layout.
+        world_size: Number of processes.
+        rows: Samples of a replica's batch, for a number of replicas; None: they cannot be dealt so.
+        length: Tokens of a sample; None: as long as the model takes.
+        device: What each process has.
+        precision: Lightning's.
+        fits: Raises a ValueError if the model or the data do not take these options.
+
+    Raises:
+        ValueError: The model's sizes are not known, no layout fits, or the model takes none of them.
+    """
+    found = fastest_layouts(module, config, world_size=world_size, rows=rows, length=length, device=device, precision=precision)
+    if not found:
+        raise ValueError(
+            f"layout='auto' finds no layout that fits on {world_size} x {device.name} with {device.usable_bytes / _GIB:.3g} GiB each: "
+            "ptdp plan says what each needs; use more devices, or smaller batches"
+        )
+    refusals = []
+    for i, (seconds, candidate) in enumerate(found):
+        options: dict[str, Any] = candidate.choice.options()
+        chosen = replace(config, **options)
+        try:
+            fits(chosen)
+        except ValueError as error:
+            refusals.append(f"{candidate.choice.describe()}: {error}")
+            continue
+        text = _told(candidate, seconds, found[i + 1 :])
+        return chosen, Forecast(seconds=candidate.time.total, memory=candidate.memory.total, text=text)
+    raise ValueError(f"layout='auto': the model takes none of the {len(found)} fastest layouts; {refusals[0]}")
+
+
+def fastest_layouts(
+    module: nn.Module,
+    config: PTDPConfig,
+    *,
+    world_size: int,
+    rows: Callable[[int], int | None],
+    length: int | None,
+    device: Device,
+    precision: str,
+) -> list[tuple[float, Candidate]]:
+    """The fastest layout of each degree of parallelism that fits, by seconds a sample; arguments as of ``choose``.
+
+    Raises:
+        ValueError: The model's sizes are not known.
+    """
+    model, best = _sizes(module), dict[str, tuple[float, Candidate]]()
+    software = find_software("ours-compiled" if config.compile == "blocks" else "ours")
+    for replicas in divisors(world_size):
+        size = rows(replicas)
+        if size is None:
+            continue
+        job = Job(
+            model=model,
+            world_size=world_size,
+            global_batch_size=size * replicas,
+            device=device,
+            precision=find_precision(precision),
+            software=software,
+            sequence_length=min(length or model.sequence_length, model.sequence_length),
+        )
+        space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
+        for candidate in search(job, space, count=_TRIED, simulate=False).best:
+            degrees = replace(
+                candidate.choice.layout, virtual_pipeline_size=1, sequence_parallel=False, placement="loop"
+            ).describe()
+            seconds = candidate.time.total / job.global_batch_size
+            if degrees not in best or seconds < best[degrees][0]:
+                best[degrees] = seconds, candidate
+    return sorted(best.values(), key=lambda pair: pair[0])[:_TRIED]
+
+
+def _sizes(module: nn.Module) -> GPTConfig:
+    reasons = []
+    for child in module.modules():
+        if (config := getattr(child, "config", None)) is not None:
+            try:
+                return gpt_sizes(config)
+            except (ValueError, TypeError) as error:
+                reasons.append(str(error))
+    said = f": {reasons[0]}" if reasons else ", since no part of it has a config with sizes that the planner knows"
+    raise ValueError(
+        f"the sizes of {type(module).__name__} are not known{said}; give the layout's options, as ptdp plan prints them"
+    )
+
+
+def _told(candidate: Candidate, seconds: float, others: Sequence[tuple[float, Candidate]]) -> str:
+    def line(what: str, one: Candidate) -> str:
+        return f"{what} {one.choice.describe()}, {one.time.total:.3g} s a step, {one.memory.total / _GIB:.3g} GiB"
+
+    text = line("layout='auto' takes", candidate)
+    if not others:
+        return text
+    slower, second = others[0]
+    ours, theirs = _shares(candidate), _shares(second)
+    part = max(theirs, key=lambda name: theirs[name] * slower - ours.get(name, 0.0) * seconds)
+    return f"{text}; {line('next', second)}: {slower / seconds - 1:.0%} slower a sample, by {part}"
+
+
+def _shares(candidate: Candidate) -> dict[str, float]:
+    return {name: value / candidate.time.total for name, value in candidate.time.parts.items()}
+
+
+def replica_rows(sources: Sequence[Any]) -> Callable[[int], int | None]:
+    """Samples of a replica's batch, for a number of replicas, by the loader or the data module that says it."""
+
+    def rows(replicas: int) -> int | None:
+        return next(_told_rows(sources, replicas), None)
+
+    return rows
+
+
+def _told_rows(sources: Sequence[Any], replicas: int) -> Iterator[int]:
+    for source in sources:
+        if hasattr(source, "batch_plans"):
+            try:
+                yield max(plan.replica_batch for plan in source.batch_plans(num_replicas=replicas))
+            except ValueError:
+                continue
+        elif isinstance(size := getattr(source, "batch_size", None), int) and size > 0:
+            yield size

@@ -1,0 +1,142 @@
+"""``layout="auto"``: a layout is chosen before launch, told, and held against the clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.planner import find_device
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.choosing import Forecast, choose, fastest_layouts, refuse_given
+from tests.parity import LitTiny, PaddedTokens, Run
+from tests.pool import Pool
+
+
+class Metrics(Logger):
+    """Keeps what is logged."""
+
+    name = version = "memory"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged |= metrics
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def trained(rank: int, options: dict[str, Any], world_size: int) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, float]]:
+    """All weights, the options that were chosen, and what was logged."""
+    logger, strategy = Metrics(), PTDPStrategy(**options)
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=6,
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    L.seed_everything(3)
+    trainer.fit(LitTiny(Run()), DataLoader(PaddedTokens(64), batch_size=8))
+    config = strategy.config
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "num_microbatches", "recompute", "shard_optimizer", "schedule")
+    return strategy.gather_state_dict(), {name: getattr(config, name) for name in names}, logger.logged
+
+
+def test_it_trains_as_what_it_chose(pool: Pool) -> None:
+    (weights, chosen, logged), *_ = pool.run(trained, world_size=2, args=({"layout": "auto"}, 2))
+    (same, _, nothing), *_ = pool.run(trained, world_size=2, args=(chosen, 2))
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, same[name])
+    assert {"predicted_step_s", "measured_step_s", "predicted_bytes"} <= set(logged)
+    assert "predicted_step_s" not in nothing
+
+
+def chosen_for(memory: float, *, world_size: int = 4, **options: Any) -> tuple[Any, Forecast]:
+    config = PTDPStrategy(**options).config
+    return choose(
+        LitTiny(Run(eager=True, layers=8, hidden=64)),
+        config,
+        world_size=world_size,
+        rows=lambda replicas: 32 // replicas,
+        length=16,
+        device=replace(find_device("cpu"), memory_bytes=memory),
+        precision="32-true",
+        fits=lambda config: None,
+    )
+
+
+def test_what_does_not_fit_as_data_parallel_is_cut() -> None:
+    config, forecast = chosen_for(1e9)
+    assert (config.tensor_parallel_size, config.pipeline_parallel_size) == (1, 1)
+    assert forecast.text.startswith("layout='auto' takes t1 p1 d4") and " slower a sample, by " in forecast.text
+    config, forecast = chosen_for(3.2e6)
+    assert config.tensor_parallel_size * config.pipeline_parallel_size > 1
+    assert forecast.memory <= 3.2e6
+
+
+def test_a_layout_that_the_model_does_not_take_is_passed_over() -> None:
+    def no_data_parallel(config: Any) -> None:
+        if config.tensor_parallel_size == 1:
+            raise ValueError("this model is never whole")
+
+    module, config = LitTiny(Run(eager=True)), PTDPStrategy().config
+    given: dict[str, Any] = {
+        "world_size": 2,
+        "rows": lambda replicas: 8,
+        "length": 16,
+        "device": find_device("cpu"),
+        "precision": "32-true",
+    }
+    found, _ = choose(module, config, fits=no_data_parallel, **given)
+    assert found.tensor_parallel_size == 2
+    assert len(fastest_layouts(module, config, **given)) == 3
+
+    def nothing(config: Any) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match=r"takes none of the 3 fastest layouts; .*: no"):
+        choose(module, config, fits=nothing, **given)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="layout='auto' chooses tensor_parallel_size, but tensor_parallel_size=2 is given"):
+        PTDPStrategy(layout="auto", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="layout='best' must be 'auto', or be left out"):
+        PTDPStrategy(layout="best")
+    refuse_given(PTDPStrategy(seed=3, compile="blocks").config)
+    with pytest.raises(ValueError, match=r"finds no layout that fits on 4 x cpu with .* GiB each"):
+        chosen_for(1e3)
+    module = L.LightningModule()
+    with pytest.raises(ValueError, match="the sizes of LightningModule are not known"):
+        fastest_layouts(
+            module,
+            PTDPStrategy().config,
+            world_size=2,
+            rows=lambda replicas: 8,
+            length=None,
+            device=find_device("cpu"),
+            precision="32-true",
+        )
+
+
+def test_a_forecast_that_is_off_is_told() -> None:
+    forecast = Forecast(seconds=1.0, memory=1.0, text="")
+    assert forecast.verdict() == "" and forecast.measured is None
+    forecast.began = [0.0, 50.0, 60.0, 70.0, 71.1, 72.2, 173.3, 174.4]
+    assert forecast.measured == pytest.approx(1.1)
+    assert forecast.verdict() == ""
+    forecast.seconds = 0.8
+    assert "expected 0.8 s a step, and it took 1.1 s" in forecast.verdict()
