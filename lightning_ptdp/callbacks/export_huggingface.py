@@ -30,8 +30,8 @@ class ExportHuggingFace(pl.Callback):
 
     Args:
         folder: The folder to make, on a file system that all ranks share; one of that kind is replaced when the new one is whole.
-        when: ``"end"``: of a fit that ends well. ``"checkpoint"``: besides, whenever a checkpoint is saved; these are
-            ``folder/step-NUMBER`` then, also the last one, and stay there.
+        when: ``"end"``: of a fit that ends well. ``"checkpoint"``: besides, whenever a checkpoint has been saved, if
+            training goes on; these are ``folder/step-NUMBER`` then, also the last one, and stay there.
         dtype: What floating-point tensors are converted to; default: as they are.
         shard_bytes: Most bytes of tensors in one file.
         prefix: Where the module holds several Hugging Face models: the attribute of the one, with a dot.
@@ -57,18 +57,22 @@ class ExportHuggingFace(pl.Callback):
             files.check_replaceable(folder, marker="config.json")
         self._folder, self._when = os.fspath(folder), when
         self._options = {"dtype": dtype and getattr(torch, dtype), "shard_bytes": shard_bytes, "prefix": prefix}
-        self._last = -1
+        self._last, self._is_due = -1, False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what could not be written at the end."""
         if not hasattr(trainer.strategy, "export_huggingface"):
             raise ValueError(f'ExportHuggingFace needs Trainer(strategy="ptdp"), not {type(trainer.strategy).__name__}')
-        self._last = -1
+        self._last, self._is_due = -1, False
         self._export(trainer, check_only=True)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Beside a checkpoint, once a step."""
-        if self._when == "checkpoint" and trainer.state.fn == TrainerFn.FITTING and self._last != trainer.global_step:
+        """Remember it: a run that is told to end has no time for more than its checkpoint."""
+        self._is_due = self._when == "checkpoint" and trainer.state.fn == TrainerFn.FITTING and self._last != trainer.global_step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        """Of the weights that were saved, before they change."""
+        if self._is_due:
             self._export(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -83,5 +87,5 @@ class ExportHuggingFace(pl.Callback):
             folder /= f"step-{trainer.global_step}"
         strategy.export_huggingface(folder, **self._options, check_only=check_only)
         if not check_only:
-            self._last = trainer.global_step
+            self._last, self._is_due = trainer.global_step, False
             rank_zero_info(f"exported:    {os.path.abspath(folder)}")

@@ -154,6 +154,13 @@ def test_one_that_fails_fails_all_and_leaves_the_old_folder(how: str, words: str
     assert open_huggingface(tmp_path / "new" / "out")
 
 
+def test_a_folder_that_cannot_be_made_is_told_before(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    whole = [LocalRectangle.whole(name, value) for name, value in _whole(LLAMA).items()]
+    with pytest.raises(CheckpointError, match=r"exporting .*file/out failed: .*Error"):
+        _export(tmp_path / "file" / "out", LLAMA).check(whole)
+
+
 def test_a_killed_writer_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailure, match="the worker process died"):
         pool.run(_fail, world_size=2, args=(tmp_path / "out", "killed"))
