@@ -147,6 +147,10 @@ def read_rows(path: str | Sequence[str] | None, *, split: str = "train") -> Iter
             yield from _rows_of(file, split)
         except CorpusError:
             raise
+        except ModuleNotFoundError as error:
+            raise CorpusError(
+                f"path={file} is read by a library that is not installed ({error.name}): pip install datasets"
+            ) from error
         except Exception as error:  # of datasets and pyarrow, which have many
             raise CorpusError(f"path={file} cannot be read: {_why(file, error)}") from error
 

@@ -57,9 +57,9 @@ class HuggingFaceTokenizer:
         Raises:
             TokenizerError: transformers cannot read it.
         """
-        from transformers import AutoTokenizer
-
         try:
+            from transformers import AutoTokenizer
+
             return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
         except Exception as error:  # of transformers, tokenizers and json
             raise TokenizerError(f"tokenizer folder {self.folder} cannot be read: {reason(error)}") from error
