@@ -69,6 +69,8 @@ def test_in_a_step(layout: dict[str, Any], pool: Pool) -> None:
     assert all(len(line) == 3 and line[1] != "?" for line in lines[1:5]), note
     assert "recompute='full' or 'offload' (it is 'none')" in note or "activations" not in lines[5]
     assert f"pipeline_parallel_size (it is {size})" in note
+    offered = note.partition("by the planner's estimate these fit:\n")[2].splitlines()
+    assert offered and all(line.startswith("  PTDPStrategy(") and line.endswith(" GiB") for line in offered)
     for kind, _, after in others:
         assert kind == "PeerError" and after < 30
 

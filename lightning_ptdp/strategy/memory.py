@@ -11,20 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp._lightning import fits
+from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.columns import columns
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Choice, Job, Precision, find_device, find_precision, layer_activations
+from lightning_ptdp.planner import Choice, Job, Precision, device_here, find_device, find_precision, layer_activations
 from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.planner.parameters import stage_parameters
+from lightning_ptdp.planner.report import strategy_arguments
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
+from lightning_ptdp.strategy.choosing import fastest_layouts
 from lightning_ptdp.strategy.run import RunningStrategy
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["explain_memory", "memory_note"]
 
 _ACTIVATIONS = "activations"
-_GIB, _MUCH = 2**30, 1.1
+_GIB, _MUCH, _SHOWN = 2**30, 1.1, 3
 
 Parts = dict[str, float]
 
@@ -41,7 +44,33 @@ def explain_memory(strategy: RunningStrategy) -> str:
     expected = _expected(strategy.model, config, layout, rank=rank, precision=str(trainer.precision), micro_batch_size=b)
     optimizers: Sequence[torch.optim.Optimizer] = strategy.optimizers
     found = _found(strategy.model, engine.gradients.local(), optimizers, device=strategy.root_device)
-    return memory_note(expected, found, config=config, layout=layout)
+    rows = batch if isinstance(batch, int) else (b or 1) * (config.usual_microbatches or 1)
+    note = memory_note(expected, found, config=config, layout=layout)
+    return note + _what_fits(strategy, rows=rows, precision=str(trainer.precision))
+
+
+def _what_fits(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
+    """The fastest layouts that fit by the planner's estimate, if it knows the model and the device."""
+    name = device_name(strategy.root_device)
+    device = device_here(name)
+    try:
+        found = (
+            []
+            if device is None
+            else fastest_layouts(
+                strategy.model,
+                strategy.config,
+                world_size=strategy.layout.world_size,
+                rows=lambda replicas: rows,
+                length=None,
+                device=device,
+                precision=precision,
+            )
+        )
+    except ValueError:
+        return ""
+    lines = [f"  {strategy_arguments(one)}: {one.memory.total / _GIB:.3g} GiB" for _, one in found[:_SHOWN]]
+    return "\n".join(["\nby the planner's estimate these fit:", *lines]) if lines else ""
 
 
 def _expected(
