@@ -22,7 +22,13 @@ def written(pool: Pool) -> Fit:
 
     @cache
     def run(model: str, layout: str | None, **options: Any) -> list[dict[str, Any]]:
-        world_size, degrees = {**LAYOUTS, "c2": (2, {"context_parallel_size": 2}), "d2": (2, {}), None: (1, {})}[layout]
+        world_size, degrees = {
+            **LAYOUTS,
+            "c2": (2, {"context_parallel_size": 2}),
+            "d2": (2, {}),
+            "e2": (2, {"expert_parallel_size": 2}),
+            None: (1, {}),
+        }[layout]
         writing = Writing(model=model, layout=degrees, world_size=world_size, **options)
         return pool.run(fit, world_size=world_size, args=(writing,))
 
@@ -40,6 +46,7 @@ CASES = [
     ("gpt", "d2"),
     ("rope", "p2v2"),
     ("own", "p2"),
+    ("mixtral", "e2"),
 ]
 
 

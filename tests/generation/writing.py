@@ -39,6 +39,20 @@ def gpt(**options: Any) -> GPT:
     return GPT(GPTConfig(**sizes | options))
 
 
+def mixtral() -> nn.Module:
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.MixtralConfig(**sizes, intermediate_size=48, num_local_experts=4, max_position_embeddings=32)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 class Own(nn.Module):
     """Somebody's model, which takes token ids and nothing else."""
 
@@ -81,6 +95,8 @@ class LitWriting(L.LightningModule):
                 self.model = gpt(dropout=0.1 * self.writing.random)
             elif name == "rope":
                 self.model = gpt(position="rope", num_kv_heads=2)
+            elif name == "mixtral":
+                self.model = mixtral()
             else:
                 self.model = make_model(name)
 
