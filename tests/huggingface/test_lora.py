@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_ptdp.checkpoint import TensorReader, read_full
 from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import AdamWConfig, LitCausalLM, LoraOptions
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model
-from tests.huggingface.runs import SAMPLES, LitHuggingFace, Run, check, fit, make_model
+from tests.huggingface.runs import SAMPLES, LitHuggingFace, Run, Samples, check, fit, make_model
 from tests.pool import Pool, WorkerFailure
 
 pytest.importorskip("peft")
@@ -169,3 +171,42 @@ def test_another_tuner_of_peft_trains_in_a_pipeline(pool: Pool, reference: Any) 
 def test_bad_options(options: dict[str, Any], said: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=said):
         LitCausalLM(str(folder), adapter=LoraOptions(**options))
+
+
+def count(rank: int, folder: str) -> dict[str, int]:
+    """Elements that training keeps beside the weights, in half precision with float32 masters."""
+    module = LitCausalLM(folder, adapter=LoraOptions(r=3), dtype="bfloat16", optimizer=OPTIMIZER)
+    strategy = PTDPStrategy(master_weights=True)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=2, precision="bf16-true", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    found: dict[str, int] = {}
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            gradients: Any = strategy.engine.gradients
+            buckets = [bucket for chunk in gradients._kept._buckets.values() for bucket in chunk]
+            found["buckets"] = sum(bucket.buffer.numel() for bucket in buckets)
+            found["stepped"] = sum(entry.value.numel() for entry in gradients.stepped.entries)
+            states = [state for entry in trainer.optimizers[0].state.values() for state in entry.values()]
+            found["states"] = sum(state.numel() for state in states if state.dim())
+            found["gradients"] = sum(p.numel() for p in module.parameters() if p.grad is not None)
+            found["trained"] = sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+    trainer.callbacks.append(Look())
+    trainer.fit(module, DataLoader(Samples("labelled"), batch_size=4))
+    return found
+
+
+def test_what_is_frozen_takes_no_memory_beside_itself(pool: Pool, tmp_path: Path) -> None:
+    import peft
+
+    make_model("llama").save_pretrained(tmp_path)
+    trained = peft.get_peft_model(make_model("llama"), LoraOptions(r=3).config()).get_nb_trainable_parameters()[0]
+    for found in pool.run(count, world_size=2, args=(str(tmp_path),)):
+        assert found["trained"] == trained
+        assert found["stepped"] == trained
+        assert found["states"] == 2 * trained
+        assert found["buckets"] <= 1.1 * trained + 64
+        assert found["gradients"] <= trained
