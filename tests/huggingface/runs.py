@@ -267,6 +267,7 @@ SP = "sequence_parallel"
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
     "t2": (2, {T: 2}),
     "t2sp": (2, {T: 2, SP: True}),
     "t4": (4, {T: 4}),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp._transformers import captured_outputs, install_capture, is_capture
+from lightning_ptdp._transformers import captured_outputs, ignored_names, install_capture, is_capture
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit, make_model
 from tests.pool import Pool, WorkerFailure
 
@@ -129,6 +129,7 @@ def test_the_names_of_transformers_that_are_used() -> None:
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     assert not hooks
     assert captured_outputs() == {}
+    assert "attn.bias" in ignored_names(make_model("gpt2"))
     install_capture(model)
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     assert len(hooks) == 8, "a hidden state and an attention a layer"

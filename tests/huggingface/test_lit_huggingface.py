@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_ptdp.models import LitCausalLM, LitMaskedLM, make_tiny
 from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.strategy.checks import open_initial_weights
 from tests.huggingface.circle import OPTIMIZER, causal
-from tests.huggingface.runs import Run, Samples, check, make_model
+from tests.huggingface.runs import LAYOUTS, Run, Samples, check, fit, make_model
 from tests.models.fits import quiet_trainer
 from tests.pool import Pool
 
@@ -207,3 +208,19 @@ def test_no_initial_values_are_drawn_and_no_weights_are_mapped(
     loaded.configure_model()
     for (name, value), (_, expected) in zip(lit.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(value, expected), name
+
+
+def test_resuming_goes_on_from_the_checkpoint_and_not_from_the_folder(pool: Pool, folders: Path, tmp_path: Path) -> None:
+    def resumed(name: str) -> list[float]:
+        world_size, layout = LAYOUTS[name]
+        run = Run(
+            model="labelled", module=causal, pretrained=str(folders / "tied"), layout=layout, world_size=world_size, steps=2
+        )
+        pool.run(fit, world_size=world_size, args=(replace(run, save=str(tmp_path / name)),))
+        again = replace(run, steps=4, resume=str(tmp_path / name))
+        found: list[float] = pool.run(fit, world_size=world_size, args=(again,))[0]["losses"]
+        return found
+
+    alone = resumed("one")
+    for layout in ("p2", "d2"):
+        assert resumed(layout) == pytest.approx(alone, rel=1e-5)
