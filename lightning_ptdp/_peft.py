@@ -73,6 +73,12 @@ def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | No
         layer: Any = chain[place]
         if adapters_of(layer) is not None and chain[place + 1] is not layer.base_layer:
             configs: Any = next(vars(above)["peft_config"] for above in reversed(chain[:place]) if "peft_config" in vars(above))
+            for init in (configs[adapter].init_lora_weights for adapter in adapters_of(layer) or ()):
+                if not isinstance(init, bool) and init != "gaussian":
+                    raise ValueError(
+                        f"init_lora_weights={init!r} looks at weights that are not there yet: use True or 'gaussian', or build the model "
+                        "in __init__, or set PTDPStrategy(meta_init=False)"
+                    )
             return lambda: _initialize(layer, chain[-1], configs)
     return None
 

@@ -210,3 +210,25 @@ def test_what_is_frozen_takes_no_memory_beside_itself(pool: Pool, tmp_path: Path
         assert found["states"] == 2 * trained
         assert found["buckets"] <= 1.1 * trained + 64
         assert found["gradients"] <= trained
+
+
+def whole_adapters(rank: int, model: str, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Of a rank: the parts of adapters that all ranks hold, after training with dropout."""
+    module = LitHuggingFace(adapted(model, lora_dropout=0.2, init_lora_weights=False))
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(tensor_parallel_size=2, **layout), accelerator="cpu", devices=2, max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Samples(model), batch_size=4))
+    records = trainer.strategy.parallel.records
+    held = {r.name: p.detach() for p, r in records.items() if ".lora_" in r.name and "tensor" not in r.sharding.sharded}
+    assert held
+    return held
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("layout", [{}, {"sequence_parallel": True, "recompute": "full"}])
+def test_what_all_ranks_hold_stays_the_same_where_adapters_drop(model: str, layout: dict[str, Any], pool: Pool) -> None:
+    one, other = pool.run(whole_adapters, world_size=2, args=(model, layout))
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
