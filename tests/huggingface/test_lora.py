@@ -232,3 +232,12 @@ def test_what_all_ranks_hold_stays_the_same_where_adapters_drop(model: str, layo
     one, other = pool.run(whole_adapters, world_size=2, args=(model, layout))
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
+
+
+def test_quantized_weights_are_refused_before_launch() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    module = LitHuggingFace(Run(model="llama", eager=True))
+    quantization.quantize_(module.model.model.layers, quantization.Int8WeightOnlyConfig())
+    strategy = PTDPStrategy()
+    with pytest.raises(ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"):
+        check_model(module, strategy.config, strategy.config.layout(2))

@@ -71,6 +71,7 @@ def check_model(
     Raises:
         ValueError: Names the field, the value and what would work.
     """
+    _check_quantized(module)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
     if not layout.divides_model and blocks_stay:
         return
@@ -173,6 +174,16 @@ def _check_late(model: nn.Module, *, built: Collection[str]) -> None:
             initialize = initialize or Initializers(model)
             if not initialize.knows(name):
                 raise ValueError(why_without_values(name, module))
+
+
+def _check_quantized(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        package = type(parameter).__module__.partition(".")[0]
+        if package in ("bitsandbytes", "torchao"):
+            raise ValueError(
+                f"'{name}' is a {type(parameter).__name__} of {package}: quantized weights have no plain elements that ranks could compare "
+                "and share; load them in bfloat16, which adapters beside them leave frozen and without optimizer states"
+            )
 
 
 def _check_compiled(model: nn.Module) -> None:
