@@ -179,9 +179,10 @@ def tiny_options(arguments: list[str], shared: Path) -> list[str]:
     sizes = {"vocabulary_size": 320, "sequence_length": 32}
     options: dict[str, Any] = {f"model.config.{name}": value for name, value in (sizes | {"hidden_size": 32}).items()}
     options |= {f"data.{name}": value for name, value in sizes.items()}
+    options |= {"data.source": str(shared / "text"), "data.data_dir": str(shared / f"data-{recipe.partition('/')[0]}")}
+    if recipe.startswith("hf/"):  # the model is tiny as it is, and its tokenizer is given
+        options = {}
     options |= {
-        "data.source": str(shared / "text"),
-        "data.data_dir": str(shared / f"data-{recipe.partition('/')[0]}"),
         "data.micro_batch_size": 2,
         "data.validation_samples": 8,
         "model.optimizer.warmup_steps": 0,
