@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities.parsing import AttributeDict
 
+from lightning_ptdp.data.chat_build import ChatConfig, prepare_chat
 from lightning_ptdp.data.chat_format import Learn
-from lightning_ptdp.data.chat_store import ChatConfig, prepare_chat, verify_chat
+from lightning_ptdp.data.chat_store import verify_chat
 from lightning_ptdp.data.chat_stream import ChatStream, TooLong
 from lightning_ptdp.data.manifest import SPLITS, Manifest, SplitName
 from lightning_ptdp.data.stream_datamodule import StreamDataModule

@@ -28,14 +28,13 @@ from lightning_ptdp._lightning import (
     lightning_names,
 )
 from lightning_ptdp._peft import set_magnitudes
-from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.checkpoint import Keeper, same_outcome
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.parallelize import parallelize
-from lightning_ptdp.planner import device_here
+from lightning_ptdp.strategy.auto import ChosenLayout
 from lightning_ptdp.strategy.blocks import prepare_blocks
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
@@ -51,8 +50,7 @@ from lightning_ptdp.strategy.checks import (
     plan_of,
     warn_of_batch_norm,
 )
-from lightning_ptdp.strategy.checks.model import whole_model
-from lightning_ptdp.strategy.choosing import Forecast, LayoutChoice, choose, refuse_given, replica_rows
+from lightning_ptdp.strategy.choosing import LayoutChoice
 from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.exporting import ModelSpaceExporting
 from lightning_ptdp.strategy.frozen import lent_parameter
@@ -68,28 +66,20 @@ from lightning_ptdp.strategy.surroundings import make_surroundings
 from lightning_ptdp.strategy.world import World
 from lightning_ptdp.summary import StrategySummary, summarize
 from lightning_ptdp.surroundings import Context, Surroundings
-from lightning_ptdp.world.layout import divisors
 
 __all__ = ["PTDPStrategy", "strategy_class"]
 
 
-class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, ModelSpaceExporting, World):
+class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRestoring, ModelSpaceExporting, World):
     """Lightning's hooks; takes the fields of ``PTDPConfig`` and the arguments of Lightning's own strategies."""
 
     model: nn.Module
     strategy_name = "ptdp"
-    _forecast: Forecast | None
 
     def __init__(self, *, layout: LayoutChoice | None = None, **options: Any) -> None:
-        if layout not in ("auto", None):
-            raise ValueError(
-                f"layout={layout!r:.100} must be 'auto', or be left out, with sizes such as tensor_parallel_size=2 instead"
-            )
         ours = {field.name: options.pop(field.name) for field in fields(PTDPConfig) if field.name in options}
         self.config = PTDPConfig(**ours)
-        self._chooses, self._forecast = layout == "auto", None
-        if self._chooses:
-            refuse_given(self.config)
+        self._will_choose(layout)
         self.num_nodes = 1
         self._parent = os.getppid()
         self._interfaces: list[str] = []
@@ -107,7 +97,7 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
         """Everything that can be known to be wrong now, before processes start; ``arguments`` are those of the trainer's function."""
         if trainer is None or self.lightning_module is None:
             return
-        if self._chooses and fits(trainer):
+        if fits(trainer):
             self._choose(trainer, [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None])
         check_trainer(self, trainer)
         if not self._is_cut_here:
@@ -118,62 +108,6 @@ class _PTDPStrategy(ScheduledSteps, ModelSpaceSaving, ModelSpaceRestoring, Model
                 check_packing(self.lightning_module, source, self.config)
                 if trainer.checkpoint_callbacks:
                     check_hyperparameters(source)
-
-    def _choose(self, trainer: Trainer, sources: Sequence[object]) -> None:
-        """Once: a further fit trains on in the same layout. Every process chooses alike, from the same script, data and machine file."""
-        self._chooses = False
-        rows = replica_rows(sources)
-        if all(rows(replicas) is None for replicas in divisors(self.world_size)):
-            raise ValueError(
-                "layout='auto' has to know the batch: give fit a DataLoader or a data module with batch sizes of its own"
-            )
-        name = device_name(self.root_device)
-        device = device_here(name)
-        if device is None:
-            raise ValueError(f"layout='auto' knows no {name}: ptdp doctor --calibrate measures it")
-
-        def fits_model(config: PTDPConfig) -> None:
-            layout = config.layout(self.world_size)
-            check_model(self.lightning_module, config, layout, convert=replacing(self.precision_plugin, self._names))
-            for source in sources:
-                check_data(source, config, layout)
-
-        self.config, self._forecast = choose(
-            whole_model(self.lightning_module, self.config),
-            self.config,
-            world_size=self.world_size,
-            rows=rows,
-            length=next((source.sequence_length for source in sources if hasattr(source, "sequence_length")), None),
-            device=device,
-            precision=str(trainer.precision),
-            fits=fits_model,
-        )
-        if self.is_global_zero:
-            print(self._forecast.text, flush=True)
-
-    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Times steps, if a layout was chosen by what they were expected to take."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self._forecast is not None:
-            self._forecast.batch_begins()
-
-    def on_train_end(self) -> None:
-        """Tells the loggers what was expected of the chosen layout, and the user if it was far off."""
-        super().on_train_end()
-        if self._forecast is None or not self.is_global_zero or (measured := self._forecast.measured) is None:
-            return
-        metrics = {
-            "predicted_step_s": self._forecast.seconds,
-            "measured_step_s": measured,
-            "predicted_bytes": self._forecast.memory,
-        }
-        if self.root_device.type == "cuda":
-            metrics["measured_bytes"] = float(torch.cuda.max_memory_allocated(self.root_device))
-        trainer = self.lightning_module.trainer
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
-        if verdict := self._forecast.verdict():
-            print(verdict, flush=True)
 
     def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:
         """Check a module (and data module) against the layout without starting anything.

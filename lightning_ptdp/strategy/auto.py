@@ -1,0 +1,100 @@
+"""The strategy's part in ``layout="auto"``: chosen before launch, and held against the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_ptdp._lightning import Trainer
+from lightning_ptdp.callbacks.throughput import device_name
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.planner import device_here
+from lightning_ptdp.strategy.checks import check_data, check_model
+from lightning_ptdp.strategy.checks.model import whole_model
+from lightning_ptdp.strategy.choosing import Forecast, LayoutChoice, choose, refuse_given, replica_rows
+from lightning_ptdp.strategy.conversion import replacing
+from lightning_ptdp.strategy.run import RunningStrategy
+from lightning_ptdp.world.layout import divisors
+
+__all__ = ["ChosenLayout"]
+
+
+class ChosenLayout(RunningStrategy):
+    """Mixin of the strategy: has the planner choose the options of the layout, where that is asked for."""
+
+    _chooses: bool
+    _forecast: Forecast | None
+
+    def _will_choose(self, layout: LayoutChoice | None) -> None:
+        """Remember whether to.
+
+        Raises:
+            ValueError: It is another word, or options of the layout are given, too.
+        """
+        if layout not in ("auto", None):
+            raise ValueError(
+                f"layout={layout!r:.100} must be 'auto', or be left out, with sizes such as tensor_parallel_size=2 instead"
+            )
+        self._chooses, self._forecast = layout == "auto", None
+        if self._chooses:
+            refuse_given(self.config)
+
+    def _choose(self, trainer: Trainer, sources: Sequence[object]) -> None:
+        """If that is asked, once: a further fit trains on in the same layout. Every process chooses alike, from the same script, data and
+        machine file."""
+        if not self._chooses:
+            return
+        self._chooses = False
+        rows = replica_rows(sources)
+        if all(rows(replicas) is None for replicas in divisors(self.world_size)):
+            raise ValueError(
+                "layout='auto' has to know the batch: give fit a DataLoader or a data module with batch sizes of its own"
+            )
+        name = device_name(self.root_device)
+        device = device_here(name)
+        if device is None:
+            raise ValueError(f"layout='auto' knows no {name}: ptdp doctor --calibrate measures it")
+
+        def fits_model(config: PTDPConfig) -> None:
+            layout = config.layout(self.world_size)
+            check_model(self.lightning_module, config, layout, convert=replacing(self.precision_plugin, self._names))
+            for source in sources:
+                check_data(source, config, layout)
+
+        self.config, self._forecast = choose(
+            whole_model(self.lightning_module, self.config),
+            self.config,
+            world_size=self.world_size,
+            rows=rows,
+            length=next((source.sequence_length for source in sources if hasattr(source, "sequence_length")), None),
+            device=device,
+            precision=str(trainer.precision),
+            fits=fits_model,
+        )
+        if self.is_global_zero:
+            print(self._forecast.text, flush=True)
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Times steps, if a layout was chosen by what they were expected to take."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._forecast is not None:
+            self._forecast.batch_begins()
+
+    def on_train_end(self) -> None:
+        """Tells the loggers what was expected of the chosen layout, and the user if it was far off."""
+        super().on_train_end()
+        if self._forecast is None or not self.is_global_zero or (measured := self._forecast.measured) is None:
+            return
+        metrics = {
+            "predicted_step_s": self._forecast.seconds,
+            "measured_step_s": measured,
+            "predicted_bytes": self._forecast.memory,
+        }
+        if self.root_device.type == "cuda":
+            metrics["measured_bytes"] = float(torch.cuda.max_memory_allocated(self.root_device))
+        trainer = self.lightning_module.trainer
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+        if verdict := self._forecast.verdict():
+            print(verdict, flush=True)
