@@ -156,6 +156,12 @@ class Bulletin:
         self.board.requests.put(done)
         return done.wait(max(0.0, limit_s - self.board.unanswered_s)) and not self.board.gone
 
+    def hear_all(self, limit_s: float) -> None:
+        """Return when all the others have told something, or after ``limit_s``."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and self.exchange(limit_s) and {*self.board.others} - self.board.heard.keys():
+            time.sleep(_POLL_S)
+
     def roll_call(self, limit_s: float, silent_after_s: float) -> set[int] | None:
         """The ranks that have neither failed nor ended, and say nothing for ``limit_s``, or had said nothing for ``silent_after_s``; None:
         the store did not answer for as long."""

@@ -100,7 +100,7 @@ class Watchdog(StepObserver):
         ranks = set(range(world_size))
         if world_size > _ALL_WATCHED:
             ranks = {rank for axis in ("model", "replica_sum") for rank in mesh.groups[axis].ranks}
-        return cls(
+        watchdog = cls(
             rank=mesh.rank,
             world_size=world_size,
             ranks=sorted(ranks),
@@ -109,6 +109,10 @@ class Watchdog(StepObserver):
             store=store,
             waits_raise=waits_raise,
         )
+        if watchdog._bulletin is not None:
+            # So that of one that is lost at once there is something to say; all come here from making the mesh together.
+            watchdog._bulletin.hear_all(min(limit_s, _PUBLISH_LIMIT_S))
+        return watchdog
 
     # ---- what is told to it -------------------------------------------------------------------------------------------
 

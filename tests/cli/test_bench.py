@@ -63,6 +63,7 @@ def test_layouts_as_options() -> None:
         "--trainer.strategy.pipeline_parallel_size=4",
         "--trainer.strategy.virtual_pipeline_size=2",
         "--trainer.strategy.context_parallel_size=1",
+        "--trainer.strategy.expert_parallel_size=1",
         "--trainer.strategy.sequence_parallel=false",
     }
     assert {*layout_options(" p4 v2 ", 8)} == {*layout_options("t1 p4 v2 d2", 8)} == found
