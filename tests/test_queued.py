@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
     before = len(HOST.calls)
     if rank:
         work = dist.irecv(tensor, 0)
-        there = tuple((ctypes.c_float * 3).from_address(tensor.data_ptr()))
+        memory, limit = (ctypes.c_float * 3).from_address(tensor.data_ptr()), time.monotonic() + 10
+        while (there := tuple(memory)) == (0.0, 0.0, 0.0) and time.monotonic() < limit:
+            pass  # the thread that receives puts there what nobody may read; the message is not sent before the barrier
         dist.barrier(gate)
     else:
         tensor += 1
