@@ -17,10 +17,8 @@ from lightning_ptdp.schedule import Action, CustomSchedule
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.toys import LitNet, loader
+from tests.letters import A, C, M, P, T, V
 from tests.pool import Pool
-
-P, V, T, M = "pipeline_parallel_size", "virtual_pipeline_size", "tensor_parallel_size", "num_microbatches"
-C, A = "context_parallel_size", "context_parallel_attention"
 
 
 @pytest.fixture

@@ -25,19 +25,10 @@ from lightning_ptdp.tensor_parallel import ColumnParallelLinear
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests import parity
+from tests.letters import SP, A, C, M, P, R, S, T, V
 from tests.parity import LitTiny, Run, assert_same, fit, gpt_config
 from tests.pool import Pool
 
-T, C, P, V, M, S, R = (
-    "tensor_parallel_size",
-    "context_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "num_microbatches",
-    "schedule",
-    "recompute",
-)
-SP, A = "sequence_parallel", "context_parallel_attention"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "d2 sharded": {"shard_optimizer": True},
     "t2": {T: 2, R: "selective"},

@@ -17,6 +17,7 @@ from lightning_ptdp.fp8 import apply_fp8, check_fp8
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.tensor_parallel import Column, ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.world.mesh import Group
+from tests.letters import M, P, T, V
 from tests.parity import Run, assert_same, fit
 from tests.pool import Pool
 from tests.tensor_parallel.toy import tensor_group
@@ -131,7 +132,6 @@ def test_shards_are_scaled_where_they_are(pool: Pool) -> None:
     pool.run(shards, world_size=2)
 
 
-T, P, V, M = "tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "p2 zb_h1 full": (2, {P: 2, "schedule": "zb_h1", "recompute": "full"}),
     "p2v2 offload": (2, {P: 2, V: 2, "recompute": "offload"}),

@@ -12,9 +12,8 @@ import torch
 from lightning_ptdp.engine.gradient_checks import NonFiniteError
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
+from tests.letters import M, P, Z
 from tests.pool import Pool
-
-P, M, Z = "pipeline_parallel_size", "num_microbatches", "shard_optimizer"
 
 
 class LitPoisoned(LitNet):

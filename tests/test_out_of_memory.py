@@ -14,11 +14,11 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks.device import check_gpu
 from lightning_ptdp.strategy.memory import memory_note
+from tests.letters import M, P, T
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
 GIB = 2.0**30
-T, P, M = "tensor_parallel_size", "pipeline_parallel_size", "num_microbatches"
 
 
 class LitFull(LitTiny):

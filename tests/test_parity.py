@@ -10,18 +10,11 @@ import pytest
 import torch
 
 from lightning_ptdp.schedule import CustomSchedule, build_schedule, dump_schedule
+from tests.letters import SP, M, P, S, T, V
 from tests.parity import Frozen, Run, assert_same, fit
 from tests.pipeline.grid import weights_at_the_end
 from tests.pool import Pool
 
-T, P, V, M, SP, S = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "num_microbatches",
-    "sequence_parallel",
-    "schedule",
-)
 LAYOUTS = {
     "m4": (1, {M: 4}),
     "d2": (2, {}),

@@ -12,23 +12,16 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
+from tests.letters import D, M, P, S, V, Z
 from tests.parity import Frozen, Run, fit
 from tests.pool import Pool
 
-P, V, M, S, Z, R = (
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "num_microbatches",
-    "schedule",
-    "shard_optimizer",
-    "data_parallel_replicas",
-)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "m4": (1, {M: 4}),
     "d2": (2, {M: 2}),
     "d2 sharded": (2, {Z: True, M: 2}),
     "d4 sharded": (4, {Z: True, M: 1}),
-    "d4 sharded in two levels": (4, {Z: True, R: 2, M: 1}),
+    "d4 sharded in two levels": (4, {Z: True, D: 2, M: 1}),
     "d2p2 sharded": (4, {Z: True, P: 2, M: 2}),
     "d2p2v2 zb_v sharded": (4, {Z: True, P: 2, V: 2, M: 2, S: "zb_v"}),
 }

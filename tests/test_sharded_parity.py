@@ -7,21 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.letters import SP, C, D, G, M, P, S, T, V, Z
 from tests.parity import Frozen, Run, assert_same, fit
 from tests.pool import Pool
 
-T, P, V, M, SP, S, Z, R, G, C = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "num_microbatches",
-    "sequence_parallel",
-    "schedule",
-    "shard_optimizer",
-    "data_parallel_replicas",
-    "overlap_parameter_gather",
-    "context_parallel_size",
-)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2": (2, {Z: True}),
     "d2 overlapped": (2, {Z: True, G: True}),
@@ -33,8 +22,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2p2 zb_h1": (4, {Z: True, P: 2, M: 3, S: "zb_h1"}),
     "d2p2v2 dualpipe_v": (4, {Z: True, P: 2, V: 2, M: 3, S: "dualpipe_v"}),
     "d2c2": (4, {Z: True, C: 2}),
-    "d4 two levels": (4, {R: 2}),
-    "d4 two levels in shards": (4, {R: 2, Z: True, M: 2}),
+    "d4 two levels": (4, {D: 2}),
+    "d4 two levels in shards": (4, {D: 2, Z: True, M: 2}),
 }
 
 

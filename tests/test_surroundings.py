@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp.strategy import ptdp
 from lightning_ptdp.surroundings import Contexts, Forward, Surrounding, Surroundings
+from tests.letters import C, M, P, R, S, T
 from tests.parity import Run, fit
 from tests.pool import Pool
 
@@ -58,14 +59,6 @@ def _fit_counted(rank: int, run: Run) -> tuple[Any, Any, dict[str, Any]]:
     return entry.forwards, entry.again, found
 
 
-T, P, C, M, R, S = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "num_microbatches",
-    "recompute",
-    "schedule",
-)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int, int]] = {
     # processes, options, microbatches of training, of evaluation, stages
     "straight": (1, {R: "full"}, 1, 1, 1),

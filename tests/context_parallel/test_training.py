@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.letters import SP, A, C, M, P, R, S, T, V
 from tests.parity import Frozen, Run, assert_same, fit
 from tests.pool import Pool
 
-T, P, V, C, M = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "context_parallel_size",
-    "num_microbatches",
-)
-A, SP, S, R = "context_parallel_attention", "sequence_parallel", "schedule", "recompute"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "c2": (2, {C: 2}),
     "c2 heads": (2, {C: 2, A: "all_to_all"}),

@@ -18,10 +18,10 @@ from torchmetrics import MeanMetric
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import make_model
+from tests.letters import C, M, P
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
-C, P, M = "context_parallel_size", "pipeline_parallel_size", "num_microbatches"
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "c2": (2, {C: 2}),
     "c2m2": (2, {C: 2, M: 2}),

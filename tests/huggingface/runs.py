@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_ptdp.callbacks import ExportHuggingFace, InitFrom
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.letters import SP, M, P, T, V
 from tests.pool import Pool
 
 VOCABULARY, LENGTH, SAMPLES = 61, 12, 24
@@ -258,12 +259,6 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
         "initial": recorder.initial,
         "final": strategy.gather_state_dict(),
     }
-
-
-T, P, V, M = "tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
-
-
-SP = "sequence_parallel"
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

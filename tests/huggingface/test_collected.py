@@ -12,11 +12,10 @@ from torch import Tensor
 
 from lightning_ptdp._transformers import captured_outputs, ignored_names, install_capture, is_capture
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit, make_model
+from tests.letters import M, P, T, V
 from tests.pool import Pool, WorkerFailure
 
 transformers = pytest.importorskip("transformers")
-
-T, P, V, M = "tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
 
 
 class HiddenStates(LitHuggingFace):

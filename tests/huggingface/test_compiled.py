@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.huggingface.runs import SP, Run, T, fit
+from tests.huggingface.runs import Run, fit
+from tests.letters import SP, T
 from tests.parity import assert_same
 from tests.pool import Pool
 

@@ -32,17 +32,11 @@ from lightning_ptdp.sharding import Piece, Sharding
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.architectures import build
 from tests.huggingface.runs import LitHuggingFace, Run, Samples, fit, make_model
+from tests.letters import C, M, P, T, V
 from tests.pool import Pool
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
-T, P, V, C, M = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "context_parallel_size",
-    "num_microbatches",
-)
 TIED = (("tie_word_embeddings", True),)
 
 

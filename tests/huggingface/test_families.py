@@ -11,11 +11,11 @@ from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
+from tests.letters import SP, M, P, T
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
 
-T, P, M, SP = "tensor_parallel_size", "pipeline_parallel_size", "num_microbatches", "sequence_parallel"
 ENCODER_DECODERS = ("t5", "bart", "whisper")
 WHOLE_PARTS = ("phi3", "olmo2", "nemotron", "mixtral", "qwen2_moe", "deepseek_v3")
 

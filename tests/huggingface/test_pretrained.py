@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.runs import LitHuggingFace, Run, fit, make_model
+from tests.letters import M, P, T, V
 from tests.pool import Pool, WorkerFailure
 
 pytest.importorskip("transformers")
 
-T, P, V, M = "tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
 TIED = (("tie_word_embeddings", True),)
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit
+from tests.letters import M, P, V
 from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")
 
-P, V, M = "pipeline_parallel_size", "virtual_pipeline_size", "num_microbatches"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": VOCABULARY}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 

@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.letters import SP, C, M, P, R, S, T, V
 from tests.parity import Frozen, Run, assert_same, fit
 from tests.pool import Pool
 
-T, P, V, C, M = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "context_parallel_size",
-    "num_microbatches",
-)
-SP, R, S = "sequence_parallel", "recompute", "schedule"
 KEYED = {"keyed_dropout": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "m4": (1, {M: 4}),

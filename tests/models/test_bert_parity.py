@@ -13,17 +13,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.letters import SP, C, M, P, T, V
 from tests.parity import Recorder
 from tests.pool import Pool
 
-T, P, V, M, SP, C = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "num_microbatches",
-    "sequence_parallel",
-    "context_parallel_size",
-)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2": (2, {}),
     "t2": (2, {T: 2}),

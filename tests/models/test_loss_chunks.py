@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert, LitGPT
 from lightning_ptdp.tensor_parallel import linear_cross_entropy
+from tests.letters import P, T
 from tests.pool import Pool
 
 SIZES: dict[str, Any] = {"vocabulary_size": 61, "sequence_length": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
-P, T = "pipeline_parallel_size", "tensor_parallel_size"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "t2 sp p2": (4, {T: 2, P: 2, "sequence_parallel": True, "num_microbatches": 2}),
     "d2 in shards": (2, {"num_microbatches": 2, "shard_optimizer": True}),
