@@ -156,7 +156,8 @@ What a LightningModule around each of these trains to in two processes, beside o
 
 d: replicas, t: tensor parallel, SP: sequence parallel, p: pipeline, c: context parallel (ring). A number says why a layout is refused,
 before launch; all else is equal to one process. Plans: *declared* by the model itself, *ours*, or none: then only t and SP want one
-([Bring your own model](own-model.md)). Mixtures of experts are replicated under t; `expert_parallel_size` shares their experts out.
+([Bring your own model](own-model.md)). Mixtures of experts are replicated under t; `expert_parallel_size` shares their experts out
+([Mixtures of experts](experts.md)).
 
 folder: a folder of transformers is trained by `LitCausalLM` at t2 p2 v2, written as a folder and trained on in one process: losses, files
 and weights are to 1e-5 those of one process throughout. It is tried where it says yes.
