@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -14,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.planner import find_device
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.choosing import Forecast, choose, fastest_layouts, refuse_given
+from lightning_ptdp.strategy.auto import ChosenLayout
+from lightning_ptdp.strategy.choosing import Forecast, Training, choose, fastest_layouts, refuse_given
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
@@ -65,16 +68,27 @@ def test_it_trains_as_what_it_chose(pool: Pool) -> None:
 
 
 def chosen_for(memory: float, *, world_size: int = 4, **options: Any) -> tuple[Any, Forecast]:
-    config = PTDPStrategy(**options).config
-    return choose(
-        LitTiny(Run(eager=True, layers=8, hidden=64)),
-        config,
+    training = Training(
+        module=LitTiny(Run(eager=True, layers=8, hidden=64)),
+        config=PTDPStrategy(**options).config,
         world_size=world_size,
         rows=lambda replicas: 32 // replicas,
         length=16,
         device=replace(find_device("cpu"), memory_bytes=memory),
         precision="32-true",
-        fits=lambda config: None,
+    )
+    return choose(training, fits=lambda config: None)
+
+
+def on_two(module: L.LightningModule) -> Training:
+    return Training(
+        module=module,
+        config=PTDPStrategy().config,
+        world_size=2,
+        rows=lambda replicas: 8,
+        length=16,
+        device=find_device("cpu"),
+        precision="32-true",
     )
 
 
@@ -92,23 +106,69 @@ def test_a_layout_that_the_model_does_not_take_is_passed_over() -> None:
         if config.tensor_parallel_size == 1:
             raise ValueError("this model is never whole")
 
-    module, config = LitTiny(Run(eager=True)), PTDPStrategy().config
-    given: dict[str, Any] = {
-        "world_size": 2,
-        "rows": lambda replicas: 8,
-        "length": 16,
-        "device": find_device("cpu"),
-        "precision": "32-true",
-    }
-    found, _ = choose(module, config, fits=no_data_parallel, **given)
+    training = on_two(LitTiny(Run(eager=True)))
+    found, _ = choose(training, fits=no_data_parallel)
     assert found.tensor_parallel_size == 2
-    assert len(fastest_layouts(module, config, **given)) == 3
+    assert len(fastest_layouts(training)) == 3
 
     def nothing(config: Any) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match=r"takes none of the 3 fastest layouts; .*: no"):
-        choose(module, config, fits=nothing, **given)
+        choose(training, fits=nothing)
+
+
+class Stop(Exception):
+    """Instead of processes."""
+
+
+class LitCounted(LitTiny):
+    """Counts how often it is built."""
+
+    built = 0
+
+    def configure_model(self) -> None:
+        LitCounted.built += 1
+        super().configure_model()
+
+
+def test_it_is_chosen_by_everything_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that the Trainer or its module cannot have is passed over; the model is not built for each that is looked at; what went
+    wrong is asked again."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Stop
+
+    def refuse(strategy: Any, trainer: L.Trainer) -> None:
+        if strategy.config.pipeline_parallel_size == 1:
+            raise strategy.refusal("this module wants stages")
+
+    monkeypatch.setattr("lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher.launch", stop)
+    strategy = PTDPStrategy(layout="auto", start_method="fork")
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False, barebones=True
+    )
+    batches = [[0, 1], [2, 3]]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="layout='auto' has to know the batch"):
+            trainer.fit(LitTiny(Run()), DataLoader(PaddedTokens(4), batch_sampler=batches))
+    monkeypatch.setattr("lightning_ptdp.strategy.auto.check_trainer", refuse)
+    with pytest.raises(Stop):
+        trainer.fit(LitCounted(Run()), DataLoader(PaddedTokens(64), batch_size=8))
+    assert strategy.config.pipeline_parallel_size == 2
+    assert LitCounted.built == 2  # to choose, and to check the choice
+
+
+def test_a_gpu_is_asked_in_a_child_of_who_will_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA that was started in the main process cannot be used in what it forks."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: str(os.getpid()))
+
+    def asked(**options: Any) -> str:
+        here = SimpleNamespace(root_device=torch.device("cuda", 0), config=PTDPStrategy(**options).config, world_size=2)
+        return ChosenLayout._device_name(here)
+
+    assert asked(start_method="fork") != str(os.getpid())
+    assert asked() == str(os.getpid())
 
 
 def test_mistakes() -> None:
@@ -119,17 +179,8 @@ def test_mistakes() -> None:
     refuse_given(PTDPStrategy(seed=3, compile="blocks").config)
     with pytest.raises(ValueError, match=r"finds no layout that fits on 4 x cpu with .* GiB each"):
         chosen_for(1e3)
-    module = L.LightningModule()
     with pytest.raises(ValueError, match="the sizes of LightningModule are not known"):
-        fastest_layouts(
-            module,
-            PTDPStrategy().config,
-            world_size=2,
-            rows=lambda replicas: 8,
-            length=None,
-            device=find_device("cpu"),
-            precision="32-true",
-        )
+        fastest_layouts(on_two(L.LightningModule()))
 
 
 def test_a_forecast_that_is_off_is_told() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 
@@ -10,9 +12,9 @@ from lightning_ptdp._lightning import Trainer
 from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import device_here
-from lightning_ptdp.strategy.checks import check_data, check_model
+from lightning_ptdp.strategy.checks import check_data, check_model, check_trainer
 from lightning_ptdp.strategy.checks.model import whole_model
-from lightning_ptdp.strategy.choosing import Forecast, LayoutChoice, choose, refuse_given, replica_rows
+from lightning_ptdp.strategy.choosing import Forecast, LayoutChoice, Training, choose, refuse_given, replica_rows
 from lightning_ptdp.strategy.conversion import replacing
 from lightning_ptdp.strategy.run import RunningStrategy
 from lightning_ptdp.world.layout import divisors
@@ -45,35 +47,52 @@ class ChosenLayout(RunningStrategy):
         machine file."""
         if not self._chooses:
             return
-        self._chooses = False
         rows = replica_rows(sources)
         if all(rows(replicas) is None for replicas in divisors(self.world_size)):
             raise ValueError(
                 "layout='auto' has to know the batch: give fit a DataLoader or a data module with batch sizes of its own"
             )
-        name = device_name(self.root_device)
+        name = self._device_name()
         device = device_here(name)
         if device is None:
             raise ValueError(f"layout='auto' knows no {name}: ptdp doctor --calibrate measures it")
+        given, whole = self.config, whole_model(self.lightning_module, self.config)
 
-        def fits_model(config: PTDPConfig) -> None:
-            layout = config.layout(self.world_size)
-            check_model(self.lightning_module, config, layout, convert=replacing(self.precision_plugin, self._names))
+        def fits(config: PTDPConfig) -> None:
+            self.config = config
+            try:
+                check_trainer(self, trainer)
+            except self._names.MisconfigurationException as error:
+                raise ValueError(str(error)) from error
+            convert = replacing(self.precision_plugin, self._names)
+            check_model(self.lightning_module, config, self.layout, convert=convert, whole=whole)
             for source in sources:
-                check_data(source, config, layout)
+                check_data(source, config, self.layout)
 
-        self.config, self._forecast = choose(
-            whole_model(self.lightning_module, self.config),
-            self.config,
+        training = Training(
+            module=whole,
+            config=given,
             world_size=self.world_size,
             rows=rows,
             length=next((source.sequence_length for source in sources if hasattr(source, "sequence_length")), None),
             device=device,
             precision=str(trainer.precision),
-            fits=fits_model,
         )
+        try:
+            self.config, self._forecast = choose(training, fits=fits)
+        except BaseException:
+            self.config = given
+            raise
+        self._chooses = False
         if self.is_global_zero:
             print(self._forecast.text, flush=True)
+
+    def _device_name(self) -> str:
+        """What the device calls itself. Asking a GPU starts CUDA, after which a process cannot be forked: a child asks."""
+        if self.root_device.type == "cpu" or self.config.start_method != "fork" or self.world_size == 1:
+            return device_name(self.root_device)
+        with ProcessPoolExecutor(1, get_context("fork")) as child:
+            return child.submit(device_name, self.root_device).result()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Times steps, if a layout was chosen by what they were expected to take."""

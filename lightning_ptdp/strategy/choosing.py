@@ -24,7 +24,7 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.world.layout import divisors
 
-__all__ = ["Forecast", "LayoutChoice", "choose", "fastest_layouts", "refuse_given", "replica_rows"]
+__all__ = ["Forecast", "LayoutChoice", "Training", "choose", "fastest_layouts", "refuse_given", "replica_rows"]
 
 LayoutChoice = Literal["auto"]
 _CHOSEN = (
@@ -36,6 +36,29 @@ _TRIED = 8
 _OFF = 0.15
 _WARM_UP = 3
 _GIB = 2**30
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Training:
+    """What is to be laid out.
+
+    Attributes:
+        module: What is trained, whole.
+        config: The options, without a layout.
+        world_size: Number of processes.
+        rows: Samples of a replica's batch, for a number of replicas; None: they cannot be dealt so.
+        length: Tokens of a sample; None: as long as the model takes.
+        device: What each process has.
+        precision: Lightning's.
+    """
+
+    module: nn.Module
+    config: PTDPConfig
+    world_size: int
+    rows: Callable[[int], int | None]
+    length: int | None = None
+    device: Device
+    precision: str
 
 
 @dataclass(kw_only=True)
@@ -85,42 +108,26 @@ def refuse_given(config: PTDPConfig) -> None:
             raise ValueError(f"layout='auto' chooses {option.name}, but {option.name}={value!r} is given: leave one of them out")
 
 
-def choose(
-    module: nn.Module,
-    config: PTDPConfig,
-    *,
-    world_size: int,
-    rows: Callable[[int], int | None],
-    length: int | None,
-    device: Device,
-    precision: str,
-    fits: Callable[[PTDPConfig], None],
-) -> tuple[PTDPConfig, Forecast]:
+def choose(training: Training, *, fits: Callable[[PTDPConfig], None]) -> tuple[PTDPConfig, Forecast]:
     """The options with the fastest layout that the model takes, and what to expect of it.
 
     Args:
-        module: What is trained.
-        config: The options, without a layout.
-        world_size: Number of processes.
-        rows: Samples of a replica's batch, for a number of replicas; None: they cannot be dealt so.
-        length: Tokens of a sample; None: as long as the model takes.
-        device: What each process has.
-        precision: Lightning's.
+        training: What is to be laid out.
         fits: Raises a ValueError if the model or the data do not take these options.
 
     Raises:
         ValueError: The model's sizes are not known, no layout fits, or the model takes none of them.
     """
-    found = fastest_layouts(module, config, world_size=world_size, rows=rows, length=length, device=device, precision=precision)
+    found, device = fastest_layouts(training), training.device
     if not found:
         raise ValueError(
-            f"layout='auto' finds no layout that fits on {world_size} x {device.name} with {device.usable_bytes / _GIB:.3g} GiB each: "
-            "ptdp plan says what each needs; use more devices, or smaller batches"
+            f"layout='auto' finds no layout that fits on {training.world_size} x {device.name} with {device.usable_bytes / _GIB:.3g} GiB "
+            "each: ptdp plan says what each needs; use more devices, or smaller batches"
         )
     refusals = []
     for i, (seconds, candidate) in enumerate(found):
         options: dict[str, Any] = candidate.choice.options()
-        chosen = replace(config, **options)
+        chosen = replace(training.config, **options)
         try:
             fits(chosen)
         except ValueError as error:
@@ -131,35 +138,26 @@ def choose(
     raise ValueError(f"layout='auto': the model takes none of the {len(found)} fastest layouts; {refusals[0]}")
 
 
-def fastest_layouts(
-    module: nn.Module,
-    config: PTDPConfig,
-    *,
-    world_size: int,
-    rows: Callable[[int], int | None],
-    length: int | None,
-    device: Device,
-    precision: str,
-) -> list[tuple[float, Candidate]]:
-    """The fastest layout of each degree of parallelism that fits, by seconds a sample; arguments as of ``choose``.
+def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
+    """The fastest layout of each degree of parallelism that fits, by seconds a sample.
 
     Raises:
         ValueError: The model's sizes are not known.
     """
-    model, best = _sizes(module), dict[str, tuple[float, Candidate]]()
-    software = find_software("ours-compiled" if config.compile == "blocks" else "ours")
-    for replicas in divisors(world_size):
-        size = rows(replicas)
+    model, best = _sizes(training.module), dict[str, tuple[float, Candidate]]()
+    software = find_software("ours-compiled" if training.config.compile == "blocks" else "ours")
+    for replicas in divisors(training.world_size):
+        size = training.rows(replicas)
         if size is None:
             continue
         job = Job(
             model=model,
-            world_size=world_size,
+            world_size=training.world_size,
             global_batch_size=size * replicas,
-            device=device,
-            precision=find_precision(precision),
+            device=training.device,
+            precision=find_precision(training.precision),
             software=software,
-            sequence_length=min(length or model.sequence_length, model.sequence_length),
+            sequence_length=min(training.length or model.sequence_length, model.sequence_length),
         )
         space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
         for candidate in search(job, space, count=_TRIED, simulate=False).best:

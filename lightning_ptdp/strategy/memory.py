@@ -20,7 +20,7 @@ from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.planner.parameters import stage_parameters
 from lightning_ptdp.planner.report import strategy_arguments
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
-from lightning_ptdp.strategy.choosing import fastest_layouts
+from lightning_ptdp.strategy.choosing import Training, fastest_layouts
 from lightning_ptdp.strategy.run import RunningStrategy
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -53,20 +53,18 @@ def _what_fits(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
     """The fastest layouts that fit by the planner's estimate, if it knows the model and the device."""
     name = device_name(strategy.root_device)
     device = device_here(name)
+    if device is None:
+        return ""
+    training = Training(
+        module=strategy.model,
+        config=strategy.config,
+        world_size=strategy.layout.world_size,
+        rows=lambda replicas: rows,
+        device=device,
+        precision=precision,
+    )
     try:
-        found = (
-            []
-            if device is None
-            else fastest_layouts(
-                strategy.model,
-                strategy.config,
-                world_size=strategy.layout.world_size,
-                rows=lambda replicas: rows,
-                length=None,
-                device=device,
-                precision=precision,
-            )
-        )
+        found = fastest_layouts(training)
     except ValueError:
         return ""
     lines = [f"  {strategy_arguments(one)}: {one.memory.total / _GIB:.3g} GiB" for _, one in found[:_SHOWN]]

@@ -58,7 +58,12 @@ def plan_of(module: LightningModule, config: PTDPConfig) -> ParallelPlan:
 
 
 def check_model(
-    module: nn.Module, config: PTDPConfig, layout: ParallelLayout, *, convert: Callable[[nn.Module], nn.Module] | None = None
+    module: nn.Module,
+    config: PTDPConfig,
+    layout: ParallelLayout,
+    *,
+    convert: Callable[[nn.Module], nn.Module] | None = None,
+    whole: nn.Module | None = None,
 ) -> None:
     """Check the sizes of the model against the layout, on a copy where ``configure_model`` builds it or ``convert`` changes it.
 
@@ -67,6 +72,7 @@ def check_model(
         config: The strategy's options.
         layout: The degrees of parallelism.
         convert: The precision plugin's ``convert_module`` if it replaces modules or parameters.
+        whole: What ``whole_model`` makes of the module, if that is at hand.
 
     Raises:
         ValueError: Names the field, the value and what would work.
@@ -80,7 +86,7 @@ def check_model(
             f"this {type(module).__name__} was already cut for the layout {vars(module)[CUT_MARK]!r}; make a new module (and load the "
             "checkpoint) to run it under another Trainer"
         )
-    whole = whole_model(module, config)
+    whole = whole_model(module, config) if whole is None else whole
     if convert is not None:
         late = config.meta_init and whole is not module
         whole = _converted(whole, convert, config, late=late)
