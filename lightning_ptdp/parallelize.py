@@ -23,6 +23,7 @@ from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
 from lightning_ptdp.records import ParameterRecord, Records, Sum
 from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.tensor_parallel import (
+    SPLIT_AXES,
     Kind,
     ParallelPlan,
     is_in_region,
@@ -112,9 +113,10 @@ def parallelize(
     tensor, pipeline = mesh.group("tensor"), mesh.group("pipeline")
     convert()
     planned = plan(module)
-    degrees = {axis: mesh.group(axis).size for axis in ("tensor", "expert")}
+    degrees = {axis: mesh.group(axis).size for axis in SPLIT_AXES}
     kinds = planned.divided(module, **degrees)
-    planned.check(module, tensor.size, layout.sequence_parallel, expert_parallel_size=degrees["expert"], converted=True)
+    further = {f"{axis}_parallel_size": degrees[axis] for axis in ("expert", "context")}
+    planned.check(module, tensor.size, layout.sequence_parallel, **further, converted=True)
     if layout.divides_model:
         set_numbers(module, planned.numbers, tensor_parallel_size=tensor.size)
         keep_padded(module)

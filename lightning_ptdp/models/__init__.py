@@ -10,7 +10,13 @@ from lightning_ptdp.models.config import BertConfig, GPTConfig, check_tensor_par
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.optimization import AdamWConfig
 from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
-from lightning_ptdp.models.size import bert_flops_per_sample, flops_per_sample, num_bert_parameters, num_parameters
+from lightning_ptdp.models.size import (
+    active_parameters,
+    bert_flops_per_sample,
+    flops_per_sample,
+    num_bert_parameters,
+    num_parameters,
+)
 from lightning_ptdp.models.tiny import make_tiny
 
 if TYPE_CHECKING:
@@ -31,6 +37,7 @@ __all__ = [
     "LitGPT",
     "LitMaskedLM",
     "LoraOptions",
+    "active_parameters",
     "bert_flops_per_sample",
     "bert_plan",
     "check_tensor_parallel",

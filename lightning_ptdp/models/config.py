@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.option_types import Count, Size, check_types
 
 __all__ = ["BertConfig", "GPTConfig", "TransformerConfig", "check_tensor_parallel"]
+
+_OF_EXPERTS = frozenset(
+    (
+        "experts_per_token", "shared_experts", "expert_hidden_size", "dense_layers", "router_score", "balance", "balance_coefficient",
+        "z_loss_coefficient", "bias_rate", "capacity_factor",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +90,21 @@ class GPTConfig(TransformerConfig):
             get ``init_std / sqrt(2 l)`` (GPT-2).
         norm_eps: Epsilon of the norms.
         rope_base: Base of the rotary wavelengths.
+        num_experts: E, experts of a layer, of which a router chooses some for each token; None: one feed-forward part for all. They are
+            gated and have no biases (``mlp="swiglu"``, ``bias=False``).
+        experts_per_token: k. Of several the weights are their scores, normalized to the sum 1; of one it is the score
+            (arXiv 2101.03961).
+        shared_experts: Further experts of the same width, that every token visits (arXiv 2401.06066), as one feed-forward part.
+        expert_hidden_size: Inner width of one expert; None: f.
+        dense_layers: The first layers, which have one feed-forward part of width f in the place of experts.
+        router_score: A token's score of an expert: "softmax" over the experts, or "sigmoid" of each (arXiv 2412.19437).
+        balance: What keeps the experts equally busy: a "loss" (arXiv 2101.03961), a "bias" on the scores that is moved by what each had
+            to do in a step, and only decides who is chosen (arXiv 2408.15664), or "none".
+        balance_coefficient: Of the balancing loss.
+        z_loss_coefficient: Of the mean square of the logits' log-sum-exp (arXiv 2202.08906, section 3.2), with any ``balance``.
+        bias_rate: How far an optimizer step moves the bias.
+        capacity_factor: In training an expert takes at most this many times its even share of one sequence's choices, k s / E, rounded up:
+            the earliest ones. The rest is dropped. None: all are taken.
 
     Raises:
         ValueError: Sizes that do not fit together; the message names the field and what would work.
@@ -97,6 +119,17 @@ class GPTConfig(TransformerConfig):
     bias: bool = True
     tie_embeddings: bool = True
     rope_base: float = 10_000.0
+    num_experts: Size | None = None
+    experts_per_token: Size = 2
+    shared_experts: Count = 0
+    expert_hidden_size: Size | None = None
+    dense_layers: Count = 0
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    balance: Literal["loss", "bias", "none"] = "loss"
+    balance_coefficient: float = 0.01
+    z_loss_coefficient: float = 0.001
+    bias_rate: float = 0.001
+    capacity_factor: float | None = None
 
     @classmethod
     def gpt2(cls, **changes: Any) -> GPTConfig:
@@ -122,8 +155,19 @@ class GPTConfig(TransformerConfig):
         multiple = 256 if self.hidden_size >= 1024 else 64
         return -(-8 * self.hidden_size // (3 * multiple)) * multiple
 
+    @property
+    def expert_size(self) -> int:
+        """Inner width of one expert, with the default filled in."""
+        return self.ffn_size if self.expert_hidden_size is None else self.expert_hidden_size
+
+    @property
+    def layers_with_experts(self) -> int:
+        """How many of the layers are mixtures."""
+        return 0 if self.num_experts is None else self.num_layers - self.dense_layers
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_experts()
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}, so that query heads "
@@ -133,6 +177,39 @@ class GPTConfig(TransformerConfig):
             raise ValueError(
                 f"position='rope' turns pairs of channels, but hidden_size / num_heads = {self.hidden_size} / "
                 f"{self.num_heads} = {self.head_dim} is odd; change num_heads or hidden_size, or use position='learned'"
+            )
+
+    def _check_experts(self) -> None:
+        given = {field.name: getattr(self, field.name) for field in fields(GPTConfig) if field.name in _OF_EXPERTS}
+        given = {name: value for name, value in given.items() if value != getattr(GPTConfig, name)}
+        of_balance = {"loss": "balance_coefficient", "bias": "bias_rate"}
+        for name, value in given.items():
+            if self.num_experts is None:
+                raise ValueError(f"{name}={value!r} is of a model with experts: give num_experts too, or leave {name} out")
+            if name in of_balance.values() and of_balance.get(self.balance) != name:
+                way = next(balance for balance, field in of_balance.items() if field == name)
+                raise ValueError(
+                    f"{name}={value} has no effect with balance={self.balance!r}: use balance={way!r}, or leave it out"
+                )
+            if name == "capacity_factor" and value <= 0:
+                raise ValueError(f"{name}={value} must be greater than 0; None drops nothing")
+            if isinstance(value, float) and value < 0:
+                raise ValueError(f"{name}={value} must be at least 0")
+        if self.num_experts is None:
+            return
+        if self.mlp != "swiglu" or self.bias:
+            raise ValueError(
+                f"num_experts={self.num_experts} with mlp={self.mlp!r} and bias={self.bias}: experts are gated and have no biases; use "
+                "mlp='swiglu' and bias=False, as GPTConfig.llama does"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} of num_experts={self.num_experts}: use at most {self.num_experts}"
+            )
+        if self.dense_layers >= self.num_layers:
+            raise ValueError(
+                f"dense_layers={self.dense_layers} of num_layers={self.num_layers} leaves no layer with experts; use at most "
+                f"{self.num_layers - 1}, or leave num_experts out"
             )
 
 
@@ -202,16 +279,28 @@ def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) 
     Raises:
         ValueError: A size does not divide; the message lists the degrees that work.
     """
-    sizes = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, "ffn_hidden_size": config.ffn_size}
+    widths = _split_widths(config)
+    sizes = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, **widths}
     for name, size in sizes.items():
         copied = name == "num_kv_heads" and tensor_parallel_size % size == 0
         if size % tensor_parallel_size and not copied:
-            divides_both = (t for t in range(1, config.num_heads + 1) if config.num_heads % t == config.ffn_size % t == 0)
-            working = ", ".join(str(t) for t in divides_both if config.kv_heads % t == 0 or t % config.kv_heads == 0)
+            divides_all = (
+                t for t in range(1, config.num_heads + 1) if not any(n % t for n in (config.num_heads, *widths.values()))
+            )
+            working = ", ".join(str(t) for t in divides_all if config.kv_heads % t == 0 or t % config.kv_heads == 0)
             raise ValueError(
                 f"{name}={size} is not divisible by tensor_parallel_size={tensor_parallel_size}; this model works with a "
                 f"tensor_parallel_size of {working}"
             )
+
+
+def _split_widths(config: TransformerConfig) -> dict[str, int]:
+    """Inner widths that are split over the tensor-parallel ranks; experts are not."""
+    if not isinstance(config, GPTConfig) or config.num_experts is None:
+        return {"ffn_hidden_size": config.ffn_size}
+    dense = {"ffn_hidden_size": config.ffn_size} if config.dense_layers else {}
+    shared = {"shared_experts * expert_hidden_size": config.shared_experts * config.expert_size} if config.shared_experts else {}
+    return dense | shared
 
 
 def _near(number: int, wanted: int) -> str:

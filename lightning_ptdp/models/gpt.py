@@ -7,7 +7,7 @@ habits for that:
 - a fused output is laid out [q | k | v] and [gate | up], so that each part can be cut alone;
 - positions inside a block are counted after the qkv projection, where the whole sequence is present even if the block's input
   is split along the sequence (arXiv 2205.05198, section 4.2.2);
-- one tensor goes from block to block.
+- one tensor goes from block to block, and beside it, of a mixture of experts, what the router's losses have come to (``experts.py``).
 
 Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f inner channels, V vocabulary.
 """
@@ -15,17 +15,19 @@ Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.config import GPTConfig
+from lightning_ptdp.models.experts import AUXILIARY, Mixture
 from lightning_ptdp.models.layers import AttentionCore, GeluMLP, NormalEmbedding, NormalLinear, TiedLinear, Transformer
 from lightning_ptdp.models.lean import RMSNorm, swiglu
 from lightning_ptdp.models.rotary import Rotary
 
-__all__ = ["GPT", "Attention", "Block", "GPTConfig", "SwiGLU"]
+__all__ = ["GPT", "Attention", "Block", "GPTConfig", "MixtureBlock", "SwiGLU"]
 
 
 class GPT(Transformer):
@@ -47,7 +49,7 @@ class GPT(Transformer):
         if config.position == "learned":
             self.wpe = NormalEmbedding(config.sequence_length, config.hidden_size, std=config.init_std)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(_block(config, layer) for layer in range(config.num_layers))
         self.norm = make_norm(config)
         self.head: nn.Linear
         if config.tie_embeddings:
@@ -61,13 +63,17 @@ class GPT(Transformer):
         position_ids: Tensor | None = None,
         *,
         logits: bool = True,
+        auxiliary: bool = False,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (b, s, V) of the token that follows each token of ``input_ids`` (b, s).
 
         ``position_ids`` (s), (1, s) or (b, s) int64 are the tokens' places in their sequence, where they are not 0 .. s-1. Without
         ``logits``: what the head would be called with, (b, s, h), for a loss that calls it (``linear_cross_entropy``). A ``cache`` has
         what the tokens before these left, and keeps what these leave.
+
+        With ``auxiliary``, of a mixture of experts, also what its routers' losses are, (b, 3): each sequence's balance, z and dropped share
+        (``experts.py``), summed over the layers.
         """
         self.check_sequence_length(input_ids.size(1))
         x_bsh = self.wte(input_ids)
@@ -75,10 +81,31 @@ class GPT(Transformer):
             places = torch.arange(input_ids.size(1), device=input_ids.device) if position_ids is None else position_ids
             x_bsh = x_bsh + self.wpe(places)
         x_bsh = self.dropout(x_bsh)
+        aux_b3 = x_bsh.new_zeros(x_bsh.size(0), AUXILIARY, dtype=torch.promote_types(x_bsh.dtype, torch.float32))
         for block in self.blocks:
-            x_bsh = block(x_bsh, position_ids, cache)
+            if self.config.num_experts is None:
+                x_bsh = block(x_bsh, position_ids, cache)
+            else:
+                x_bsh, aux_b3 = block(x_bsh, aux_b3, position_ids, cache)
         x_bsh = self.norm(x_bsh)
-        return self.head(x_bsh) if logits else x_bsh
+        result = self.head(x_bsh) if logits else x_bsh
+        return (result, aux_b3) if auxiliary else result
+
+    def balance(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Move the routers' biases by what their experts had to do since the last call (``balance="bias"``).
+
+        Collective: ``total`` is called once, with (l, E) float64, and sums it over the processes (a constant factor does no harm); of
+        layers that are elsewhere it is given zeros.
+        """
+        routers = {layer: block.mixture.router for layer, block in enumerate(self.blocks) if isinstance(block, MixtureBlock)}
+        here = {layer: router.balancer for layer, router in routers.items() if router.balancer is not None}
+        device = next(self.parameters()).device
+        load = torch.zeros(len(self.blocks), self.config.num_experts or 0, dtype=torch.float64, device=device)
+        for layer, balancer in here.items():
+            load[layer] = balancer.load
+        load = total(load)
+        for layer, balancer in here.items():
+            balancer.move(load[layer])
 
     def tie_weights(self) -> None:
         """Point the head at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
@@ -94,12 +121,48 @@ class Block(nn.Module):
         self.norm_1 = make_norm(config)
         self.attention = Attention(config)
         self.norm_2 = make_norm(config)
-        self.mlp = gelu_mlp(config) if config.mlp == "gelu" else SwiGLU(config)
+        self._make_feed_forward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), position_ids, cache))
+        x_bsh = self._attended(x_bsh, position_ids, cache)
         return x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
+
+    def _make_feed_forward(self, config: GPTConfig) -> None:
+        self.mlp = gelu_mlp(config) if config.mlp == "gelu" else SwiGLU(config, config.ffn_size)
+
+    def _attended(self, x_bsh: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+        return x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), position_ids, cache))
+
+
+class DenseBlock(Block):
+    """A layer without experts in a model with some: hands on what those before it have added up; (b, s, h), (b, 3) -> the same."""
+
+    def forward(  # type: ignore[override]
+        self, x_bsh: Tensor, aux_b3: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return super().forward(x_bsh, position_ids, cache), aux_b3
+
+
+class MixtureBlock(Block):
+    """A block whose feed-forward part is a mixture of experts; (b, s, h), (b, 3) -> the same."""
+
+    def forward(  # type: ignore[override]
+        self, x_bsh: Tensor, aux_b3: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x_bsh = self._attended(x_bsh, position_ids, cache)
+        y_bsh, of_layer = self.mixture(self.norm_2(x_bsh))
+        return x_bsh + self.dropout(y_bsh), aux_b3 + of_layer
+
+    def _make_feed_forward(self, config: GPTConfig) -> None:
+        shared = SwiGLU(config, config.shared_experts * config.expert_size) if config.shared_experts else None
+        self.mixture = Mixture(config, shared)
+
+
+def _block(config: GPTConfig, layer: int) -> Block:
+    if config.num_experts is None:
+        return Block(config)
+    return DenseBlock(config) if layer < config.dense_layers else MixtureBlock(config)
 
 
 class Attention(nn.Module):
@@ -128,12 +191,12 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202); (b, s, h) -> (b, s, h)."""
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of inner width f; (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, f: int) -> None:
         super().__init__()
-        self.gate_up = make_linear(config, 2 * config.ffn_size)
-        self.down = residual_projection(config, config.ffn_size)
+        self.gate_up = make_linear(config, 2 * f)
+        self.down = residual_projection(config, f)
 
     def forward(self, x_bsh: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x_bsh)))

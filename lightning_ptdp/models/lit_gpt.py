@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_ptdp.models.config import GPTConfig, check_tensor_parallel
 from lightning_ptdp.models.gpt import GPT
@@ -27,7 +29,9 @@ class LitGPT(LitTokens):
     A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64: the token that follows each input token
     (already shifted), or -100 where no token is to be predicted. The loss is the mean over the counted tokens.
 
-    Logs ``train_loss`` each step; ``val_loss`` and ``val_perplexity``, or ``test_loss``, each epoch.
+    Logs ``train_loss`` each step, and with experts ``train_balance_loss``, ``train_z_loss`` and, with a capacity, ``train_dropped_share``,
+    means over the layers that have experts and, as of the loss, the counted tokens of what their sequences have;
+    ``val_loss`` and ``val_perplexity``, or ``test_loss``, each epoch.
 
     Args:
         config: The model.
@@ -59,12 +63,18 @@ class LitGPT(LitTokens):
         return gpt_plan(self.config, prefix="model")
 
     def check_parallel(self, layout: ParallelLayout) -> None:
-        """Refuse a layout under which heads or the feed-forward part cannot be shared out; called before launch.
+        """Refuse a layout under which heads, the feed-forward part or experts cannot be shared out; called before launch.
 
         Raises:
-            ValueError: Of ``check_tensor_parallel``.
+            ValueError: Of ``check_tensor_parallel``; or an expert's capacity would have to be counted over several ranks.
         """
         check_tensor_parallel(self.config, layout.tensor_parallel_size)
+        if self.config.capacity_factor is not None and layout.context_parallel_size > 1:
+            raise ValueError(
+                f"capacity_factor={self.config.capacity_factor} with context_parallel_size={layout.context_parallel_size}: whether an "
+                "expert takes a token depends on all earlier ones of its sequence, which are on several ranks; use "
+                "context_parallel_size=1, or capacity_factor=None"
+            )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Token ids (b, s) -> logits (b, s, V)."""
@@ -80,12 +90,40 @@ class LitGPT(LitTokens):
         return flops_per_sample(self.config, sequence_length=sequence_length)
 
     def token_losses(self, batch: Batch) -> Tensor:
-        """Loss of each token (b, s), 0 where it is ignored."""
-        model = self._built()
-        hidden = model(batch["input_ids"], logits=False)
-        return linear_cross_entropy(
-            hidden, model.head, batch["labels"], ignore_index=IGNORED_LABEL, reduction="none", chunk_mb=self.loss_chunk_mb
+        """Loss of each label (b, s), 0 where it is ignored."""
+        losses_bs, _ = self._losses(batch)
+        return losses_bs
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Mean loss and the number of tokens behind it. With experts, every counted token carries its sequence's balancing and z loss."""
+        losses_bs, aux_b3 = self._losses(batch)
+        step = self.mean_loss(losses_bs, batch, "train_loss")
+        if self.config.num_experts is None:
+            return step
+        counted_b = (batch["labels"] != IGNORED_LABEL).sum(1, keepdim=True)
+        balance, square, _ = means = (aux_b3 * counted_b).sum(0) / step["num_tokens"].clamp(min=1)
+        logged = (
+            ("balance_loss", "z_loss") if self.config.capacity_factor is None else ("balance_loss", "z_loss", "dropped_share")
         )
+        for name, mean in zip(logged, means / self.config.layers_with_experts, strict=False):
+            self.log(f"train_{name}", mean, batch_size=counted_b.size(0))
+        added = self.config.z_loss_coefficient * square
+        if self.config.balance == "loss":
+            added = added + self.config.balance_coefficient * balance
+        return {**step, "loss": step["loss"] + added}
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Move the biases of routers that are balanced by them, once a step of the optimizer."""
+        if self.config.num_experts is not None and self.config.balance == "bias":
+            self._built().balance(partial(self.trainer.strategy.reduce, reduce_op="sum"))
+
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        model = self._built()
+        hidden_bsh, aux_b3 = model(batch["input_ids"], logits=False, auxiliary=True)
+        losses_bs = linear_cross_entropy(
+            hidden_bsh, model.head, batch["labels"], ignore_index=IGNORED_LABEL, reduction="none", chunk_mb=self.loss_chunk_mb
+        )
+        return losses_bs, aux_b3
 
     def _built(self) -> GPT:
         if self.model is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,21 +33,21 @@ class LitTokens(pl.LightningModule):
         self.optimizer_config = AdamWConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
         self.val_perplexity = Perplexity()
 
+    @abstractmethod
     def token_losses(self, batch: Batch) -> Tensor:
         """Loss of each label (b, s), 0 where it is ignored."""
-        raise NotImplementedError
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Mean loss and the number of tokens behind it."""
-        return self._step(batch, "train_loss")
+        return self.mean_loss(self.token_losses(batch), batch, "train_loss")
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """As ``training_step``."""
-        return self._step(batch, "val_loss", sync_dist=True)
+        return self.mean_loss(self.token_losses(batch), batch, "val_loss", sync_dist=True)
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """As ``training_step``."""
-        return self._step(batch, "test_loss", sync_dist=True)
+        return self.mean_loss(self.token_losses(batch), batch, "test_loss", sync_dist=True)
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """``token_nll``, the negative log-likelihood of each label, 0 where it is ignored, (b, s) float32, and ``counted``, where it is
@@ -77,11 +78,12 @@ class LitTokens(pl.LightningModule):
         """AdamW in two decay groups, and the schedule by step."""
         return configure_adamw(self, self.optimizer_config, self.trainer)
 
-    def _step(self, batch: Batch, name: str, *, sync_dist: bool = False) -> dict[str, Tensor]:
+    def mean_loss(self, losses_bs: Tensor, batch: Batch, name: str, *, sync_dist: bool = False) -> dict[str, Tensor]:
+        """The mean over the labelled tokens, which is logged as ``name``, and their number."""
         num_tokens = _counted(batch).sum()
         # Not reduction="mean", which is 0/0 where no token counts; and summed in float32, since bf16 loses
         # small addends and fp16 overflows after some thousand tokens.
-        loss = self.token_losses(batch).sum(dtype=torch.float32) / num_tokens.clamp(min=1)
+        loss = losses_bs.sum(dtype=torch.promote_types(losses_bs.dtype, torch.float32)) / num_tokens.clamp(min=1)
         self.log(name, loss, prog_bar=True, sync_dist=sync_dist, batch_size=batch["labels"].size(0))
         return {"loss": loss, "num_tokens": num_tokens}
 

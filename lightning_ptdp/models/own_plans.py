@@ -7,7 +7,18 @@ input rows, so that a half block needs one all-reduce in each direction; embeddi
 from __future__ import annotations
 
 from lightning_ptdp.models.config import BertConfig, GPTConfig
-from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, PerCopy, Position, Row, Vocabulary
+from lightning_ptdp.tensor_parallel import (
+    Column,
+    Experts,
+    Kind,
+    Mean,
+    ParallelPlan,
+    PerCopy,
+    Position,
+    Row,
+    Vocabulary,
+    Whole,
+)
 
 __all__ = ["bert_plan", "gpt_plan"]
 
@@ -16,17 +27,15 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
     """The plan of a ``GPT(config)`` that is found under the name ``prefix`` ("" if it is the root)."""
     root = f"{prefix}." if prefix else ""
     block = f"{root}blocks.*"
-    q_width, kv_width, f = config.hidden_size, config.kv_heads * config.head_dim, config.ffn_size
+    q_width, kv_width = config.hidden_size, config.kv_heads * config.head_dim
     heads = (config.num_heads, config.kv_heads, config.kv_heads)
-    up = {f"{block}.mlp.up": Column()} if config.mlp == "gelu" else {f"{block}.mlp.gate_up": Column(parts=(f, f))}
     positions = {f"{root}wpe": Position()} if config.position == "learned" else {}
     tensor: dict[str, Kind] = {
         f"{root}wte": Vocabulary(),
         **positions,
         f"{block}.attention.qkv": Column(parts=(q_width, kv_width, kv_width), heads=heads, copy_heads=True),
         f"{block}.attention.projection": Row(),
-        **up,
-        f"{block}.mlp.down": Row(),
+        **_feed_forward(config, block),
         f"{root}head": Vocabulary(),
     }
     return ParallelPlan(
@@ -37,6 +46,21 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
         numbers={f"{block}.attention": {"queries_per_kv": PerCopy(heads=config.kv_heads)}},
         selective=(f"{block}.attention.core",),
     )
+
+
+def _feed_forward(config: GPTConfig, block: str) -> dict[str, Kind]:
+    """Under sequence parallelism a mixture sees the whole sequence: of that are its router's means, and experts are dealt tokens anew."""
+    mixture, tensor = f"{block}.mixture", dict[str, Kind]()
+    if config.layers_with_experts < config.num_layers:
+        f = config.ffn_size
+        up = {f"{block}.mlp.up": Column()} if config.mlp == "gelu" else {f"{block}.mlp.gate_up": Column(parts=(f, f))}
+        tensor |= up | {f"{block}.mlp.down": Row()}
+    if config.layers_with_experts:
+        tensor |= {mixture: Whole(), f"{mixture}.experts": Experts(), f"{mixture}.router.mean": Mean()}
+    if config.shared_experts:
+        f = config.shared_experts * config.expert_size
+        tensor |= {f"{mixture}.shared.gate_up": Column(parts=(f, f)), f"{mixture}.shared.down": Row()}
+    return tensor
 
 
 def bert_plan(config: BertConfig, prefix: str = "model") -> ParallelPlan:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from lightning_ptdp.models.config import BertConfig, GPTConfig, TransformerConfig
 
 __all__ = [
+    "active_parameters",
     "bert_flops_per_sample",
+    "expert_parameters",
     "flops_per_sample",
     "layer_matrices",
     "layer_parameters",
@@ -37,6 +39,11 @@ def layer_parameters(config: GPTConfig, t: int = 1) -> int:
     return 2 * norm_parameters(config) + sum(out * (width + config.bias) for out, width in layer_matrices(config, t))
 
 
+def expert_parameters(config: GPTConfig) -> int:
+    """Of one expert."""
+    return 3 * config.expert_size * config.hidden_size
+
+
 def norm_parameters(config: GPTConfig) -> int:
     """Of one norm."""
     return 2 * config.hidden_size if config.norm == "layer" and config.bias else config.hidden_size
@@ -49,12 +56,26 @@ def position_parameters(config: GPTConfig) -> int:
 
 def num_parameters(config: GPTConfig) -> int:
     """Number of parameters, a tied head counted once; equals the module's exactly."""
+    return _parameters(config, experts=config.num_experts or 0)
+
+
+def active_parameters(config: GPTConfig) -> int:
+    """Of these, those that one token visits: of a layer's experts the chosen and the shared ones."""
+    return _parameters(config, experts=config.experts_per_token)
+
+
+def _parameters(config: GPTConfig, *, experts: int) -> int:
+    """With so many experts, beside the shared ones, in each layer that has any."""
     tables = config.vocabulary_size * config.hidden_size * (1 if config.tie_embeddings else 2) + position_parameters(config)
-    return tables + config.num_layers * layer_parameters(config) + norm_parameters(config)
+    dense = config.num_layers * layer_parameters(config) + norm_parameters(config)
+    feed_forward = sum(out * (width + config.bias) for out, width in layer_matrices(config)[2:])
+    router = (config.num_experts or 0) * config.hidden_size
+    mixture = router + (experts + config.shared_experts) * expert_parameters(config)
+    return tables + dense + config.layers_with_experts * (mixture - feed_forward)
 
 
 def flops_per_sample(config: GPTConfig, *, sequence_length: int | None = None, recompute: bool = False) -> int:
-    """Operations of training on one sequence, forward and backward (see above).
+    """Operations of training on one sequence, forward and backward (see above); of experts those that a token visits.
 
     Args:
         config: The model.
@@ -63,6 +84,9 @@ def flops_per_sample(config: GPTConfig, *, sequence_length: int | None = None, r
     """
     length = config.sequence_length if sequence_length is None else sequence_length
     blocks, head = _matmul_flops_per_token(config, length, gated=config.mlp == "swiglu")
+    visited = (config.experts_per_token + config.shared_experts) * expert_parameters(config)
+    router = (config.num_experts or 0) * config.hidden_size
+    blocks += 2 * config.layers_with_experts * (router + visited - 3 * config.hidden_size * config.ffn_size)
     return length * _training_flops_per_token(blocks=blocks, head=head, recompute=recompute)
 
 

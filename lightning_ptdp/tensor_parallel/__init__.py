@@ -7,11 +7,13 @@ tells of every parameter which part of the whole it is (``sharding.py``). The mo
 from lightning_ptdp.tensor_parallel.captured import check_captured, refuse_captured_parts
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from lightning_ptdp.tensor_parallel.kinds import (
+    SPLIT_AXES,
     Alias,
     Attention,
     Column,
     Experts,
     Kind,
+    Mean,
     Partial,
     Position,
     Region,
@@ -37,12 +39,14 @@ from lightning_ptdp.tensor_parallel.vocabulary import (
 
 __all__ = [
     "DEFAULT_CHUNK_MB",
+    "SPLIT_AXES",
     "Alias",
     "Attention",
     "Column",
     "ColumnParallelLinear",
     "Experts",
     "Kind",
+    "Mean",
     "ParallelPlan",
     "Partial",
     "PerCopy",

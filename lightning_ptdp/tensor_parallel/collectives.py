@@ -10,6 +10,7 @@ What is summed in one direction is copied in the other (arXiv 1909.08053, sectio
     split_sequence    this member's slice        all-gather
     join_sequence     all-gather                 this member's slice
     gather_last       all-gather                 this member's slice
+    total             all-reduce                 all-reduce
 
 Activations are (b, s, h), so the sequence is dimension 1, while collectives concatenate along dimension 0. Moving it costs one copy
 (none for a single sample). In a group of one every function returns its input and communicates nothing.
@@ -41,6 +42,7 @@ __all__ = [
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",
+    "total",
 ]
 
 
@@ -139,6 +141,11 @@ def copy(x: Tensor, group: Group) -> Tensor:
 def reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of ``x`` over the group, a new tensor: leaves such a region."""
     return _exchange(_sum, _keep, x, group)
+
+
+def total(x: Tensor, group: Group) -> Tensor:
+    """The sum of ``x`` over the group, a new tensor, for members that each make something else of it."""
+    return _exchange(_sum, _sum, x, group)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:

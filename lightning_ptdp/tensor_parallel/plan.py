@@ -28,7 +28,7 @@ class ParallelPlan:
             their calls (``("encoder.block", "decoder.block")``), whose layers are cut as one sequence.
         tensor: Glob patterns of module names (``"model.h.*.attn.qkv"``; ``*`` stands for one component or a part of it) and what
             becomes of these modules: ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"``, ``"attention"``,
-            ``"alias"``, ``"region"``, ``"whole"``, ``"experts"`` or a ``Kind``.
+            ``"alias"``, ``"region"``, ``"whole"``, ``"experts"``, ``"mean"`` or a ``Kind``.
         before: Modules that run before the blocks.
         between: Modules that run before the blocks of a further container, or whose results these blocks are given.
         after: Modules that run after the blocks.
@@ -141,6 +141,7 @@ class ParallelPlan:
         sequence_parallel: bool = False,
         *,
         expert_parallel_size: int = 1,
+        context_parallel_size: int = 1,
         converted: bool = False,
     ) -> None:
         """Check everything that can be known without running the model.
@@ -153,7 +154,7 @@ class ParallelPlan:
                 not divide; a weight is shared by modules that would be sharded differently; sequence parallelism without a
                 vocabulary-parallel embedding and head, or of several containers.
         """
-        degrees = {"tensor": tensor_parallel_size, "expert": expert_parallel_size}
+        degrees = {"tensor": tensor_parallel_size, "expert": expert_parallel_size, "context": context_parallel_size}
         found = self._matched(model) if converted and max(degrees.values()) == 1 else self.resolve(model)
         kinds = {name: kind for name, kind in found.items() if degrees[kind.axis] > 1}
         self._check_paths(model)

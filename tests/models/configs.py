@@ -27,6 +27,20 @@ VARIANTS = {
         bias=True,
         tie_embeddings=True,
     ),
+    "experts": GPTConfig.llama(
+        vocabulary_size=50,
+        sequence_length=16,
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        ffn_hidden_size=24,
+        num_experts=2,
+        experts_per_token=2,
+        expert_hidden_size=12,
+        shared_experts=2,
+        dense_layers=1,
+        router_score="sigmoid",
+    ),
     "layer norm, rope, gelu": GPTConfig(
         vocabulary_size=50, sequence_length=16, num_layers=1, hidden_size=16, num_heads=2, position="rope", ffn_hidden_size=24
     ),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_ptdp.models import GPT, GPTConfig, num_parameters
+from lightning_ptdp.models import GPT, GPTConfig, active_parameters, num_parameters
 from lightning_ptdp.models.gpt import Attention, SwiGLU
 from lightning_ptdp.models.layers import GeluMLP
 from tests.models.configs import GPT2, LLAMA, VARIANTS
@@ -39,6 +39,11 @@ def test_number_of_parameters_of_published_models() -> None:
     assert num_parameters(GPTConfig.gpt2()) == 124_439_808
     llama_7b = GPTConfig.llama(vocabulary_size=32000, sequence_length=2048, num_layers=32, hidden_size=4096, num_heads=32)
     assert num_parameters(llama_7b) == 6_738_415_616
+    mixtral = GPTConfig.llama(
+        vocabulary_size=32000, sequence_length=4096, num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336,
+        num_experts=8,
+    )  # fmt: skip
+    assert (num_parameters(mixtral), active_parameters(mixtral)) == (46_702_792_704, 12_879_925_248)
 
 
 @EVERY_VARIANT

@@ -6,6 +6,8 @@ import pytest
 
 from lightning_ptdp.models import GPTConfig, check_tensor_parallel
 
+GATED = {"mlp": "swiglu", "bias": False}
+
 
 def test_the_two_layouts() -> None:
     gpt2, llama = GPTConfig.gpt2(), GPTConfig.llama()
@@ -41,6 +43,13 @@ def test_defaults_filled_in() -> None:
         ({"norm": "batch"}, ["norm='batch'", "layer", "rms"]),
         ({"mlp": "relu"}, ["mlp='relu'", "gelu", "swiglu"]),
         ({"dropout": 1.0}, ["dropout=1.0", "below 1"]),
+        ({"num_experts": 4, "experts_per_token": 5, **GATED}, ["experts_per_token=5", "num_experts=4", "at most 4"]),
+        ({"num_experts": 4, "dense_layers": 12, **GATED}, ["dense_layers=12", "num_layers=12", "at most 11"]),
+        ({"num_experts": 4}, ["num_experts=4", "mlp='gelu'", "bias=True", "mlp='swiglu' and bias=False"]),
+        ({"shared_experts": 1}, ["shared_experts=1", "give num_experts"]),
+        ({"num_experts": 4, "balance": "bias", "balance_coefficient": 0.1}, ["balance_coefficient=0.1", "balance='loss'"]),
+        ({"num_experts": 4, "capacity_factor": 0.0}, ["capacity_factor=0.0", "greater than 0"]),
+        ({"num_experts": 4, "z_loss_coefficient": -1.0}, ["z_loss_coefficient=-1.0", "at least 0"]),
         ({"init_std": 0.0}, ["init_std=0.0", "greater than 0"]),
     ],
 )

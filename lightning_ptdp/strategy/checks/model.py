@@ -25,7 +25,7 @@ from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.strategy.surroundings import check_surroundings
-from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, check_captured
+from lightning_ptdp.tensor_parallel import SPLIT_AXES, Alias, Kind, ParallelPlan, Partial, Region, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["CUT_MARK", "check_model", "on_meta", "plan_of", "warn_of_batch_norm", "whole_model"]
@@ -98,12 +98,13 @@ def check_model(
     check = getattr(whole, "check_parallel", None)
     if check is not None:
         check(layout)
-    degrees = {axis: layout.size(axis) for axis in ("tensor", "expert")}
+    degrees = {axis: layout.size(axis) for axis in SPLIT_AXES}
     plan.check(
         whole,
         degrees["tensor"],
         layout.sequence_parallel,
         expert_parallel_size=degrees["expert"],
+        context_parallel_size=degrees["context"],
         converted=convert is not None,
     )
     kinds = plan.divided(whole, **degrees)

@@ -5,16 +5,19 @@ from torch import nn
 from lightning_ptdp.tensor_parallel.kinds.embedding import Position, Vocabulary
 from lightning_ptdp.tensor_parallel.kinds.experts import Experts
 from lightning_ptdp.tensor_parallel.kinds.kept import Alias, Partial, Region, Whole
-from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides
+from lightning_ptdp.tensor_parallel.kinds.kind import SPLIT_AXES, Kind, Place, check_divides
 from lightning_ptdp.tensor_parallel.kinds.linear import Attention, Column, Row
+from lightning_ptdp.tensor_parallel.kinds.mean import Mean
 
 __all__ = [
     "KINDS",
+    "SPLIT_AXES",
     "Alias",
     "Attention",
     "Column",
     "Experts",
     "Kind",
+    "Mean",
     "Partial",
     "Place",
     "Position",
@@ -27,7 +30,7 @@ __all__ = [
     "kind_from",
 ]
 
-KINDS: tuple[type[Kind], ...] = (Column, Row, Vocabulary, Position, Partial, Attention, Alias, Region, Whole, Experts)
+KINDS: tuple[type[Kind], ...] = (Column, Row, Vocabulary, Position, Partial, Attention, Alias, Region, Whole, Experts, Mean)
 """Those that a plan may name by a word."""
 
 

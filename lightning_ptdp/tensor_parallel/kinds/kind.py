@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,11 @@ from lightning_ptdp.tensor_parallel.sharding import shard_columns
 from lightning_ptdp.world.layout import nearest_divisors
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Kind", "Place", "check_divides", "check_embedding", "shape_text"]
+__all__ = ["SPLIT_AXES", "Kind", "Place", "SplitAxis", "check_divides", "check_embedding", "shape_text"]
+
+SplitAxis = Literal["tensor", "expert", "context"]
+SPLIT_AXES: tuple[SplitAxis, ...] = get_args(SplitAxis)
+"""The axes over whose ranks kinds split."""
 
 _ALONE = Group()
 _REPLACED = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
@@ -83,7 +87,7 @@ class Kind:
     """
 
     name: ClassVar[str] = ""
-    axis: ClassVar[Literal["tensor", "expert"]] = "tensor"
+    axis: ClassVar[SplitAxis] = "tensor"
     takes: ClassVar[str] = ""
     parameters: ClassVar[frozenset[str] | None] = frozenset(("weight", "bias"))
     ties: ClassVar[Literal["same", "whole", "any"]] = "same"

@@ -1,0 +1,240 @@
+"""The feed-forward part of a layer as a mixture of experts: a router, the experts, and what every token visits beside them.
+
+Three numbers of each sequence go from layer to layer beside the tokens, added up (``aux_b3``), so that the loss finds them where it is:
+
+    balance    E sum_i f_i P_i    arXiv 2101.03961, section 2.2, of one sequence (arXiv 2412.19437, section 2.1.2): f_i is the share of the
+                                  sequence's choices that fell on expert i, P_i the mean over its tokens of i's score among all
+                                  experts'; 1 where the experts are equally busy
+    z          mean of logsumexp(logits)^2 over the tokens of the sequence (arXiv 2202.08906, section 3.2)
+    dropped    share of the sequence's choices that were more than an expert takes
+
+Shapes: b samples, s tokens, h hidden channels, E experts, k of them a token, f inner channels of one, n = b s tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_ptdp.models.config import GPTConfig
+from lightning_ptdp.models.layers import NormalLinear
+from lightning_ptdp.models.lean import swiglu
+
+__all__ = ["AUXILIARY", "Experts", "Mixture", "Router", "SequenceMean"]
+
+AUXILIARY = 3
+"""Numbers of each sequence."""
+
+
+class Experts(nn.Module):
+    """All experts of a layer, stored and called as those of Hugging Face's models are."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.num_experts, h, f = config.num_experts, config.hidden_size, config.expert_size
+        self.std, self.std_down = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * f, h))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, h, f))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        nn.init.normal_(self.gate_up_proj, std=self.std)
+        nn.init.normal_(self.down_proj, std=self.std_down)
+
+    def forward(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
+        """For each token the weighted sum of what its experts make of it, (n, h); ``index_nk`` int64."""
+        chosen = index_nk.reshape(-1)
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=self.num_experts).tolist()
+        rows = x_nh.index_select(0, order // index_nk.size(1)).split(counts)
+        made = [
+            F.linear(swiglu(F.linear(each, gate_up)), down)
+            for each, gate_up, down in zip(rows, self.gate_up_proj, self.down_proj, strict=True)
+        ]
+        outputs_nkh = torch.cat(made).index_select(0, order.argsort()).view(*index_nk.shape, -1)
+        return (outputs_nkh * weights_nk.unsqueeze(-1)).sum(1).to(outputs_nkh.dtype)
+
+
+class SequenceMean(nn.Module):
+    """The mean over the tokens of each sequence, (b, s, ...) -> (b, ...).
+
+    A module of its own, in whose place ranks that see other parts of the sequences put the mean over all of them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class Balancer(nn.Module):
+    """A number for each expert, added to its scores where it is decided who is chosen (arXiv 2408.15664).
+
+    Attributes:
+        bias_nano: (E,) int64, in units of 1e-9: small steps would be lost where a model is cast to bfloat16.
+        load: (E,) int64, choices since the last ``move``, of forwards that a backward came to: what is recomputed counts once,
+            evaluation not at all.
+    """
+
+    bias_nano: Tensor
+    load: Tensor
+
+    def __init__(self, num_experts: int, rate: float) -> None:
+        super().__init__()
+        self.step_nano = round(rate * 1e9)
+        self.register_buffer("bias_nano", torch.zeros(num_experts, dtype=torch.int64))
+        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Begin at zero."""
+        self.bias_nano.zero_()
+        self.load.zero_()
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """(..., E) -> (..., E)."""
+        return scores + (self.bias_nano.double() * 1e-9).to(scores.dtype)
+
+    def move(self, load: Tensor) -> None:
+        """Move the bias against the choices ``load``, (E,) float64, of a whole step, in any unit; begin to count anew."""
+        excess = load.numel() * load / load.sum() - 1
+        self.bias_nano -= self.step_nano * excess.mul(1e9).round().sign().nan_to_num().to(torch.int64)
+        self.load.zero_()
+
+
+class _Counted(torch.autograd.Function):
+    """Adds ``counts`` to ``total`` when the backward comes by: once, even where the forward is recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.total = total
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.total += ctx.saved_tensors[0]
+        return grad, None, None
+
+
+class Capacity(nn.Module):
+    """Of one sequence's choices an expert takes the first ``ceil(factor k s / E)``.
+
+    Attributes:
+        dropped: () int64, choices dropped so far in this process, of forwards that a backward came to.
+    """
+
+    dropped: Tensor
+
+    def __init__(self, num_experts: int, factor: float) -> None:
+        super().__init__()
+        self.num_experts, self.factor = num_experts, factor
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Begin at zero."""
+        self.dropped.zero_()
+
+    def forward(self, index_bsk: Tensor) -> Tensor:
+        """Which choices are taken, (b, s, k) bool."""
+        chosen, order = index_bsk.flatten(1).sort(dim=1, stable=True)
+        counts = chosen.new_zeros(chosen.size(0), self.num_experts).scatter_add_(1, chosen, torch.ones_like(chosen))
+        first = (counts.cumsum(1) - counts).gather(1, chosen)
+        place = torch.arange(chosen.size(1), device=chosen.device) - first
+        kept = place < math.ceil(self.factor * chosen.size(1) / self.num_experts)
+        return torch.empty_like(kept).scatter_(1, order, kept).view_as(index_bsk)
+
+
+class Routing(NamedTuple):
+    """What a router decides.
+
+    Attributes:
+        experts: (b, s, k) int64, those of each token.
+        weights: (b, s, k), of their results; at least float32.
+        kept: (b, s, k) bool, which of these choices are taken; None: all.
+        aux_b3: The sequences' balance, z and dropped share; at least float32.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor | None
+    aux_b3: Tensor
+
+
+class Router(nn.Module):
+    """Which experts each token visits; (b, s, h) -> ``Routing``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.config, self.num_experts = config, config.num_experts
+        self.gate = NormalLinear(config.hidden_size, config.num_experts, bias=False, std=config.init_std)
+        self.mean = SequenceMean()
+        self.balancer = Balancer(config.num_experts, config.bias_rate) if config.balance == "bias" else None
+        self.capacity = Capacity(config.num_experts, config.capacity_factor) if config.capacity_factor is not None else None
+
+    def forward(self, x_bsh: Tensor) -> Routing:
+        config, logits = self.config, self.gate(x_bsh)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
+        decisive = scores.detach() if self.balancer is None else self.balancer(scores.detach())
+        index = decisive.topk(config.experts_per_token, -1).indices
+        weights = scores.gather(-1, index)
+        if config.experts_per_token > 1:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        if self.balancer is not None:
+            chosen = index.flatten()
+            counts = torch.zeros_like(self.balancer.load).scatter_add_(0, chosen, torch.ones_like(chosen))
+            weights = _Counted.apply(weights, counts, self.balancer.load)
+        kept = None
+        if self.capacity is not None and self.training:
+            kept = self.capacity(index)
+            weights = _Counted.apply(weights, (~kept).sum(), self.capacity.dropped)
+        return Routing(index, weights, kept, self._auxiliary(logits, scores, index, kept))
+
+    def _auxiliary(self, logits: Tensor, scores: Tensor, index: Tensor, kept: Tensor | None) -> Tensor:
+        """What of it is no part of the loss has no gradient."""
+        config, size = self.config, self.num_experts
+        share = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        share = share if config.balance == "loss" else share.detach()
+        chosen = torch.zeros_like(share).scatter(-1, index, 1 / config.experts_per_token)
+        square = (logits if config.z_loss_coefficient else logits.detach()).logsumexp(-1, keepdim=True).square()
+        dropped = torch.zeros_like(square) if kept is None else (~kept).to(square.dtype).mean(-1, keepdim=True)
+        means = self.mean(torch.cat((share, chosen, square, dropped), -1))
+        share_b, chosen_b, others = means.split((size, size, AUXILIARY - 1), -1)
+        return torch.cat((size * (chosen_b * share_b).sum(-1, keepdim=True), others), -1)
+
+
+class Mixture(nn.Module):
+    """The chosen experts' results, weighted, and what all tokens visit; (b, s, h) -> (b, s, h), and (b, 3) of the router.
+
+    Args:
+        config: Of the model.
+        shared: What all tokens visit.
+    """
+
+    def __init__(self, config: GPTConfig, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = Router(config), Experts(config), shared
+
+    def forward(self, x_bsh: Tensor) -> tuple[Tensor, Tensor]:
+        index, weights, kept, aux_b3 = self.router(x_bsh)
+        x_nh, index_nk, weights_nk = x_bsh.flatten(0, 1), index.flatten(0, 1), weights.flatten(0, 1)
+        if kept is None:
+            y_nh = self.experts(x_nh, index_nk, weights_nk)
+        else:
+            y_nh = self._of_kept(x_nh, index_nk, weights_nk, kept.flatten().nonzero()[:, 0])
+        y_bsh = y_nh.view_as(x_bsh)
+        return (y_bsh if self.shared is None else y_bsh + self.shared(x_bsh)), aux_b3
+
+    def _of_kept(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, kept_r: Tensor) -> Tensor:
+        """What is dropped does not travel: each choice that is kept goes as a token of its own."""
+        k = index_nk.size(1)
+        chosen = (each.reshape(-1, 1).index_select(0, kept_r) for each in (index_nk, weights_nk))
+        made_rh = self.experts(x_nh.index_select(0, kept_r // k), *chosen)
+        return made_rh.new_zeros(index_nk.numel(), x_nh.size(1)).index_copy(0, kept_r, made_rh).view(-1, k, x_nh.size(1)).sum(1)

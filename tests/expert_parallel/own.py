@@ -1,0 +1,104 @@
+"""One training of our own GPT with experts, on sequences of which unequal parts are labelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
+
+VOCABULARY, LENGTH, SAMPLES, BATCH = 29, 8, 48, 8
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_hidden_size": 12, "z_loss_coefficient": 0.05}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+    steps: int = 6
+    accumulate: int = 1
+    clip: float = 0.3
+    save: str | None = None
+    resume: str | None = None
+
+
+class Labelled(Dataset):
+    """Tokens of which the first few have labels, how many differs; of one sequence none."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+        self.lengths = torch.randint(1, LENGTH + 1, (SAMPLES,), generator=generator)
+        self.lengths[5] = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.tokens[index, 1:].clone()
+        labels[self.lengths[index] :] = -100
+        return {"input_ids": self.tokens[index, :-1], "labels": labels}
+
+
+def config_of(run: Run) -> GPTConfig:
+    sizes = {"vocabulary_size": VOCABULARY, "sequence_length": LENGTH, "num_layers": 4, "hidden_size": 16, "num_heads": 4}
+    return GPTConfig.llama(**sizes, num_kv_heads=2, ffn_hidden_size=24, init_std=0.3, **EXPERTS | run.model)
+
+
+def module_of(run: Run) -> LitGPT:
+    return LitGPT(config_of(run), AdamWConfig(learning_rate=1e-2, warmup_steps=1, eps=1e-3))
+
+
+def trainer_of(run: Run, *callbacks: L.Callback) -> L.Trainer:
+    return L.Trainer(
+        strategy=PTDPStrategy(**run.layout), accelerator="cpu", devices=run.world_size, max_steps=run.steps, logger=False,
+        gradient_clip_val=run.clip, accumulate_grad_batches=run.accumulate, precision="64-true", callbacks=list(callbacks),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+
+
+class Recorder(L.Callback):
+    """What every step logs, the norms, and the weights at the start."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.norms: list[float] = []
+        self.initial: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.initial = trainer.strategy.gather_state_dict()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        if trainer.strategy.gradient_norm is not None:
+            self.norms.append(float(trainer.strategy.gradient_norm))
+
+
+def fit(rank: int, run: Run) -> dict[str, Any]:
+    """Train; norms, what is logged, and the initial and the final weights of the whole model."""
+    L.seed_everything(3, verbose=False)
+    recorder = Recorder()
+    trainer, module = trainer_of(run, recorder), module_of(run)
+    sampler = DistributedSampler(Labelled(), **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
+    loader = DataLoader(sampler.dataset, batch_size=BATCH // run.accumulate // sampler.num_replicas, sampler=sampler)
+    trainer.fit(module, loader, loader, ckpt_path=run.resume)
+    if run.save is not None:
+        trainer.save_checkpoint(run.save)
+    return {
+        "norms": recorder.norms,
+        "logged": recorder.logged,
+        "replicas": sampler.num_replicas,
+        "initial": recorder.initial,
+        "final": trainer.strategy.gather_state_dict(),
+    }

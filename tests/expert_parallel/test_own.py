@@ -1,0 +1,94 @@
+"""Our own GPT with experts trains in every layout as in one process: router's losses, bias and capacity included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.expert_parallel.own import Run, fit
+from tests.pool import Pool
+
+E, T, P, V, M, C, SP, ZERO = (
+    "expert_parallel_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "virtual_pipeline_size",
+    "num_microbatches",
+    "context_parallel_size",
+    "sequence_parallel",
+    "shard_optimizer",
+)
+LAYOUTS = {
+    "e2": (2, {E: 2}),
+    "e4 m2": (4, {E: 4, M: 2}),
+    "t2 e2": (4, {T: 2, E: 2}),
+    "p2 v2 e2": (4, {P: 2, V: 2, E: 2, M: 2}),
+    "p2 e2 zb_h1 recompute": (4, {P: 2, E: 2, M: 2, "schedule": "zb_h1", "recompute": "full"}),
+    "d2 e2 zero": (4, {E: 2, ZERO: True}),
+    "c2 e2": (2, {C: 2, E: 2}),
+    "d2 c2 e4": (4, {C: 2, E: 4}),
+    "t2 sp p2 e2": (8, {T: 2, SP: True, P: 2, E: 2, M: 2}),
+    "t2 sp c2 e2": (4, {T: 2, SP: True, C: 2, E: 2}),
+}
+
+
+Alone = Callable[[Run], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> Alone:
+    """What one process finds, which several layouts are compared with."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def run_alone(run: Run) -> dict[str, Any]:
+        run = replace(run, world_size=1, layout={}, save=None)
+        if repr(run) not in found:
+            (found[repr(run)],) = pool.run(fit, world_size=1, args=(run,))
+        return found[repr(run)]
+
+    return run_alone
+
+
+def check(pool: Pool, alone: Alone, run: Run) -> None:
+    expected = alone(run)
+    assert min(expected["norms"]) > run.clip, "the clipping threshold must bite"
+    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
+        torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-5, atol=0)
+        # What a replica logs is of its own samples.
+        for mine, theirs in zip(found["logged"], expected["logged"], strict=True) if found["replicas"] == 1 else ():
+            assert mine == pytest.approx(theirs, rel=1e-5)
+        assert found["final"].keys() == expected["final"].keys()
+        for name, value in expected["final"].items():
+            assert torch.equal(found["initial"][name], expected["initial"][name]), f"{name} starts differently"
+            torch.testing.assert_close(found["final"][name], value, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_same_weights_as_one_process(world_size: int, layout: dict[str, Any], pool: Pool, alone: Alone) -> None:
+    check(pool, alone, Run(world_size=world_size, layout=layout, model={"shared_experts": 1, "dense_layers": 1}))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("name", ["e4 m2", "p2 e2 zb_h1 recompute", "t2 sp c2 e2"])
+def test_a_bias_is_moved_as_in_one_process(name: str, score: str, pool: Pool, alone: Alone) -> None:
+    world_size, layout = LAYOUTS[name]
+    accumulate = 2 if name == "e4 m2" else 1
+    layout = {key: value for key, value in layout.items() if accumulate == 1 or key != M}
+    model = {"balance": "bias", "bias_rate": 0.03, "router_score": score, "shared_experts": 1, "dense_layers": 1}
+    run = Run(world_size=world_size, layout=layout, accumulate=accumulate, model=model)
+    check(pool, alone, run)
+    biases = [value for key, value in alone(run)["final"].items() if key.endswith("bias_nano")]
+    assert len(biases) == 3
+    assert all(value.any() for value in biases)
+
+
+@pytest.mark.parametrize("name", ["e2", "p2 v2 e2", "t2 sp p2 e2"])
+def test_what_is_more_than_an_expert_takes_is_dropped_as_in_one_process(name: str, pool: Pool, alone: Alone) -> None:
+    world_size, layout = LAYOUTS[name]
+    run = Run(world_size=world_size, layout=layout, model={"capacity_factor": 1.0})
+    check(pool, alone, run)
+    assert all(0 < step["train_dropped_share"] < 0.5 for step in alone(run)["logged"])
