@@ -1,5 +1,6 @@
 """Ordinary Lightning callbacks that tell what a run is doing; they work with any strategy and say more with "ptdp"."""
 
+from lightning_ptdp.callbacks.expert_load import ExpertLoad
 from lightning_ptdp.callbacks.export_huggingface import ExportHuggingFace
 from lightning_ptdp.callbacks.gradient_norm import GradientNorm
 from lightning_ptdp.callbacks.init_from import InitFrom
@@ -18,6 +19,7 @@ from lightning_ptdp.callbacks.validate import ValidateAtEnd
 from lightning_ptdp.callbacks.write_samples import WriteSamples
 
 __all__ = [
+    "ExpertLoad",
     "ExportHuggingFace",
     "GradientNorm",
     "InitFrom",

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_ptdp.callbacks.folder import run_folder
+from lightning_ptdp.callbacks.folder import keep_with_run, run_folder
 from lightning_ptdp.option_types import Count, Size, check_arguments
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
 from lightning_ptdp.schedule.spans import Timeline
@@ -111,7 +110,7 @@ class PipelineTimeline(Callback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._step)
-            _keep(logger, picture, trace)
+            keep_with_run(logger, [picture, trace], folder="timeline")
 
 
 def has_pipeline(trainer: Trainer) -> bool:
@@ -123,14 +122,3 @@ def has_pipeline(trainer: Trainer) -> bool:
 def _in_first_replica(trainer: Trainer) -> bool:
     """One pipeline is enough, and the one with global rank 0 can log."""
     return trainer.strategy.mesh.group("pipeline").ranks[0] == 0
-
-
-def _keep(logger: Logger, *files: Path) -> None:
-    """Store the files with the run if the logger is one that stores files: MLflow's, whether ours or Lightning's."""
-    if not hasattr(logger, "run_id") or not hasattr(logger.experiment, "log_artifact"):
-        return
-    try:
-        for file in files:
-            logger.experiment.log_artifact(logger.run_id, str(file), "timeline")
-    except Exception as error:
-        rank_zero_warn(f"the timeline could not be stored with the run, it is in {files[0].parent}: {error}")

@@ -1,0 +1,210 @@
+"""How many tokens each expert gets: counted on the device, summed over the ranks where somebody wants to know.
+
+What is counted are choices of experts, as the modules of experts are called with them. Ranks that hold the same tokens count them again,
+and so does a recomputation; of one layer all tokens alike, so that the *share* of an expert is right in every layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_ptdp.nested import iterate_tensors
+from lightning_ptdp.tensor_parallel import Experts
+
+__all__ = ["ExpertCounts", "ExpertLoads", "LayerLoad"]
+
+_ROUNDING = 0.05
+"""By how much the sum of probabilities in half precision may miss 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoad:
+    """Of one layer, over the tokens of all ranks.
+
+    Attributes:
+        name: Of its module of experts.
+        loads: Tokens that each expert got, over the mean of all.
+        router_entropy: Mean over the tokens of the entropy of the router's probabilities, over its greatest value, that of the same
+            probability for each; None where the scores were not seen.
+    """
+
+    name: str
+    loads: tuple[float, ...]
+    router_entropy: float | None
+
+    @property
+    def entropy(self) -> float:
+        """Of the loads, over its greatest value: 1 where all experts got the same, 0 where one got everything."""
+        shares = [load / len(self.loads) for load in self.loads if load]
+        return -sum(share * math.log(share) for share in shares) / math.log(max(2, len(self.loads)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoads:
+    """Of all layers through which tokens went.
+
+    Attributes:
+        layers: In the order of the model.
+    """
+
+    layers: tuple[LayerLoad, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged, by its name; nothing if no token went anywhere."""
+        if not self.layers:
+            return {}
+        loads = [load for layer in self.layers for load in layer.loads]
+        seen = [layer.router_entropy for layer in self.layers if layer.router_entropy is not None]
+        found = {
+            "expert_load_max": max(loads),
+            "expert_load_min": min(loads),
+            "expert_load_entropy": sum(layer.entropy for layer in self.layers) / len(self.layers),
+            "dead_experts": float(loads.count(0)),
+        }
+        return found | ({"router_entropy": sum(seen) / len(seen)} if seen else {})
+
+
+@dataclass(eq=False, kw_only=True)
+class _Layer:
+    """One module of experts here.
+
+    Attributes:
+        counts: (E,) float64, choices of each.
+        entropy: (2,) float64, the sum of the entropies of the router's probabilities, and of how many tokens.
+        scores: The last thing before the experts that looked like the router's scores, (n, E).
+    """
+
+    counts: Tensor
+    entropy: Tensor
+    scores: Tensor | None = None
+
+    def attach(self, experts: nn.Module, siblings: Sequence[nn.Module]) -> list[Callable[[], None]]:
+        position = list(inspect.signature(type(experts).forward).parameters)[2]
+        hooks = [experts.register_forward_pre_hook(partial(self._chosen, position), with_kwargs=True)]
+        hooks += [sibling.register_forward_hook(self._scored) for sibling in siblings]
+        return [hook.remove for hook in hooks]
+
+    def _scored(self, module: nn.Module, args: object, output: object) -> None:
+        for tensor in iterate_tensors(output):
+            if tensor.is_floating_point() and tensor.dim() and tensor.size(-1) == self.counts.numel():
+                self.scores = tensor.detach()
+                return
+
+    @torch.no_grad()
+    def _chosen(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        index: Tensor = args[1] if len(args) > 1 else kwargs[name]
+        chosen, number = index.reshape(-1).long(), self.counts.numel()
+        exists = (chosen >= 0) & (chosen < number)
+        self.counts.scatter_add_(0, torch.where(exists, chosen, 0), exists.to(self.counts.dtype))
+        scores, self.scores = self.scores, None
+        if scores is not None and scores.numel() // number == index.numel() // index.size(-1):
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            are_probabilities = (scores >= 0).all() & ((scores.sum(-1) - 1).abs() < _ROUNDING).all()
+            probabilities = torch.where(are_probabilities, scores, scores.softmax(-1))
+            sums = torch.special.entr(probabilities).sum(dtype=self.entropy.dtype)
+            self.entropy += torch.stack([sums, torch.full_like(sums, scores.numel() // number)])
+
+
+@dataclass(kw_only=True)
+class ExpertCounts:
+    """The counts of all modules of experts of a model, on whatever rank these are.
+
+    Attributes:
+        numbers: Experts of each, by name, in the order of the model.
+    """
+
+    numbers: Mapping[str, int]
+    _layers: dict[str, _Layer] = field(default_factory=dict)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    @classmethod
+    def attach(cls, trainer: Trainer, module: LightningModule) -> ExpertCounts:
+        """Begin to count; collective over the ranks of a pipeline."""
+        kind = Experts()
+        found = {name: child for name, child in module.named_modules() if kind.fits(child)}
+        numbers = {name: _number(trainer, child) for name, child in found.items()}
+        counts = cls(numbers=_of_all_stages(trainer, numbers))
+        for name, experts in found.items():
+            zeros = partial(torch.zeros, dtype=torch.float64, device=trainer.strategy.root_device)
+            layer = counts._layers[name] = _Layer(counts=zeros(numbers[name]), entropy=zeros(2))
+            siblings = [child for child in module.get_submodule(name.rpartition(".")[0]).children() if child is not experts]
+            counts._undo += layer.attach(experts, siblings)
+        return counts
+
+    def detach(self) -> None:
+        """End to count."""
+        for undo in self._undo:
+            undo()
+
+    def aside(self) -> Callable[[], None]:
+        """Begin anew; returns what throws away what is counted then, and goes on where this began."""
+        kept = [tensor.clone() for tensor in self._tensors()]
+        self._clear()
+
+        def go_on() -> None:
+            for tensor, value in zip(self._tensors(), kept, strict=True):
+                tensor.copy_(value)
+
+        return go_on
+
+    def take(self, trainer: Trainer) -> ExpertLoads:
+        """What was counted since the last time on all ranks; collective, and waits for the device."""
+        width = max(self.numbers.values(), default=0)
+        table = torch.zeros(len(self.numbers), width + 2, dtype=torch.float64, device=trainer.strategy.root_device)
+        for row, (name, number) in enumerate(self.numbers.items()):
+            if name in self._layers:
+                table[row, :number] = self._layers[name].counts
+                table[row, width:] = self._layers[name].entropy
+        self._clear()
+        rows = trainer.strategy.reduce(table, reduce_op="sum").tolist() if self.numbers else []
+        return ExpertLoads(
+            layers=tuple(
+                LayerLoad(
+                    name=name,
+                    loads=tuple(number * count / total for count in row[:number]),
+                    router_entropy=row[width] / row[width + 1] / math.log(max(2, number)) if row[width + 1] else None,
+                )
+                for (name, number), row in zip(self.numbers.items(), rows, strict=True)
+                if (total := sum(row[:number]))
+            )
+        )
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for layer in self._layers.values() for tensor in (layer.counts, layer.entropy)]
+
+    def _clear(self) -> None:
+        for tensor in self._tensors():
+            tensor.zero_()
+
+
+def _number(trainer: Trainer, experts: nn.Module) -> int:
+    """Of the experts on all ranks."""
+    first = next(experts.parameters())
+    parallel = getattr(trainer.strategy, "parallel", None)
+    return first.size(0) if parallel is None else int(parallel.records[first].sharding.full_shape[0])
+
+
+def _of_all_stages(trainer: Trainer, found: dict[str, int]) -> dict[str, int]:
+    mesh = getattr(trainer.strategy, "mesh", None)
+    parts: list[Any] = [found]
+    if mesh is not None and mesh.group("pipeline").size > 1:
+        parts = [None] * mesh.group("pipeline").size
+        dist.all_gather_object(parts, found, group=mesh.group("pipeline").handle)
+    together = {name: number for part in parts for name, number in part.items()}
+    return {name: together[name] for name in sorted(together, key=_natural)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 10 after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", name)]

@@ -1,0 +1,190 @@
+"""What the experts get: the same numbers in every layout, at rank 0's loggers, wherever the layers are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_ptdp.callbacks import ExpertLoad
+from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads, LayerLoad
+from lightning_ptdp.callbacks.expert_picture import draw_loads
+from tests.expert_parallel.toy import EXPERTS, LENGTH, VOCABULARY, LitMixture, Run, trainer_of
+from tests.huggingface import unseen
+from tests.huggingface.architectures import Samples
+from tests.letters import SP, C, E, M, P, R, S, T, V
+from tests.pool import Pool
+
+STEPS, EVERY = 4, 2
+NAMES = ("expert_load_max", "expert_load_min", "expert_load_entropy", "dead_experts", "router_entropy")
+
+
+class Store(DummyLogger):
+    """Keeps what is logged, and files as MLflow's logger does."""
+
+    run_id = "r1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.kept: list[tuple[str, str]] = []
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        found = {name: float(value) for name, value in metrics.items() if name.removeprefix("val_") in NAMES}
+        if found:
+            self.metrics.setdefault(step or 0, {}).update(found)
+
+    def log_artifact(self, run_id: str, path: str, folder: str) -> None:
+        self.kept.append((Path(path).name, folder))
+
+
+class LitHuggingFace(unseen.LitUnseen):
+    """With a validation."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss, sync_dist=True)
+
+
+def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
+    """What reached the logger of this rank, and what every rank may ask."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    L.seed_everything(3, verbose=False)
+    toy = run if isinstance(run, Run) else Run(world_size=run.world_size, layout=run.layout, steps=STEPS)
+    store, module = Store(), LitMixture(run) if isinstance(run, Run) else LitHuggingFace(run)
+    trainer = trainer_of(replace(toy, steps=STEPS), ExpertLoad(dirpath=folder))
+    trainer.loggers, trainer.log_every_n_steps = [store], EVERY
+    ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    data: Any = TensorDataset(ids) if isinstance(run, Run) else Samples(run.task, 32, padded=False)
+    sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
+    trainer.fit(module, *(DataLoader(data, batch_size=8 // sampler.num_replicas, sampler=sampler) for _ in range(2)))
+    known = {name: float(value) for name, value in trainer.callback_metrics.items() if name.removeprefix("val_") in NAMES}
+    counted = _counted(module, ids) if isinstance(run, Run) and run.world_size == 1 else {}
+    return {"logged": store.metrics, "kept": store.kept, "known": known, "counted": counted}
+
+
+def _counted(module: LitMixture, ids: Tensor) -> dict[str, list[float]]:
+    """Over the mean, by what the model says when it is asked once more."""
+    x, found = module.embedding(ids[:, :-1]), {}
+    for number, layer in enumerate(module.layers):
+        chosen = (
+            layer.router(x.flatten(0, 1)).topk(2).indices if layer.routing == "own" else torch.full((x[..., 0].numel(), 1), 3)
+        )
+        counts = Counter(chosen.flatten().tolist())
+        found[f"layers.{number}.experts"] = [EXPERTS * counts[i] / chosen.numel() for i in range(EXPERTS)]
+        x = layer(x)
+    return found
+
+
+def _same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    assert list(expected["logged"]) == [EVERY - 1, STEPS - 1]
+    assert set(expected["logged"][STEPS - 1]) == {*NAMES, *(f"val_{name}" for name in NAMES)}
+    for step, values in expected["logged"].items():
+        assert found[0]["logged"][step] == pytest.approx(values, rel=1e-6)
+    for one in found:
+        assert one["known"] == pytest.approx(expected["known"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, {E: 2, R: "full"}),
+        (4, {E: 2, P: 2, V: 2, M: 2, R: "full", "recompute_layers": 1}),
+        (2, {P: 2, M: 2, S: "zb_h1"}),
+    ],
+    ids=["e2 recompute", "p2 v2 e2", "p2 zb_h1"],
+)
+def test_same_as_one_process(world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path) -> None:
+    (expected,) = pool.run(fit, world_size=1, args=(Run(), str(tmp_path / "one")))
+    found = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout), str(tmp_path / "many")))
+    _same(found, expected)
+    one, many = (json.loads((tmp_path / name / f"step-{STEPS:06d}.json").read_text()) for name in ("one", "many"))
+    assert one == many
+    assert all(one[name] == pytest.approx(loads) for name, loads in expected["counted"].items())
+    assert list(one) == [f"layers.{number}.experts" for number in range(4)]
+    assert found[0]["kept"] == [(f"step-{STEPS:06d}{suffix}", "experts") for suffix in (".png", ".json")]
+    assert [one["kept"] for one in found[1:]] == [[]] * (world_size - 1)
+    with Image.open(tmp_path / "many" / f"step-{STEPS:06d}.png") as picture:
+        assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "layout"),
+    [("mixtral", 4, {T: 2, E: 2}), ("qwen3_moe", 2, {T: 2, SP: True}), ("mixtral", 2, {C: 2, E: 2})],
+    ids=["t2 e2", "t2 sp", "c2 e2"],
+)
+def test_hugging_face_same_as_one_process(name: str, world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run = unseen.Run(architecture=name, world_size=world_size, layout=layout)
+    (expected,) = pool.run(fit, world_size=1, args=(unseen.one_process(run), str(tmp_path)))
+    _same(pool.run(fit, world_size=world_size, args=(run, str(tmp_path))), expected)
+
+
+def test_one_expert_gets_everything(pool: Pool, tmp_path: Path) -> None:
+    (found,) = pool.run(fit, world_size=1, args=(Run(routing="one"), str(tmp_path)))
+    values = {"expert_load_max": EXPERTS, "expert_load_min": 0, "expert_load_entropy": 0, "dead_experts": 4 * (EXPERTS - 1)}
+    assert {name: found["known"][f"val_{name}"] for name in values} == values
+    assert 0 < found["known"]["val_router_entropy"] < 1
+
+
+def test_what_was_taken_or_set_aside_is_not_counted_again() -> None:
+    module = LitMixture(Run())
+    module.configure_model()
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device="cpu", reduce=lambda table, reduce_op: table))
+    some, others = torch.randint(VOCABULARY, (2, 16, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def loads(ids: Tensor) -> list[tuple[float, ...]]:
+        return [tuple(load) for load in _counted(module, torch.cat([ids, ids[:, :1]], 1)).values()]
+
+    expected = loads(some)
+    counts = ExpertCounts.attach(trainer, module)
+    module._loss([torch.cat([some, some[:, :1]], 1)])
+    go_on = counts.aside()
+    module._loss([torch.cat([others, others[:, :1]], 1)])
+    go_on()
+    assert [layer.loads for layer in counts.take(trainer).layers] == [pytest.approx(one) for one in expected]
+    assert counts.take(trainer).layers == ()
+    counts.detach()
+    module._loss([some])
+    assert counts.take(trainer).layers == ()
+
+
+def test_entropies() -> None:
+    even = LayerLoad(name="a", loads=(1.0,) * 4, router_entropy=None)
+    half = LayerLoad(name="b", loads=(2.0, 0.0, 2.0, 0.0), router_entropy=0.25)
+    assert even.entropy == pytest.approx(1)
+    assert half.entropy == pytest.approx(math.log(2) / math.log(4))
+    found = ExpertLoads(layers=(even, half)).metrics()
+    assert found == {
+        "expert_load_max": 2,
+        "expert_load_min": 0,
+        "expert_load_entropy": pytest.approx(0.75),
+        "dead_experts": 2,
+        "router_entropy": 0.25,
+    }
+    assert ExpertLoads(layers=()).metrics() == {}
+
+
+def test_a_picture_of_layers_with_unequally_many_experts(tmp_path: Path) -> None:
+    loads = [(1.0, 1.0), (4.0, 0.0, 0.0, 0.0)]
+    layers = tuple(LayerLoad(name=f"layers.{i}.experts", loads=load, router_entropy=None) for i, load in enumerate(loads))
+    draw_loads(ExpertLoads(layers=layers), tmp_path / "a.png", title="step 1")
+    with Image.open(tmp_path / "a.png") as picture:
+        colours = {colour for count, colour in picture.convert("RGB").getcolors(2**16) or [] if count > 500}
+    assert (0, 0, 0) in colours, "what got nothing is black"
