@@ -25,6 +25,7 @@ class GroupLink:
         members: Of them, those of one node.
         link: What limits collectives: the node's links, or the cards that a node's members drive together.
         hop: From a member to the next, the slowest: the node's link, or one card.
+        card: A member's part of its node's cards, in bytes a second, while all send.
         inside: The node's links.
         start_s: What a collective takes before its first step.
     """
@@ -33,6 +34,7 @@ class GroupLink:
     members: int
     link: Link
     hop: Link
+    card: float
     inside: Link
     start_s: float
 
@@ -50,6 +52,15 @@ class GroupLink:
         """Seconds of one message from a member to the next."""
         return self.hop.latency_s + nbytes / self.hop.bandwidth if self.size > 1 else 0.0
 
+    def all_to_all(self, nbytes: float) -> float:
+        """Seconds in which each member sends ``nbytes`` in equal parts to all, one of which stays: to those of its node over the node's
+        links, to the others over its part of the cards, both at once (NCCL's all-to-all is a send to, and a receive from, each)."""
+        if self.size == 1:
+            return 0.0
+        part, others = nbytes / self.size, self.size - self.members
+        sent = max(part * (self.members - 1) / self.inside.bandwidth, part * others / self.card)
+        return self.start_s + self.hop.latency_s + sent
+
     @property
     def _around(self) -> float:
         nodes = self.size // self.members
@@ -66,7 +77,7 @@ def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink
     Args:
         layout: Of the ranks.
         cluster: What joins them.
-        axis: ``"tensor"``, or ``"replica_sum"``, over which gradients are summed.
+        axis: ``"tensor"``, or ``"replica_sum"``, over which gradients are summed; those of experts over ``"expert_replicas"``.
     """
     return _group(layout.size(axis), layout.stride(axis), cluster)
 
@@ -74,7 +85,9 @@ def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink
 def _group(size: int, stride: int, cluster: Cluster) -> GroupLink:
     inside, between = cluster.node, cluster.between
     if size * stride <= cluster.node_size:
-        return GroupLink(size=size, members=size, link=inside, hop=inside, inside=inside, start_s=cluster.start_s)
+        return GroupLink(
+            size=size, members=size, link=inside, hop=inside, card=inside.bandwidth, inside=inside, start_s=cluster.start_s
+        )
     members = max(1, min(size, cluster.node_size // stride))
     # All groups of a node cross at once.
     cards = cluster.cards * members / cluster.node_size
@@ -83,6 +96,7 @@ def _group(size: int, stride: int, cluster: Cluster) -> GroupLink:
         members=members,
         link=Link(bandwidth=min(inside.bandwidth, cards * between.bandwidth), latency_s=between.latency_s),
         hop=Link(bandwidth=min(inside.bandwidth, min(1.0, cards) * between.bandwidth), latency_s=between.latency_s),
+        card=min(inside.bandwidth, cards / members * between.bandwidth),
         inside=inside,
         start_s=cluster.start_s,
     )

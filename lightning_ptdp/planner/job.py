@@ -77,6 +77,8 @@ class Job:
         precision: Of weights and arithmetic.
         software: What runs.
         sequence_length: s in tokens; by default the longest that the model takes.
+        imbalance: Rows that the busiest rank's experts get, over the mean. 1 is what balancing aims at, and what published benchmarks
+            force; a run's own is in its metrics.
 
     Raises:
         ValueError: A size is not a positive integer, or the sequence is longer than the model takes.
@@ -89,9 +91,12 @@ class Job:
     precision: Precision = field(default_factory=lambda: PRECISIONS["bf16-true"])
     software: Software = field(default_factory=lambda: SOFTWARE["ours"])
     sequence_length: Count = 0
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
+        if not self.imbalance >= 1:
+            raise ValueError(f"imbalance={self.imbalance!r} is the busiest rank's share over the mean: use 1 or more")
         if self.sequence_length == 0:
             object.__setattr__(self, "sequence_length", self.model.sequence_length)
         if self.sequence_length > self.model.sequence_length:

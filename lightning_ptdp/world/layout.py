@@ -246,6 +246,8 @@ class ParallelLayout(Stages):
 
     def stride(self, axis: str) -> int:
         """How far apart the members of a group are that are neighbours on an axis, or on the innermost of a set."""
+        if (blocked := self._blocked(axis)) is not None:
+            return self.stride(blocked.within or "") * (1 if axis == blocked.name else self.size(blocked.name))
         order, moving = self._order, self._moving(axis)
         return math.prod(map(self.size, order[order.index(moving[-1]) + 1 :]))
 

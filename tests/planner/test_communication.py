@@ -56,3 +56,27 @@ def test_ring_and_tree() -> None:
     wide = group_link(ParallelLayout(world_size=512, tensor_parallel_size=8), cluster, "data")
     assert wide.all_reduce(0.0) == pytest.approx(12 * cluster.card.latency_s)
     assert wide.all_gather(0.0) == pytest.approx(63 * cluster.card.latency_s)
+
+
+def test_rows_of_experts_travel_in_their_nodes_and_between_them() -> None:
+    """By hand, on the ranks that the layout names: bytes from each rank to each other one, by link."""
+    layout = ParallelLayout(world_size=32, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=8)
+    group = group_link(layout, CLUSTER, "expert")
+    ranks = layout.group_of("expert", 0)
+    assert ranks == tuple(range(0, 16, 2)) and layout.stride("expert") == 2
+    nodes = [rank // CLUSTER.node_size for rank in ranks]
+    assert (group.size, group.members) == (8, nodes.count(0)) == (8, 4)
+    sent, part = 8e9, 1e9
+    near, far = part * (nodes.count(0) - 1), part * nodes.count(1)
+    assert near + far == sent * 7 / 8
+    seconds = max(near / CLUSTER.node.bandwidth, far / CARD)  # eight ranks of a node, eight cards
+    assert group.all_to_all(sent) == pytest.approx(CLUSTER.start_s + CLUSTER.card.latency_s + seconds)
+    few = group_link(layout, dataclasses.replace(CLUSTER, cards=2), "expert")
+    assert few.all_to_all(sent) == pytest.approx(CLUSTER.start_s + CLUSTER.card.latency_s + far / (CARD / 4))
+    # The ranks with the same experts: one of each block.
+    others = group_link(layout, CLUSTER, "expert_replicas")
+    assert layout.group_of("expert_replicas", 0) == (0, 16) and layout.stride("expert_replicas") == 16
+    assert (others.size, others.members) == (2, 1)
+    inside = group_link(ParallelLayout(world_size=32, expert_parallel_size=8), CLUSTER, "expert")
+    assert inside.all_to_all(sent) == pytest.approx(CLUSTER.start_s + CLUSTER.node.latency_s + 7e9 / CLUSTER.node.bandwidth)
+    assert group_link(ParallelLayout(world_size=32), CLUSTER, "expert").all_to_all(sent) == 0.0

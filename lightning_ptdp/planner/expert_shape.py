@@ -1,0 +1,43 @@
+"""What a layer's experts are to the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ExpertShape"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """The experts that a layer's router chooses from; the router, and experts that every token visits, are ordinary products.
+
+    Attributes:
+        number: E, experts of the layer.
+        chosen: k, of them a token visits.
+        hidden: h, channels of a token.
+        width: f, inner channels of one.
+        gated: Whether they have a gate beside the inner channels, as SwiGLU's.
+        bias: Whether they add biases.
+    """
+
+    number: int
+    chosen: int
+    hidden: int
+    width: int
+    gated: bool = True
+    bias: bool = False
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(outputs, inputs) of one expert's matrices: up, with the gate if there is one, and down."""
+        return ((2 if self.gated else 1) * self.width, self.hidden), (self.hidden, self.width)
+
+    @property
+    def parameters(self) -> int:
+        """Of one expert."""
+        return sum(outputs * (inputs + self.bias) for outputs, inputs in self.matrices)
+
+    @property
+    def flops(self) -> int:
+        """Operations of a token's forward, a multiply-add being two."""
+        return 2 * self.chosen * sum(outputs * inputs for outputs, inputs in self.matrices)
