@@ -82,38 +82,44 @@ class _Layer:
     Attributes:
         counts: (E,) float64, choices of each.
         entropy: (2,) float64, the sum of the entropies of the router's probabilities, and of how many tokens.
-        scores: The last thing before the experts that looked like the router's scores, (n, E).
+        scores: The last thing before the experts that looked like the router's scores, (..., E).
+        scored_by: Which of the modules beside the experts made it, or a module inside of it.
     """
 
     counts: Tensor
     entropy: Tensor
     scores: Tensor | None = None
+    scored_by: nn.Module | None = None
 
     def attach(self, experts: nn.Module, siblings: Sequence[nn.Module]) -> list[Callable[[], None]]:
         position = list(inspect.signature(type(experts).forward).parameters)[2]
         hooks = [experts.register_forward_pre_hook(partial(self._chosen, position), with_kwargs=True)]
-        hooks += [sibling.register_forward_hook(self._scored) for sibling in siblings]
+        hooks += [inner.register_forward_hook(partial(self._scored, each)) for each in siblings for inner in each.modules()]
         return [hook.remove for hook in hooks]
 
-    def _scored(self, module: nn.Module, args: object, output: object) -> None:
+    def _scored(self, sibling: nn.Module, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """What a sibling returns counts, before what the first module inside of it does."""
+        if module is not sibling and sibling is self.scored_by:
+            return
+        rows = args[0].numel() // args[0].size(-1) if args and isinstance(args[0], Tensor) and args[0].numel() else None
         for tensor in iterate_tensors(output):
-            if tensor.is_floating_point() and tensor.dim() and tensor.size(-1) == self.counts.numel():
-                self.scores = tensor.detach()
+            if tensor.is_floating_point() and tensor.shape[-1:] == self.counts.shape and tensor.shape[:-1].numel() == rows:
+                self.scores, self.scored_by = tensor.detach(), sibling
                 return
 
     @torch.no_grad()
     def _chosen(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         index: Tensor = args[1] if len(args) > 1 else kwargs[name]
-        chosen, number = index.reshape(-1).long(), self.counts.numel()
-        exists = (chosen >= 0) & (chosen < number)
+        chosen = index.reshape(-1).long()
+        exists = (chosen >= 0) & (chosen < self.counts.numel())
         self.counts.scatter_add_(0, torch.where(exists, chosen, 0), exists.to(self.counts.dtype))
-        scores, self.scores = self.scores, None
-        if scores is not None and scores.numel() // number == index.numel() // index.size(-1):
+        scores, self.scores, self.scored_by = self.scores, None, None
+        if scores is not None:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             are_probabilities = (scores >= 0).all() & ((scores.sum(-1) - 1).abs() < _ROUNDING).all()
             probabilities = torch.where(are_probabilities, scores, scores.softmax(-1))
             sums = torch.special.entr(probabilities).sum(dtype=self.entropy.dtype)
-            self.entropy += torch.stack([sums, torch.full_like(sums, scores.numel() // number)])
+            self.entropy += torch.stack([sums, torch.full_like(sums, scores.shape[:-1].numel())])
 
 
 @dataclass(kw_only=True)

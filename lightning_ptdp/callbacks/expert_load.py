@@ -28,7 +28,8 @@ class ExpertLoad(Callback):
       gets everything, mean over the layers;
     - ``dead_experts``: how many, of all layers together, got nothing;
     - ``router_entropy``: the entropy of what a router says of a token, in the same way, mean over tokens and layers. Of the scores that
-      a module beside the experts returns, (n, E), as probabilities or before the softmax; left out where none does.
+      a module beside the experts returns, one for each expert, as probabilities or before the softmax (also where the router takes
+      each one's sigmoid); left out where none does.
 
     The layers' loads are also written as ``step-000100.png``, a row a layer, and ``step-000100.json``, which an MLflow logger keeps as
     artifacts. Counted are choices, on the device; it is read when something is logged. Known are modules that list their experts as

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_ptdp.callbacks import ExpertLoad
 from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads, LayerLoad
 from lightning_ptdp.callbacks.expert_picture import draw_loads
+from lightning_ptdp.models import GPTConfig, LitGPT
 from tests.expert_parallel.toy import EXPERTS, LENGTH, VOCABULARY, LitMixture, Run, trainer_of
 from tests.huggingface import unseen
 from tests.huggingface.architectures import Samples
@@ -62,20 +63,57 @@ class LitHuggingFace(unseen.LitUnseen):
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
 
+class OwnGPT(LitGPT):
+    """With a capacity every choice that is kept is a token of its own."""
+
+    def __init__(self) -> None:
+        experts: Any = {
+            "num_experts": 4,
+            "dense_layers": 1,
+            "router_score": "sigmoid",
+            "balance": "bias",
+            "capacity_factor": 1.25,
+        }
+        sizes: Any = {
+            "vocabulary_size": VOCABULARY,
+            "sequence_length": LENGTH,
+            "num_layers": 3,
+            "hidden_size": 16,
+            "num_heads": 2,
+        }
+        super().__init__(GPTConfig(**sizes, **experts, mlp="swiglu", bias=False))
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.double()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRun(Run):
+    """Of an ``OwnGPT``."""
+
+
 def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
     """What reached the logger of this rank, and what every rank may ask."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     L.seed_everything(3, verbose=False)
-    toy = run if isinstance(run, Run) else Run(world_size=run.world_size, layout=run.layout, steps=STEPS)
-    store, module = Store(), LitMixture(run) if isinstance(run, Run) else LitHuggingFace(run)
+    toy = run if isinstance(run, Run) else Run(world_size=run.world_size, layout=run.layout)
+    store = Store()
     trainer = trainer_of(replace(toy, steps=STEPS), ExpertLoad(dirpath=folder))
     trainer.loggers, trainer.log_every_n_steps = [store], EVERY
     ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    data: Any = TensorDataset(ids) if isinstance(run, Run) else Samples(run.task, 32, padded=False)
+    module: Any
+    data: Any
+    if isinstance(run, OwnRun):
+        module, data = OwnGPT(), [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]
+    elif isinstance(run, Run):
+        module, data = LitMixture(run), TensorDataset(ids)
+    else:
+        module, data = LitHuggingFace(run), Samples(run.task, 32)
     sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
     trainer.fit(module, *(DataLoader(data, batch_size=8 // sampler.num_replicas, sampler=sampler) for _ in range(2)))
     known = {name: float(value) for name, value in trainer.callback_metrics.items() if name.removeprefix("val_") in NAMES}
-    counted = _counted(module, ids) if isinstance(run, Run) and run.world_size == 1 else {}
+    counted = _counted(module, ids) if type(run) is Run and run.world_size == 1 else {}
     return {"logged": store.metrics, "kept": store.kept, "known": known, "counted": counted}
 
 
@@ -136,6 +174,12 @@ def test_hugging_face_same_as_one_process(name: str, world_size: int, layout: di
     _same(pool.run(fit, world_size=world_size, args=(run, str(tmp_path))), expected)
 
 
+def test_own_gpt_same_as_one_process(pool: Pool, tmp_path: Path) -> None:
+    layout = {E: 2, P: 2, M: 2}
+    (expected,) = pool.run(fit, world_size=1, args=(OwnRun(), str(tmp_path)))
+    _same(pool.run(fit, world_size=4, args=(OwnRun(world_size=4, layout=layout), str(tmp_path))), expected)
+
+
 def test_one_expert_gets_everything(pool: Pool, tmp_path: Path) -> None:
     (found,) = pool.run(fit, world_size=1, args=(Run(routing="one"), str(tmp_path)))
     values = {"expert_load_max": EXPERTS, "expert_load_min": 0, "expert_load_entropy": 0, "dead_experts": 4 * (EXPERTS - 1)}
@@ -146,6 +190,8 @@ def test_one_expert_gets_everything(pool: Pool, tmp_path: Path) -> None:
 def test_what_was_taken_or_set_aside_is_not_counted_again() -> None:
     module = LitMixture(Run())
     module.configure_model()
+    for layer in module.layers:
+        layer.experts.reset_parameters()
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device="cpu", reduce=lambda table, reduce_op: table))
     some, others = torch.randint(VOCABULARY, (2, 16, LENGTH), generator=torch.Generator().manual_seed(1))
 
