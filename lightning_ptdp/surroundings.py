@@ -148,8 +148,12 @@ class Surroundings:
     @contextlib.contextmanager
     def around(self, forward: Forward) -> Iterator[None]:
         """Around one forward."""
-        with self._running_in(forward, (entry.around(forward) for entry in self.entries)):
-            yield
+        try:
+            with self._running_in(forward, (entry.around(forward) for entry in self.entries)):
+                yield
+        except Exception as error:
+            error.add_note(f"in {forward.hook}, microbatch {forward.microbatch}, stage {forward.stage}")
+            raise
 
     def recomputation(self) -> Contexts:
         """Contexts of a part of the forward that runs now, and of its recomputation: the ``context_fn`` of

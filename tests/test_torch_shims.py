@@ -26,6 +26,7 @@ from lightning_ptdp._torch import (
     forward_hooks,
     found_inf,
     gradient_dtype,
+    grouped_product,
     has_gradient_hooks,
     has_module_hooks,
     has_saved_tensor_hooks,
@@ -272,3 +273,17 @@ def test_no_method_is_called_that_a_compiler_does_not_look_into() -> None:
         path.name for path in package.rglob("*.py") if re.search(r"(?<!torch)\.unflatten\(", path.read_text(encoding="utf-8"))
     ]
     assert not found, "use torch.unflatten"
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.float32, 6), (torch.float64, 16), (torch.bfloat16, 16)])
+@pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0, 0]])
+def test_grouped_products(dtype: torch.dtype, width: int, sizes: list[int]) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(sum(sizes), width, dtype=dtype, requires_grad=True)
+    stored = torch.randn(3, 8, width, dtype=dtype, requires_grad=True)
+    found = grouped_product(x, stored.mT, sizes=sizes, ends=torch.tensor(sizes).cumsum(0, dtype=torch.int32))
+    expected = torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(sizes), stored, strict=True)])
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(found)
+    for one, other in zip(*(torch.autograd.grad(y, (x, stored), grad) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)

@@ -5,8 +5,10 @@ Shapes: n tokens here, k experts a token, h features; E experts, e ranks; r rows
     forward    all-to-all of counts    all-to-all of rows       experts    all-to-all of their outputs    weighted sum of k
     backward                           all-to-all of gradients             all-to-all of gradients
 
-How many rows come from whom is a number that the host has to know before it can ask for them: one wait for the device a layer. Together
-with it comes what a router may have done wrong.
+How many rows come from whom for which expert are numbers that the host has to know before it can ask for them: one wait for the device a
+layer. Together with them comes what a router may have done wrong.
+
+Whatever is put into another order is read in that order, in the backward too: nothing is added up where it lands.
 """
 
 from __future__ import annotations
@@ -37,30 +39,49 @@ class Faults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Order:
+    """A permutation of rows, and the one that undoes it."""
+
+    order: Tensor
+    places: Tensor
+
+    @property
+    def undone(self) -> _Order:
+        return _Order(order=self.places, places=self.order)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dispatched:
     """What came here for the experts here, and the way back.
 
     Attributes:
-        rows_rh: (r, h), in the order of the ranks that sent them, and of each by expert.
-        experts_r: (r,) int64, which of the experts here each is for.
+        rows_rh: (r, h), by expert, and of each in the order of the ranks that sent them.
+        counts: (E/e,) int64, how many each expert here has.
+        sizes: The same for the host.
         faults: What the router here did wrong; rows of choices that do not exist went to the last expert.
     """
 
     rows_rh: Tensor
-    experts_r: Tensor
+    counts: Tensor
+    sizes: list[int]
     faults: Faults
-    order: Tensor
+    going: _Order
+    arrived: _Order | None
     sent: list[int]
     received: list[int]
     group: Group
 
+    @property
+    def experts_r(self) -> Tensor:
+        """(r,) int64, which of the experts here each row is for."""
+        here = torch.arange(len(self.sizes), device=self.counts.device)
+        return here.repeat_interleave(self.counts, output_size=self.rows_rh.size(0))
+
     def combine(self, outputs_rh: Tensor, weights_nk: Tensor) -> Tensor:
         """For each token here the weighted sum of what its experts made of it, (n, h)."""
-        back = _Exchange.apply(outputs_rh, self.received, self.sent, self.group)
-        places = torch.empty_like(self.order)
-        places[self.order] = torch.arange(self.order.numel(), device=self.order.device)
-        outputs_nkh = back.index_select(0, places).view(*weights_nk.shape, outputs_rh.size(-1))
-        return (outputs_nkh * weights_nk.unsqueeze(-1)).sum(1).to(outputs_rh.dtype)
+        back = _exchange(_reordered(outputs_rh, self.arrived and self.arrived.undone), self.received, self.sent, self.group)
+        combined: Tensor = _Combine.apply(back, weights_nk, self.going)
+        return combined
 
 
 def dispatch(x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *, num_experts: int, group: Group) -> Dispatched:
@@ -77,40 +98,113 @@ def dispatch(x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *, num_experts:
     exists = (chosen >= 0) & (chosen < num_experts)
     chosen = torch.where(exists, chosen, num_experts - 1)
     order = chosen.argsort(stable=True)
+    going = _Order(order=order, places=torch.empty_like(order).scatter_(0, order, _numbers(order.numel(), order)))
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x_nh.device).scatter_add_(0, chosen, torch.ones_like(chosen))
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group.handle)
-    per_rank = torch.stack([counts.view(group.size, -1).sum(1), theirs.view(group.size, -1).sum(1)])
-    faults = torch.stack([(~exists).sum(), (~weights_nk.isfinite()).sum()])
-    *sizes, nowhere, not_finite = torch.cat([per_rank.view(-1), faults]).tolist()
-    sent, received = sizes[: group.size], sizes[group.size :]
-    rows_rh = _Exchange.apply(x_nh.index_select(0, order // index_nk.size(1)), sent, received, group)
-    here = torch.arange(num_experts, device=x_nh.device) % (num_experts // group.size)
+    theirs = counts
+    if group.size > 1:
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group.handle)
+    wrong = torch.stack([(~exists).sum(), (~weights_nk.isfinite()).sum()])
+    *numbers, nowhere, not_finite = torch.cat([counts, theirs, wrong]).tolist()
+    here = num_experts // group.size
+    sent, received = ([sum(part[at : at + here]) for at in range(0, num_experts, here)] for part in _halves(numbers))
+    rows = _exchange(_Take.apply(x_nh, going, index_nk.size(1)), sent, received, group)
+    theirs = theirs.view(group.size, here)
+    arrived = _by_expert(theirs, sum(received)) if min(theirs.shape) > 1 else None
     return Dispatched(
-        rows_rh=rows_rh,
-        experts_r=here.repeat_interleave(theirs, output_size=sum(received)),
+        rows_rh=_reordered(rows, arrived),
+        counts=theirs.sum(0),
+        sizes=[sum(_halves(numbers)[1][expert::here]) for expert in range(here)],
         faults=Faults(nowhere=nowhere, not_finite=not_finite),
-        order=order,
+        going=going,
+        arrived=arrived,
         sent=sent,
         received=received,
         group=group,
     )
 
 
+def _halves(numbers: list[int]) -> tuple[list[int], list[int]]:
+    middle = len(numbers) // 2
+    return numbers[:middle], numbers[middle:]
+
+
+def _numbers(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device)
+
+
+def _by_expert(counts: Tensor, rows: int) -> _Order:
+    """From the order of ranks, and of each by expert, to the order of experts; ``counts`` (e, E/e) of ``rows`` in all."""
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    by_expert = counts.t().reshape(-1)
+    new = (by_expert.cumsum(0) - by_expert).view(counts.size(1), counts.size(0))
+    at = _numbers(rows, counts)
+    return _Order(
+        order=at + (starts.t() - new).flatten().repeat_interleave(by_expert, output_size=rows),
+        places=at + (new.t() - starts).flatten().repeat_interleave(counts.flatten(), output_size=rows),
+    )
+
+
+def _reordered(x: Tensor, order: _Order | None) -> Tensor:
+    result: Tensor = x if order is None else _Take.apply(x, order, 1)
+    return result
+
+
+class _Take(torch.autograd.Function):
+    """Rows in another order, each of ``times`` as often; the gradient of each is gathered from where it went."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: _Order, times: int) -> Tensor:
+        ctx.save_for_backward(order.places)
+        ctx.times = times
+        return x.index_select(0, order.order if times == 1 else order.order // times)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        found = grad.index_select(0, places)
+        return found if ctx.times == 1 else found.view(-1, ctx.times, grad.size(1)).sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The weighted sum of each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights_nk: Tensor, order: _Order) -> Tensor:
+        ctx.save_for_backward(rows, weights_nk, order.order, order.places)
+        found = rows.index_select(0, order.places).view(*weights_nk.shape, rows.size(1))
+        if found.dtype == weights_nk.dtype:
+            return torch.bmm(weights_nk.unsqueeze(1), found).squeeze(1)
+        return (found * weights_nk.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights_nk, order, places = ctx.saved_tensors
+        grad_rows = grad.index_select(0, order // weights_nk.size(1))
+        grad_weights = (grad_rows * rows).sum(1, dtype=weights_nk.dtype).index_select(0, places).view_as(weights_nk)
+        weights = weights_nk.reshape(-1).index_select(0, order).to(rows.dtype)
+        return grad_rows.mul_(weights.unsqueeze(1)), grad_weights, None
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
         ctx.sizes, ctx.group = (received, sent), group
-        return _exchange(x, sent, received, group)
+        return _all_to_all(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sent, received = ctx.sizes
-        return _exchange(grad, sent, received, ctx.group), None, None, None
+        return _all_to_all(grad, sent, received, ctx.group), None, None, None
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
     """Consecutive rows of ``x``, so many to each rank; what came, in the order of the ranks."""
+    result: Tensor = x if group.size == 1 else _Exchange.apply(x, sent, received, group)
+    return result
+
+
+def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
     result = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(result, x.contiguous(), received, sent, group=group.handle)
     return result

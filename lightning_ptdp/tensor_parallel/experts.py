@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ptdp.expert_parallel import Dispatched, dispatch
+from lightning_ptdp.expert_parallel import Dispatched, dispatch, stores_as_usual, usual_output
 from lightning_ptdp.own_forward import OwnForward
 from lightning_ptdp.tensor_parallel.collectives import join_sequence, split_sequence
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ExpertError", "ExpertsForward"]
+
+
+_GROUPED = "grouped_mm"
 
 
 class ExpertError(ValueError):
@@ -51,12 +54,20 @@ class ExpertsForward(OwnForward):
 
     def _experts(self, found: Dispatched) -> Tensor:
         rows = found.rows_rh
+        if self._is_usual:
+            return usual_output(self.module, rows, sizes=found.sizes, ends=found.counts.cumsum(0, dtype=torch.int32))
         if not rows.size(0):
             # Nothing came. The backward has to come here all the same, where it would meet the other ranks.
-            return rows + sum(parameter.sum() * 0 for parameter in self.module.parameters())
+            return rows + sum(parameter[:0].sum() for parameter in self.module.parameters())
         ones = rows.new_ones(rows.size(0), 1)
         result: Tensor = self.__wrapped__(rows, found.experts_r[:, None], ones)
         return result
+
+    @property
+    def _is_usual(self) -> bool:
+        """Whether the module computes as it says; of transformers' several ways another may have been asked for."""
+        config = getattr(self.module, "config", None)
+        return stores_as_usual(self.module) and getattr(config, "_experts_implementation", _GROUPED) == _GROUPED
 
     def _own(self, x: Tensor) -> Tensor:
         """This rank's part of the tokens, padded to what divides."""

@@ -72,7 +72,7 @@ def test_a_checkpoint_goes_on_in_another_layout(world_size: int, layout: dict[st
     ("routing", "said"),
     [
         ("nowhere", r"'layers.0.experts': its router chose experts that do not exist, \d+ times \(0 to 3 do\)"),
-        ("nan", r"'layers.0.experts': its router gave 48 weights that are not finite"),
+        ("nan", r"'layers.0.experts': its router gave 48 weights that are not finite, on rank \d+(.|\n)*microbatch 0, stage 0"),
     ],
 )
 def test_a_router_that_errs_is_named(routing: str, said: str, pool: Pool) -> None:

@@ -1,0 +1,53 @@
+"""What experts make of the rows that came for them: a product of consecutive rows with one matrix for each expert.
+
+Where a module says how it stores what its experts compute, as transformers' do, nothing has to be sorted, picked or put back here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_ptdp._torch import grouped_product
+
+__all__ = ["stores_as_usual", "usual_output"]
+
+_SAID = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
+_PARAMETERS = frozenset(("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"))
+
+
+def stores_as_usual(module: nn.Module) -> bool:
+    """Whether a module of experts says how it stores them, and has nothing else.
+
+    It has ``gate_up_proj`` (E, 2f, h) if ``has_gate``, else ``up_proj`` (E, f, h), and ``down_proj`` (E, h, f); with ``is_transposed``
+    each with its last dimensions exchanged, with ``has_bias`` a further (E, ...) named ``..._bias`` for each. Gate and up are halves of
+    2f if ``is_concatenated``, else they take turns; ``_apply_gate`` makes f of 2f.
+    """
+    said = all(hasattr(module, name) for name in _SAID) and not getattr(module, "has_post_expert_norm", False)
+    return said and {name for name, _ in module.named_parameters()} <= _PARAMETERS
+
+
+def usual_output(module: Any, rows_rh: Tensor, *, sizes: list[int], ends: Tensor, adds_bias: bool = True) -> Tensor:
+    """What the experts of such a module make of rows, (r, h).
+
+    Args:
+        module: It.
+        rows_rh: By expert.
+        sizes: How many each has.
+        ends: (experts,) int32 on the rows' device, where those of each end.
+        adds_bias: Whether the bias of the last product is added.
+    """
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    made = _linear(module, first, rows_rh, sizes, ends, module.has_bias)
+    made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
+    return _linear(module, "down_proj", made, sizes, ends, module.has_bias and adds_bias)
+
+
+def _linear(module: Any, name: str, x: Tensor, sizes: list[int], ends: Tensor, has_bias: bool) -> Tensor:
+    weight = getattr(module, name)
+    output = grouped_product(x.to(weight.dtype), weight if module.is_transposed else weight.mT, sizes=sizes, ends=ends)
+    if not has_bias:
+        return output
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return output + getattr(module, f"{name}_bias").repeat_interleave(counts, dim=0, output_size=sum(sizes))
