@@ -13,8 +13,8 @@ __all__ = ["run"]
 _DESCRIPTION = """\
 Convert between a checkpoint of ours (a folder) and
 
-  a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2, Llama and BERT for our own models; any for LitCausalLM
-                          and LitMaskedLM, and for another LightningModule that wraps theirs with --names hf and --config)
+  a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2, Llama, Mixtral and BERT for our own models; any for
+                          LitCausalLM and LitMaskedLM, and for another LightningModule that wraps theirs with --names hf and --config)
   an adapter of peft's    adapter_model.safetensors and adapter_config.json, out of a checkpoint of adapters; --merge makes the
                           whole Hugging Face folder of it
   a state dict            .pt, .pth, .bin or .safetensors

@@ -13,6 +13,7 @@ import torch
 
 from lightning_ptdp.checked_json import Json
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, read_full
+from lightning_ptdp.exchange.conversions import views_in_files
 from lightning_ptdp.exchange.folder import read_config
 from lightning_ptdp.exchange.tables import Model
 
@@ -25,7 +26,12 @@ _CLOSE = 1e-4
 
 
 def check_architecture(
-    description: Mapping[str, Json], stored: Mapping[str, tuple[int, ...]], source: str, kind: Any = None
+    description: Mapping[str, Json],
+    stored: Mapping[str, tuple[int, ...]],
+    source: str,
+    kind: Any = None,
+    *,
+    in_files: bool = False,
 ) -> Any:
     """Compare what is to be written with the architecture that its configuration names, built on the meta device.
 
@@ -34,6 +40,7 @@ def check_architecture(
         stored: Name -> shape of every tensor.
         source: What it comes from, for messages.
         kind: The class, where it is known.
+        in_files: The names are those of files, where transformers calls some tensors otherwise.
 
     Returns:
         The architecture.
@@ -52,6 +59,9 @@ def check_architecture(
     wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     first: dict[int, str] = {}
     tied = {key: first.setdefault(id(value), key) for key, value in model.named_parameters(remove_duplicate=False)}
+    if in_files:
+        once = {key: shape for key, shape in wanted.items() if tied.get(key, key) == key}
+        wanted = {key: view.shape for key, view in views_in_files(model, once).items()}
     there = {tied.get(key, key) for key in stored}
     lacks = sorted(key for key in wanted if key not in stored and tied.get(key, key) not in there)
     unknown = sorted(stored.keys() - wanted.keys())

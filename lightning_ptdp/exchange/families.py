@@ -9,12 +9,12 @@ from pathlib import Path
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.exchange.bert import BERT, MEGATRON_BERT
 from lightning_ptdp.exchange.gpt2 import GPT2
-from lightning_ptdp.exchange.llama import LLAMA
+from lightning_ptdp.exchange.llama import LLAMA, MIXTRAL
 from lightning_ptdp.exchange.tables import Family, Model
 
 __all__ = ["FAMILIES", "HF_TIED", "family_of_config_json", "model_of_hyper_parameters"]
 
-FAMILIES = (GPT2, LLAMA, BERT, MEGATRON_BERT)
+FAMILIES = (GPT2, LLAMA, MIXTRAL, BERT, MEGATRON_BERT)
 
 _BERT_TIED = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -25,6 +25,7 @@ _BERT_TIED = {
 HF_TIED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {"lm_head.weight": "transformer.wte.weight"},
     "llama": {"lm_head.weight": "model.embed_tokens.weight"},
+    "mixtral": {"lm_head.weight": "model.embed_tokens.weight"},
     "bert": _BERT_TIED,
     "megatron-bert": _BERT_TIED,
 }

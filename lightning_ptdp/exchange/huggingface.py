@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, reading, write_checkpoint
+from lightning_ptdp.checkpoint.rectangles import check_cover
 from lightning_ptdp.exchange.families import HF_TIED, family_of_config_json
 from lightning_ptdp.exchange.folder import CONFIG_FILE, open_huggingface, read_config
 from lightning_ptdp.exchange.plain import weights_only_state
@@ -92,15 +93,14 @@ def _rectangles(model: Model, tensors: Mapping[str, torch.Tensor], prefix: str) 
         if value.dim() != 2 if part.transposed else part.rows is not None and not value.dim():
             raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, which is not that of a matrix")
         values = value.t() if part.transposed else value
-        if part.full_rows is None:
-            yield LocalRectangle.whole(prefix + part.ours, values)
-            continue
-        if values.shape[0] != part.rows:
+        if part.rows is not None and values.shape[0] != part.rows:
             raise CheckpointError(f"{name!r} has {values.shape[0]} rows, but {CONFIG_FILE} says {part.rows}")
-        offset = (part.start, *(0,) * (values.dim() - 1))
-        yield LocalRectangle(
-            name=prefix + part.ours, full_shape=(part.full_rows, *values.shape[1:]), offset=offset, values=values
-        )
+        full_shape = tuple(values.shape) if part.full_rows is None else (part.full_rows, *values.shape[1:])
+        if part.experts is not None:
+            if part.expert >= part.experts:
+                raise CheckpointError(f"{name!r} is of an expert that {CONFIG_FILE}, with {part.experts} of them, does not have")
+            full_shape, values = (part.experts, *full_shape), values[None]
+        yield LocalRectangle(name=prefix + part.ours, full_shape=full_shape, offset=part.at(full_shape)[0].begin, values=values)
     if unknown:
         raise CheckpointError(f"the table of {family.model_type!r} has no place for {', '.join(map(repr, unknown[:_SHOWN]))}")
 
@@ -120,3 +120,4 @@ def _check_complete(model: Model, rectangles: list[LocalRectangle], prefix: str,
     for name, shape in wanted.items():
         if found[name] != shape:
             raise CheckpointError(f"{folder}: {name!r} would have the shape {found[name]}, but {CONFIG_FILE} makes it {shape}")
+        check_cover(name, shape, [one.place for one in rectangles if one.name == prefix + name], "to load")

@@ -15,7 +15,6 @@ from torch import nn
 
 from lightning_ptdp.checked_json import Json
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
-from lightning_ptdp.checkpoint.rectangles import Rectangle
 from lightning_ptdp.exchange.architecture import check_architecture
 from lightning_ptdp.exchange.conversions import View, views_in_files
 from lightning_ptdp.exchange.families import model_of_hyper_parameters
@@ -72,7 +71,7 @@ class Described:
         if self.ours is not None:
             found = dict(_our_items(self.ours, entries, prefix, dtype, source))
             if find_spec("transformers") is not None:  # they have been compared with their table
-                check_architecture(self.config, {name: item.entry.shape for name, item in found.items()}, source)
+                check_architecture(self.config, {name: item.entry.shape for name, item in found.items()}, source, in_files=True)
             return found
         shapes = {name.removeprefix(prefix): entries[MODEL + name].shape for name in names if name.startswith(prefix)}
         views = views_in_files(check_architecture(self.config, shapes, source, self.kind), shapes)
@@ -139,11 +138,8 @@ def _our_items(
         if (found := tuple(entries[f"{MODEL}{prefix}{name}"].shape)) != shape:
             raise CheckpointError(f"{prefix + name!r} has the shape {found}, which its hyperparameters make {shape}")
         for theirs, part in model.parts(name):
-            rows = Rectangle.at(
-                (part.start, *(0,) * len(shape))[: len(shape)], shape if part.rows is None else (part.rows, *shape[1:])
-            )
-            dims = tuple(range(len(shape)))
-            yield theirs, _item(entries, prefix, View(name=name, place=rows, dims=dims[::-1] if part.transposed else dims), dtype)
+            place, dims = part.at(shape)
+            yield theirs, _item(entries, prefix, View(name=name, place=place, dims=dims), dtype)
 
 
 def _item(entries: Mapping[str, TensorEntry], prefix: str, view: View, dtype: torch.dtype | None) -> Item:

@@ -12,9 +12,10 @@ and its name in ``families.py``.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 from lightning_ptdp.checked_json import Check, Json, integer, number, optional, record
 from lightning_ptdp.checkpoint import CheckpointError
+from lightning_ptdp.checkpoint.rectangles import Rectangle
 
 __all__ = ["NUMBER", "SHARE", "SIZE", "SIZES", "Family", "Field", "Model", "Part", "Row", "check_choices"]
 
@@ -40,12 +42,15 @@ class Row:
         theirs: Name of their module, or of those whose outputs ours stacks.
         transposed: They store the weight as (in, out), as ``Conv1D`` does.
         sizes: From our configuration, how many rows each of ``theirs`` has; needed if there are several.
+        of_experts: Ours is a parameter (E, rows, columns), with that of the experts in its name; the second ``*`` of theirs is the expert's
+            number.
     """
 
     ours: str
     theirs: str | tuple[str, ...]
     transposed: bool = False
     sizes: Sizes | None = None
+    of_experts: bool = False
 
     def __post_init__(self) -> None:
         assert isinstance(self.theirs, str) or self.sizes is not None, f"{self.ours}: several parts need their sizes"
@@ -58,13 +63,26 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Where one tensor of theirs lies in one of ours: all of it, or rows ``start`` to ``start + rows`` of ``full_rows``."""
+    """Where one tensor of theirs lies in one of ours: all of it, or rows ``start`` to ``start + rows`` of ``full_rows``, in that with the
+    number ``expert`` of ``experts``, if there are several along the first dimension."""
 
     ours: str
     transposed: bool
     start: int = 0
     rows: int | None = None
     full_rows: int | None = None
+    expert: int = 0
+    experts: int | None = None
+
+    def at(self, shape: Sequence[int]) -> tuple[Rectangle, tuple[int, ...]]:
+        """Its place in ours, of that shape; and for each dimension of theirs, which of ours it is."""
+        first = 0 if self.experts is None else 1
+        begin, extents, dims = [0] * len(shape), list(shape), range(first, len(shape))
+        if self.rows is not None:
+            begin[first], extents[first] = self.start, self.rows
+        if first:
+            begin[0], extents[0] = self.expert, 1
+        return Rectangle.at(begin, extents), tuple(reversed(dims) if self.transposed else dims)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,23 +202,27 @@ class Model:
                 found = re.fullmatch(_pattern(name), module)
                 if found is None:
                     continue
-                ours = f"{row.ours.replace('*', found.group(1)) if '*' in name else row.ours}.{kind}"
-                transposed = row.transposed and kind == "weight"
+                ours = row.ours.replace("*", found.group(1)) if "*" in name else row.ours
+                part = Part(ours=ours if row.of_experts else f"{ours}.{kind}", transposed=row.transposed and kind == "weight")
+                if row.of_experts:
+                    part = replace(part, expert=int(found.group(2)), experts=self.config.num_experts)
                 if row.sizes is None:
-                    return Part(ours=ours, transposed=transposed)
+                    return part
                 sizes = row.sizes(self.config)
-                start, rows = sum(sizes[:place]), sizes[place]
-                return Part(ours=ours, transposed=transposed, start=start, rows=rows, full_rows=sum(sizes))
+                return replace(part, start=sum(sizes[:place]), rows=sizes[place], full_rows=sum(sizes))
         return None
 
     def parts(self, ours: str) -> Iterator[tuple[str, Part]]:
         """Their names for a tensor of ours, in its rows' order, and where they lie in it; none if the table does not have it."""
         module, _, kind = ours.rpartition(".")
         for row in self.family.rows:
-            found = re.fullmatch(_pattern(row.ours), module)
-            for name in row.parts if found is not None else ():
+            found = re.fullmatch(_pattern(row.ours), ours if row.of_experts else module)
+            kind = "weight" if row.of_experts else kind
+            names = row.parts if found is not None else ()
+            for expert, name in itertools.product(range(self.config.num_experts) if row.of_experts else (0,), names):
                 assert found is not None
-                theirs = f"{name.replace('*', found.group(1)) if '*' in row.ours else name}.{kind}"
+                theirs = name.replace("*", found.group(1), 1) if "*" in row.ours else name
+                theirs = f"{theirs.replace('*', str(expert))}.{kind}"
                 part = self.place(theirs)
                 assert part is not None
                 yield theirs, part

@@ -161,6 +161,11 @@ class GPTConfig(TransformerConfig):
         return self.ffn_size if self.expert_hidden_size is None else self.expert_hidden_size
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture."""
+        return self.num_experts is not None
+
+    @property
     def layers_with_experts(self) -> int:
         """How many of the layers are mixtures."""
         return 0 if self.num_experts is None else self.num_layers - self.dense_layers

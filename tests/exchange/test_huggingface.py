@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata, read_state, save_checkpoint
 from lightning_ptdp.exchange import OurWeights, from_huggingface, open_huggingface, to_huggingface, verify_export
+from lightning_ptdp.exchange.families import model_of_hyper_parameters
 from lightning_ptdp.models import LitGPT
 from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.sharding import Sharding
@@ -40,7 +41,21 @@ def _tied_llama() -> torch.nn.Module:
     return randomized(transformers.LlamaForCausalLM(config)).to(torch.bfloat16)
 
 
-MODELS = {"gpt2": hf_gpt2, "llama": hf_llama, "llama, tied, biases, bf16": _tied_llama}
+def _mixtral() -> torch.nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=24,
+    )
+    return randomized(transformers.MixtralForCausalLM(config))
+
+
+MODELS = {"mixtral": _mixtral, "gpt2": hf_gpt2, "llama": hf_llama, "llama, tied, biases, bf16": _tied_llama}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -104,7 +119,7 @@ def test_shards_are_as_small_as_asked(theirs: tuple[torch.nn.Module, Path], tmp_
     assert len(set(index["weight_map"].values())) == len(list((tmp_path / "many").glob("*.safetensors"))) > 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama, tied, biases, one kv head"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama, tied, biases, one kv head", "mixtral"])
 def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
     config = VARIANTS[name]
     module = LitGPT(config)
@@ -128,8 +143,37 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
     assert found.keys() == state.keys()
     assert all(torch.equal(found[key], value) for key, value in state.items())
     assert read_metadata(tmp_path / "back").tensors == read_metadata(tmp_path / "ours").tensors
-    wanted = replace(config, ffn_hidden_size=config.ffn_size, num_kv_heads=config.kv_heads if name != "gpt2" else None)
+    wanted = replace(
+        config,
+        ffn_hidden_size=config.expert_size,
+        expert_hidden_size=None,
+        capacity_factor=None,
+        num_kv_heads=config.kv_heads if name != "gpt2" else None,
+    )
     assert GPTConfig(**read_state(tmp_path / "back")["hyper_parameters"]["config"]) == wanted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shared_experts": 1}, {"dense_layers": 1}, {"router_score": "sigmoid"}, {"balance": "bias"}, {"experts_per_token": 1}],
+    ids=str,
+)
+def test_experts_that_hugging_face_has_not(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = replace(VARIANTS["mixtral"], **changes)
+    ((name, value),) = changes.items()
+    with pytest.raises(CheckpointError, match=rf"Mixtral.* has nothing like {name}={value!r}"):
+        model_of_hyper_parameters({"config": asdict(config)}).write()
+
+
+def test_an_expert_that_is_missing_is_seen(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    _mixtral().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"blocks.1.mixture.experts.gate_up_proj"):
+        OurWeights.open(tmp_path)
 
 
 def test_files_of_the_bare_model_with_masks_are_read(tmp_path: Path) -> None:
@@ -231,7 +275,7 @@ def _edit(folder: Path, **changes: Any) -> None:
     [
         (
             {"model_type": "opt"},
-            r"model_type='opt'; our own models are read from and written to 'gpt2', 'llama', 'bert', 'megatron-bert'",
+            r"model_type='opt'; our own models are read from and written to 'gpt2', 'llama', 'mixtral', 'bert', 'megatron-bert'",
         ),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu': our GPT would need hidden_act='silu'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_type='llama3': our GPT would need rope_type='default'"),
@@ -269,7 +313,10 @@ def test_damaged_folders(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -
 def test_models_that_hugging_face_does_not_have(tmp_path: Path) -> None:
     config = replace(GPT2, position="rope")
     for hyper_parameters, words in (
-        ({"config": vars(config)}, r"no model with norm='layer', position='rope', mlp='gelu': 'gpt2' has .*; 'llama' has"),
+        (
+            {"config": vars(config)},
+            r"no model with norm='layer', position='rope', mlp='gelu', has_experts=False: 'gpt2' has .*; 'llama' has",
+        ),
         ({"config": vars(replace(GPT2, bias=False))}, r"has biases .* bias=False"),
         ({"config": {"hidden_sise": 3}}, r"not one of our models' .* its fields are \['hidden_sise'\]"),
         ({}, r"name that model's config\.json"),

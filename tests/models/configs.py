@@ -41,6 +41,16 @@ VARIANTS = {
         dense_layers=1,
         router_score="sigmoid",
     ),
+    "mixtral": GPTConfig.llama(
+        vocabulary_size=50,
+        sequence_length=16,
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        expert_hidden_size=12,
+        num_experts=4,
+        capacity_factor=1.0,
+    ),
     "layer norm, rope, gelu": GPTConfig(
         vocabulary_size=50, sequence_length=16, num_layers=1, hidden_size=16, num_heads=2, position="rope", ffn_hidden_size=24
     ),
