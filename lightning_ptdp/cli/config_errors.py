@@ -52,13 +52,14 @@ def readable(message: str, known: Iterable[str]) -> str:
     if missing:
         names = [kind.__name__ for kind in _subclasses(_BASES[key])] if key in _BASES else []
         return f"{key}={missing.group(1)}: there is no such class{nearest(missing.group(1), names)}"
-    said = [
-        reason
-        for reason in re.findall(r"^  - (.+)$", message, re.MULTILINE)
-        if not reason.startswith(("Expected a ", "Does not validate"))
-    ]
-    if len(said) == 1:  # a class's own words, among the types that the value is not
-        return f"{key}: {said[0]}" if key else said[0]
+    for depth in (
+        "  ",
+        " +",
+    ):  # a class's own words, among the types that the value is not; or those of what one of its fields holds
+        reasons = re.findall(rf"^{depth}- (.+)$", message, re.MULTILINE)
+        said = [reason for reason in reasons if not reason.startswith(("Expected a ", "Does not validate"))]
+        if len(said) == 1:
+            return f"{key}: {said[0]}" if key else said[0]
     if not outer:
         return message
     *_, inner = _KEY.finditer(message)

@@ -41,18 +41,17 @@ def run(verb: str, arguments: list[str]) -> int:
         )
     name, store = given.pop("register"), given.pop("tracking_uri")
     where = _registry(name, given["source"], store) if name is not None else None
-    from lightning_ptdp.exchange import convert, verify_export
+    from lightning_ptdp.exchange import convert, kind_of_result, verify_export
 
+    if verify or where:
+        result = kind_of_result(**{key: given[key] for key in ("source", "destination", "to", "merge")})
+        if result != "huggingface":
+            raise UserError(
+                f"--verify and --register load a Hugging Face folder as its users do, and {given['destination']} would be of the kind "
+                f"{result!r}"
+            )
     made = convert(**given | {"dtype": dtype_of(given["dtype"])}, shard_bytes=shard_bytes)
     print(f"written: {given['destination']} ({made})")
-    if (verify or where) and made != "huggingface":
-        raise UserError(
-            f"--verify and --register load a Hugging Face folder as its users do, and {given['destination']} is a {made}"
-        )
-    if verify and given["merge"]:
-        raise UserError(
-            "--verify compares a folder with the checkpoint, which with --merge holds only the adapters: leave it out"
-        )
     if verify:
         said = verify_export(given["source"], given["destination"], config=given["config"], prefix=given["prefix"])
         print(f"verified: {said}")

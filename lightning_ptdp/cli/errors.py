@@ -18,6 +18,8 @@ __all__ = ["Terminated", "UserError", "WorkerFailure", "explain", "nearest", "te
 
 # By name: the classes live in modules that import torch, and from a worker only the name comes back.
 _MENDABLE = ("ValueError", "FileNotFoundError", "PermissionError", "MisconfigurationException")
+_EXTRAS = {**dict.fromkeys(("datasets", "huggingface_hub", "peft", "tokenizers", "transformers"), "hf"), "torchao": "fp8"}
+"""What the package does not bring unless it is asked to, and how it is asked."""
 _OUR_VALUE_ERRORS = ("UserError", "CheckpointError", "CorpusError", "TokenizerError", "StoreError", "PlanError")
 
 
@@ -41,6 +43,8 @@ def explain(error: BaseException) -> str | None:
     """The message for an error that the user can mend; None for any other."""
     if isinstance(error, ArgumentError):
         return str(error.message)
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return f"{error.name} is not installed: pip install 'lightning-ptdp[{_EXTRAS[error.name]}]'"
     if any(kind.__name__ in _MENDABLE for kind in type(error).__mro__):
         return str(error)
     return None

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_ptdp.data.chat_format import ChatFormat, Learn
+from lightning_ptdp.data.chat_format import ChatFormat, Learn, read_template
 from lightning_ptdp.data.chat_store import FORM, Sample, verify_chat
 from lightning_ptdp.data.checks import check_fraction
 from lightning_ptdp.data.conversations import Columns, FaultyRow, chat_files, read_rows
@@ -77,8 +77,12 @@ class ChatConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the contents of the folder."""
-        template = None if self.chat_template is None else hashlib.sha256(Path(self.chat_template).read_bytes()).hexdigest()
+        """What decides the contents of the folder.
+
+        Raises:
+            TokenizerError: The file of the chat template is not there.
+        """
+        template = None if self.chat_template is None else hashlib.sha256(read_template(self.chat_template).encode()).hexdigest()
         named = ("path", "validation_path", "learn", "faulty", "validation_fraction", "split_seed")
         # As JSON gives it back.
         values = {
@@ -244,9 +248,10 @@ def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
     count = max(round(fraction * len(scores)), 1)
     chosen: np.ndarray = scores <= np.sort(scores)[count - 1]
     if chosen.all():
+        different = len(np.unique(scores))
         raise CorpusError(
-            f"the data hold {len(scores)} conversation{'s' * (len(scores) > 1)}, too few to divide: give more, or a file of its own for "
-            "validation (validation_path)"
+            f"the data hold {different}{' different' * (len(scores) > different)} conversation{'s' * (different > 1)}, too few to divide: "
+            "give more, or a file of its own for validation (validation_path)"
         )
     return chosen
 

@@ -24,7 +24,7 @@ from lightning_ptdp.data.errors import TokenizerError, reading
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.untrusted import read_bytes
 
-__all__ = ["ChatFormat", "Learn"]
+__all__ = ["ChatFormat", "Learn", "read_template"]
 
 Learn: TypeAlias = Literal["answers", "last_answer"]
 
@@ -48,8 +48,7 @@ class ChatFormat:
         self._tokenizer: Any = tokenizer.of_transformers
         self._learn = learn
         if template is not None:
-            with reading(f"chat_template={template}", TokenizerError, "name a file with a Jinja template"):
-                self.template = read_bytes(Path(template)).decode()
+            self.template = read_template(template)
         elif isinstance(self._tokenizer.chat_template, str):
             self.template = self._tokenizer.chat_template
         else:
@@ -132,6 +131,16 @@ class ChatFormat:
             raise FaultyRow(
                 f"the chat template does not take it (roles {roles}): {str(error) or type(error).__name__}"
             ) from error
+
+
+def read_template(path: str) -> str:
+    """The Jinja template in a file.
+
+    Raises:
+        TokenizerError: There is none.
+    """
+    with reading(f"chat_template={path}", TokenizerError, "name a file with a Jinja template"):
+        return read_bytes(Path(path)).decode()
 
 
 def _check_rendered(conversation: Conversation, text: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -143,19 +144,21 @@ def read_rows(path: str | Sequence[str] | None, *, split: str = "train") -> Iter
         yield from islice(_docstrings(), _DOCSTRINGS)
         return
     for file in chat_files(path):
+        if file.is_file() and not file.stat().st_size:
+            continue  # datasets falls over it
         try:
             yield from _rows_of(file, split)
         except CorpusError:
             raise
         except ModuleNotFoundError as error:
             raise CorpusError(
-                f"path={file} is read by a library that is not installed ({error.name}): pip install datasets"
+                f"path={file} is read by a library that is not installed ({error.name}): pip install 'lightning-ptdp[hf]'"
             ) from error
         except Exception as error:  # of datasets and pyarrow, which have many
             raise CorpusError(f"path={file} cannot be read: {_why(file, error)}") from error
 
 
-def _rows_of(file: Path, split: str) -> Iterable[dict[str, Any]]:
+def _rows_of(file: Path, split: str) -> Iterator[dict[str, Any]]:
     import datasets
 
     if file.is_dir():
@@ -164,10 +167,16 @@ def _rows_of(file: Path, split: str) -> Iterable[dict[str, Any]]:
             if split not in saved:
                 raise CorpusError(f"path={file} has no split {split!r}, only {', '.join(saved)}: name the folder of one of them")
             saved = saved[split]
-        rows: Iterable[dict[str, Any]] = saved
-        return rows
-    # Streamed: nothing is copied into a cache.
-    return datasets.load_dataset(_BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True)
+        yield from saved
+        return
+    log = logging.getLogger("datasets")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what it logs of a file that it cannot read, the error says
+    try:
+        # Streamed: nothing is copied into a cache.
+        yield from datasets.load_dataset(_BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True)
+    finally:
+        log.setLevel(level)
 
 
 def _why(file: Path, error: Exception) -> str:
@@ -181,7 +190,7 @@ def _why(file: Path, error: Exception) -> str:
                     return f"line {number} is not JSON ({reason(wrong)}); a file of JSON lines has one object a line"
                 if not isinstance(row, dict):
                     return f"line {number} is a {type(row).__name__}; a file of JSON lines has one object a line"
-    return f"{type(error).__name__}: {reason(error.__cause__ if isinstance(error.__cause__, Exception) else error)}"
+    return reason(error.__cause__ if isinstance(error.__cause__, Exception) else error)
 
 
 def _find(key: str, present: Sequence[str], given: Mapping[str, str]) -> str | None:

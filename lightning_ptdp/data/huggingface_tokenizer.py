@@ -61,6 +61,8 @@ class HuggingFaceTokenizer:
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+        except ModuleNotFoundError:
+            raise
         except Exception as error:  # of transformers, tokenizers and json
             raise TokenizerError(f"tokenizer folder {self.folder} cannot be read: {reason(error)}") from error
 

@@ -3,7 +3,7 @@
 All of it runs in one process, without the whole model in memory (but for ``torch.save``'s formats on the way out).
 """
 
-from lightning_ptdp.exchange.convert import Kind, convert, kind_of
+from lightning_ptdp.exchange.convert import Kind, convert, kind_of, kind_of_result
 from lightning_ptdp.exchange.export import SHARD_BYTES, FolderExport, to_huggingface, verify_export
 from lightning_ptdp.exchange.families import FAMILIES
 from lightning_ptdp.exchange.folder import open_huggingface, reads_as_huggingface
@@ -32,6 +32,7 @@ __all__ = [
     "from_huggingface",
     "from_state_dict",
     "kind_of",
+    "kind_of_result",
     "merged_rectangles",
     "models_in",
     "names_in",

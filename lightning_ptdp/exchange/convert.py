@@ -16,7 +16,7 @@ from lightning_ptdp.exchange.folder import reads_as_huggingface
 from lightning_ptdp.exchange.huggingface import Names, from_huggingface
 from lightning_ptdp.exchange.plain import from_state_dict, to_state_dict
 
-__all__ = ["Kind", "convert", "kind_of"]
+__all__ = ["Kind", "convert", "kind_of", "kind_of_result"]
 
 Kind = Literal["checkpoint", "huggingface", "adapter", "state_dict", "lightning"]
 _STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
@@ -43,6 +43,31 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         f"{place} is not a checkpoint folder ({METADATA_FILE}), not a Hugging Face folder (config.json and *.safetensors), and not a "
         f"{', '.join(_STATE_DICTS)} or .ckpt file"
     )
+
+
+def kind_of_result(
+    source: str | os.PathLike[str], destination: str | os.PathLike[str], *, to: Kind | None = None, merge: bool = False
+) -> Kind:
+    """What ``convert`` makes of these.
+
+    Raises:
+        CheckpointError: It cannot be made of ``source``.
+    """
+    kind = kind_of(source)
+    wanted = to or _wanted(kind, Path(destination))
+    holds_adapters = kind == "checkpoint" and base_of_adapters(read_state(source)) is not None
+    if holds_adapters and wanted == "huggingface" and not merge:
+        wanted = "adapter"
+    if merge and holds_adapters and wanted != "huggingface":
+        raise CheckpointError(f"merge makes a Hugging Face folder, and {destination} would be a {wanted}: leave one of them out")
+    if (wanted == "adapter" or merge) and not holds_adapters:
+        raise CheckpointError(f"{source} holds no adapters beside the weights of a folder: leave out --merge and --to adapter")
+    if wanted not in get_args(Kind):
+        raise CheckpointError(f"to={wanted!r} must be one of {list(get_args(Kind))}")
+    if (kind == "checkpoint") == (wanted == "checkpoint"):
+        hint = "there is nothing to convert" if kind == "checkpoint" else "convert to a checkpoint first, and that on"
+        raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
+    return wanted
 
 
 def convert(
@@ -77,18 +102,7 @@ def convert(
     Raises:
         CheckpointError: It cannot be done; nothing is left at ``destination``.
     """
-    kind = kind_of(source)
-    wanted = to or _wanted(kind, Path(destination))
-    holds_adapters = kind == "checkpoint" and base_of_adapters(read_state(source)) is not None
-    if holds_adapters and wanted == "huggingface" and not merge:
-        wanted = "adapter"
-    if (wanted == "adapter" or merge) and not (holds_adapters and wanted in ("adapter", "huggingface")):
-        raise CheckpointError(f"{source} holds no adapters beside the weights of a folder: leave out --merge and --to adapter")
-    if wanted not in get_args(Kind):
-        raise CheckpointError(f"to={wanted!r} must be one of {list(get_args(Kind))}")
-    if (kind == "checkpoint") == (wanted == "checkpoint"):
-        hint = "there is nothing to convert" if kind == "checkpoint" else "convert to a checkpoint first, and that on"
-        raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
+    kind, wanted = kind_of(source), kind_of_result(source, destination, to=to, merge=merge)
     if kind == "huggingface":
         from_huggingface(source, destination, names=names, prefix="model." if prefix is None else prefix)
     elif kind != "checkpoint":

@@ -15,6 +15,7 @@ from lightning_ptdp.models.tiny import make_tiny
 __all__ = [
     "ADAPTER_NAMES",
     "BASE_WEIGHTS",
+    "TOO_MANY_IDS",
     "InitialWeights",
     "check_tokenizer",
     "fingerprint",
@@ -26,6 +27,10 @@ ADAPTER_NAMES = ("*.lora_*",)
 """Patterns of the names that peft's adapters add to a model's."""
 BASE_WEIGHTS = "base_weights"
 """Of a checkpoint that holds adapters alone: what tells of the weights beside which they were trained."""
+TOO_MANY_IDS = (
+    "give the tokenizer that the model was trained with, or the model rows once (model.resize_token_embeddings({}), then "
+    "save_pretrained)"
+)
 _TINY = "tiny:"
 _SAMPLES, _SAMPLE = 64, 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -122,8 +127,7 @@ def check_tokenizer(path: str, rows: int) -> None:
     ids = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
     if (needed := max(ids, default=-1) + 1) > rows:
         raise ValueError(
-            f"path={path!r}: the tokenizer has ids up to {needed - 1}, and the model's embedding {rows} rows: put the tokenizer there that "
-            f"the model was trained with, or give it rows once (model.resize_token_embeddings({needed}), then save_pretrained)"
+            f"path={path!r}: the tokenizer has ids up to {needed - 1}, and the model's embedding {rows} rows: {TOO_MANY_IDS.format(needed)}"
         )
 
 

@@ -14,6 +14,7 @@ from lightning_ptdp.models.adapters import LoraOptions, as_lora
 from lightning_ptdp.models.folder import (
     ADAPTER_NAMES,
     BASE_WEIGHTS,
+    TOO_MANY_IDS,
     InitialWeights,
     check_tokenizer,
     fingerprint,
@@ -107,9 +108,9 @@ class _LitHuggingFace(LitTokens):
         ):
             offered, there = getattr(datamodule, name, None), getattr(sizes, limit, None)
             if isinstance(offered, int) and isinstance(there, int) and offered > there:
-                raise ValueError(
-                    f"data.{name}={offered} is more than the {there} {what} in {self.path}; set --data.{name} {there}"
-                )
+                given = name == "vocabulary_size" and getattr(datamodule, "hparams", {}).get("tokenizer_dir")
+                mend = TOO_MANY_IDS.format(offered) if given else f"set --data.{name} {there}"
+                raise ValueError(f"data.{name}={offered} is more than the {there} {what} in {self.path}: {mend}")
 
     def _check_adapter(self, adapter: LoraOptions) -> None:
         import transformers
@@ -139,9 +140,9 @@ class _LitHuggingFace(LitTokens):
             ValueError: They are not.
         """
         saved, own = checkpoint.get("hyper_parameters", {}).get("adapter"), self.hparams["adapter"]
-        for name in ("r", "target_modules", "modules_to_save", "bias", "use_dora") if saved and own else ():
-            if _listed(saved[name]) != _listed(own[name]):
-                raise ValueError(f"the checkpoint has adapter.{name}={saved[name]}, and here it is {own[name]}: set it as it was")
+        for name in [name for name in own if name not in ("dropout", "init")] if saved and own else ():
+            if _listed(value := saved.get(name, own[name])) != _listed(own[name]):
+                raise ValueError(f"the checkpoint has adapter.{name}={value}, and here it is {own[name]}: set it as it was")
         base = checkpoint.get(BASE_WEIGHTS)
         if base is not None and base["fingerprint"] != fingerprint(local_folder(self.path)):
             raise ValueError(

@@ -175,6 +175,11 @@ def test_what_jsonargparse_says_about_several_types_becomes_one_line() -> None:
         "resume: Expected 'a' or 'b' or null. Got value: c"
     )
     assert readable("something else", []) == "something else"
+    of_a_field = (
+        "Does not validate against any of the Union subtypes\nErrors:\n  - Does not validate against any of the Union subtypes\n"
+        "    Errors:\n      - r=0 must be a positive integer\n      - Expected a <class 'NoneType'>\n  - Expected a <class 'NoneType'>"
+    )
+    assert readable(of_a_field, []) == "r=0 must be a positive integer"
 
 
 class ProcessRaisedException(Exception):
@@ -211,6 +216,9 @@ def test_which_errors_are_the_users() -> None:
     assert explain(UserError("so")) == "so"
     assert explain(FileNotFoundError("gone")) == "gone"
     assert explain(RuntimeError("broken")) is None
+    said = explain(ModuleNotFoundError("No module named 'transformers'", name="transformers"))
+    assert said == "transformers is not installed: pip install 'lightning-ptdp[hf]'"
+    assert explain(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
 
 
 def test_the_recipe_of_a_bert(ptdp: Run) -> None:

@@ -211,6 +211,8 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
     ("text", "options", "message"),
     [
         ("no json at all\n", {}, r"bad.jsonl cannot be read: line 1 is not JSON"),
+        ("", {}, r"path=.*bad.jsonl holds no row"),
+        ("\n\n", {}, r"path=.*bad.jsonl holds no row"),
         ('{"mesages": []}\n', {}, r"no column messages.*did you mean 'mesages'"),
         (
             '{"prompt": "a", "response": "b"}\n',
@@ -240,7 +242,7 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_written(
-    model: Path, tmp_path: Path, text: str, options: dict[str, Any], message: str
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, options: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
     if "chat_template" in options:
@@ -248,6 +250,20 @@ def test_what_is_wrong_is_said_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         data(model, tmp_path / "bad.jsonl", tmp_path / "store", **options).check()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl"]
+    assert not caplog.records
+
+
+def test_data_that_cannot_be_divided(model: Path, tmp_path: Path) -> None:
+    for rows, said in ((ROWS[:1], "hold 1 conversation,"), (ROWS[:1] * 20, "hold 1 different conversation,")):
+        (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(ValueError, match=said):
+            data(model, tmp_path / "few.jsonl", tmp_path / "store").prepare_data()
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_template_that_is_not_there_is_named_where_no_folder_is(model: Path, chat: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"chat_template=none.jinja cannot be read: No such file"):
+        ChatDataModule(tokenizer_dir=str(model), path=str(chat), chat_template="none.jinja")
 
 
 def test_a_faulty_row_later_on_is_named_or_left_out(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

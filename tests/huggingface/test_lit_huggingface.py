@@ -166,6 +166,8 @@ def test_folders_that_cannot_be_trained_are_refused_before_launch(folders: Path,
     lit = LitCausalLM(str(folders / "llama"))
     with pytest.raises(ValueError, match=r"data\.vocabulary_size=512 is more than the 300 rows.*set --data\.vocabulary_size 300"):
         lit.check_data(SimpleNamespace(vocabulary_size=512))
+    with pytest.raises(ValueError, match=r"data\.vocabulary_size=512 is more than the 300 rows.*give the tokenizer that"):
+        lit.check_data(SimpleNamespace(vocabulary_size=512, hparams={"tokenizer_dir": "there"}))
 
 
 def test_a_name_on_the_hub_is_looked_up_in_the_cache(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.checkpoint import TensorReader, read_full
+from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import AdamWConfig, LitCausalLM, LoraOptions
 from lightning_ptdp.strategy import PTDPStrategy
@@ -83,7 +85,9 @@ def test_adapters_alone_are_saved_and_resumed_in_another_layout(pool: Pool, refe
         pool.run(fit, world_size=1, args=(replace(run, resume=saved),))
 
 
-def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(pool: Pool, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import peft
     import transformers
 
@@ -100,6 +104,11 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(pool: Pool, fol
     lit.load_state_dict({name: value for name, value in final.items() if name.startswith("model.")})
     tokens = torch.arange(1, 13)[None]
     expected = lit.model.eval()(input_ids=tokens).logits
+    assert main(["convert", saved, str(tmp_path / "adapter"), "--verify"]) == 2
+    assert re.search(r"--verify .* load a Hugging Face folder .* would be of the kind .adapter", capsys.readouterr().err)
+    with pytest.raises(ValueError, match="merge makes a Hugging Face folder"):
+        convert(saved, tmp_path / "adapter", to="adapter", merge=True)
+    assert not (tmp_path / "adapter").exists()
     assert convert(saved, tmp_path / "adapter") == "adapter"
     assert convert(saved, tmp_path / "merged", merge=True) == "huggingface"
     untrained = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -171,6 +180,14 @@ def test_another_tuner_of_peft_trains_in_a_pipeline(pool: Pool, reference: Any) 
 def test_bad_options(options: dict[str, Any], said: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=said):
         LitCausalLM(str(folder), adapter=LoraOptions(**options))
+
+
+@pytest.mark.parametrize("change", [{"alpha": 32.0}, {"use_rslora": True}, {"r": 4}])
+def test_a_checkpoint_of_other_adapters_is_refused(change: dict[str, Any], folder: Path) -> None:
+    checkpoint = {"hyper_parameters": dict(LitCausalLM(str(folder), adapter=LoraOptions(r=8)).hparams)}
+    LitCausalLM(str(folder), adapter=LoraOptions(r=8, dropout=0.1)).on_load_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match=rf"the checkpoint has adapter.{next(iter(change))}="):
+        LitCausalLM(str(folder), adapter=LoraOptions(**{"r": 8, **change})).on_load_checkpoint(checkpoint)
 
 
 def count(rank: int, folder: str) -> dict[str, int]:
