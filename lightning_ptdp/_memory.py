@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-__all__ = ["return_large_blocks"]
+__all__ = ["LARGE_BLOCK", "return_large_blocks"]
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
-_BYTES = 1 << 20
+LARGE_BLOCK = 1 << 20
+"""Bytes."""
 
 
 def return_large_blocks() -> bool:
@@ -19,5 +20,5 @@ def return_large_blocks() -> bool:
     not at all with a fixed limit, at the same speed.
     """
     with contextlib.suppress(OSError, AttributeError):
-        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _BYTES))
+        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK))
     return False

@@ -67,6 +67,7 @@ def run(verb: str, arguments: list[str]) -> int:
 
 def _calibrate(processes: int, backend: str | None, timeout_s: float) -> int:
     from lightning_ptdp.doctor.devices import count_gpus
+    from lightning_ptdp.doctor.calibration import describe
     from lightning_ptdp.doctor.ranks import calibrate_ranks
     from lightning_ptdp.planner import MACHINE_FILE, save_calibration
 
@@ -76,10 +77,5 @@ def _calibrate(processes: int, backend: str | None, timeout_s: float) -> int:
         save_calibration(device, MACHINE_FILE)
     except (RuntimeError, OSError) as error:
         raise UserError(f"not calibrated: {error}") from error
-    rates = sorted(rate for *_, rate in device.products)
-    print(
-        f"{device.name}, {processes} processes: products {rates[0] / 1e9:.3g} to {rates[-1] / 1e9:.3g} GFLOP/s by shape, "
-        f"{device.stream / 1e9:.3g} GB/s between them, links {device.cluster.node.bandwidth / 1e9:.3g} GB/s, "
-        f"{(device.operation_s or 0.0) * 1e6:.3g} us an operation\n{MACHINE_FILE}"
-    )
+    print(f"{describe(device)}\n{MACHINE_FILE}")
     return 0

@@ -1,13 +1,15 @@
 """What this machine's devices reach, measured in the processes that training would have, for the planner.
 
-Every rank measures at the same time, since they share caches, memory and power; the slowest of each counts.
+All ranks measure at the same time: they share caches, memory and power; the slowest of each counts. Everything is measured in a few
+rounds, and the best round's lower quartile is taken: a busy moment spoils one of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -15,20 +17,32 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_ptdp.doctor.bandwidth import Measurement
+from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.doctor.collectives import Place
+from lightning_ptdp.doctor.links import Links, measure_links
 from lightning_ptdp.doctor.processes import Tell
 from lightning_ptdp.models import GPT, GPTConfig
-from lightning_ptdp.planner import SOFTWARE, Cluster, Device, Link, find_device, known_device
+from lightning_ptdp.models.lean import RMSNorm, swiglu
+from lightning_ptdp.planner import SOFTWARE, Cluster, Device, Link, Measured, find_device, known_device
+from lightning_ptdp.tensor_parallel import vocabulary_parallel_cross_entropy
+from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Figures", "calibrated", "measure_device", "memory_of"]
+__all__ = ["Figures", "calibrated", "cores_of", "describe", "measure_device", "memory_of"]
 
 _SIDES = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192)}
-_BUDGET_S = 0.15
-_MOST, _LEAST = 50, 3
-_TOKENS, _CHANNELS, _HEADS, _LENGTH = 1024, 512, 8, 512
+_POSITIONS = {"cpu": (128, 256, 512, 2048), "cuda": (512, 2048, 8192)}
+_CHANNELS = (32, 64, 128)
+_ROUNDS = 3
+_BUDGET_S = 0.04
+_MOST, _LEAST = 20, 3
+_TOKENS, _WIDTH, _WORDS, _PARAMETERS = 256, 512, 8192, 2**20
+_FRESH = 64 * 2**20  # more than the C library ever keeps
 _GIB = 2**30
 _CUDA_RESERVED = 4 * _GIB
+
+_Run = Callable[[], object]
+_Key = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,62 +50,56 @@ class Figures:
     """What one rank measured.
 
     Attributes:
-        products: (m, n, k, operations a second), in the precision that the device is for: fp32 on a CPU, bf16 on a GPU.
-        other: Operations a second in the other precision, of the middle shape.
-        stream: Bytes a second of a norm, a GELU and a sum, forward and backward.
-        attention: Operations a second of the fused attention, as if its backward took 2.5 forwards.
-        operation_s: Seconds of the host for an operation.
+        seconds: Of each run, by what it is.
+        links: Of the collectives between ranks.
     """
 
-    products: tuple[tuple[int, int, int, float], ...]
-    other: float
-    stream: float
-    attention: float
-    operation_s: float
+    seconds: Mapping[_Key, float]
+    links: Links
 
 
 def measure_device(place: Place, tell: Tell) -> Figures:
-    """Collective; every rank measures the same at the same time."""
-    device = place.device
-    usual, other = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float32)
-    products = []
-    for m, n, k in itertools.product(_SIDES[device.type], repeat=3):
-        tell(f"a product of {m} x {k} and {k} x {n}")
-        products.append((m, n, k, _rate(place, m, n, k, usual)))
-    side = _SIDES[device.type][1]
-    tell("norms, GELU and sums")
-    stream = _stream(place, usual)
-    tell("attention")
-    attention = _attention(place, usual)
-    tell("small operations")
-    return Figures(
-        products=tuple(products),
-        other=_rate(place, side, side, side, other),
-        stream=stream,
-        attention=attention,
-        operation_s=_host(place),
-    )
+    """Collective: every rank calls it at the same time."""
+    seconds: dict[_Key, float] = {}
+
+    def rounds(runs: Callable[[torch.device], Iterator[tuple[_Key, Callable[[], _Run]]]]) -> None:
+        for number in range(_ROUNDS):
+            if place.size > 1:
+                dist.barrier()
+            for key, make in runs(place.device):
+                tell(f"{' '.join(map(str, key))}, round {number + 1} of {_ROUNDS}")
+                seconds[key] = min(seconds.get(key, float("inf")), _quartile(place.device, make()))
+
+    rounds(_runs)
+    if place.device.type == "cpu":
+        return_large_blocks()
+        rounds(_fresh_runs)
+    return Figures(seconds=seconds, links=measure_links(place, tell, cores=cores_of(place.device)))
 
 
-def calibrated(
-    name: str, figures: Sequence[Figures], measurements: Sequence[Measurement], *, kind: str, memory_bytes: float
-) -> Device:
+def calibrated(name: str, figures: Sequence[Figures], *, kind: str, memory_bytes: float, cores: int = 0) -> Device:
     """The device that all ranks' figures make, the slowest of each.
 
     Args:
         name: What it calls itself.
         figures: Of each rank.
-        measurements: Of collectives between them; empty where there is one.
         kind: "cpu" or "cuda".
         memory_bytes: Of a process.
+        cores: That all processes share; 0: each has a device of its own.
     """
     preset = find_device("cpu") if kind == "cpu" else known_device(name) or find_device("h100")
-    shapes = [product[:3] for product in figures[0].products]
-    rates = [min(one.products[i][3] for one in figures) for i in range(len(shapes))]
-    best, middle = max(rates), rates[len(rates) // 2]
-    other = best * min(one.other for one in figures) / middle
+    slowest = {key: max(one.seconds[key] for one in figures) for key in figures[0].seconds}
+    products = [(m, n, k, 2 * m * n * k / slowest["product", m, n, k]) for m, n, k in itertools.product(_SIDES[kind], repeat=3)]
+    best, side = max(rate for *_, rate in products), _SIDES[kind][1]
+    other = best * slowest["product", side, side, side] / slowest[("other",)]
     single, half = (best, other) if kind == "cpu" else (other, best)
-    stream = min(one.stream for one in figures)
+    width = 4 if kind == "cpu" else 2
+    attention = []
+    for positions, channels in itertools.product(_POSITIONS[kind], _CHANNELS):
+        square = 4 * _heads(positions) * positions**2 * channels
+        there, back = (square / slowest[way, positions, channels] for way in ("attention", "its backward"))
+        attention.append((positions, channels, there, 2.5 * back))
+    stream, gated = (_TOKENS * count * width / slowest[(what,)] for what, count in (("gelu", _GELU), ("gated", _GATED)))
     return replace(
         preset,
         name=name,
@@ -103,75 +111,182 @@ def calibrated(
         memory_share=1.0,
         product_share=1.0,
         sustained=1.0,
-        attention_share=min(1.0, min(one.attention for one in figures) / best),
-        products=tuple((*shape, rate) for shape, rate in zip(shapes, rates, strict=True)),
-        operation_s=max(one.operation_s for one in figures),
-        cluster=_cluster(preset.cluster, measurements, len(figures)),
+        attention_share=min(1.0, attention[-1][2] / 2 / best),
+        measured=Measured(
+            processes=len(figures),
+            cores=cores,
+            products=tuple(products),
+            attention=tuple(attention),
+            gated=gated,
+            loss=_TOKENS * _WORDS * SOFTWARE["ours"].loss / slowest[("loss",)],
+            optimizer=32 * _PARAMETERS / slowest[("optimizer",)],
+            fresh_s=max(0.0, slowest[("fresh",)] - slowest[("filled",)]) / _FRESH if kind == "cpu" else 0.0,
+            operation_s=slowest[("host",)] / (3 * SOFTWARE["ours"].operations),
+            waiting=figures[0].links.waiting,
+        ),
+        cluster=_cluster(preset.cluster, figures),
     )
 
 
-def _cluster(preset: Cluster, measurements: Sequence[Measurement], count: int) -> Cluster:
-    """The node's links from the smallest and the largest all-reduce: 2 (n - 1) steps."""
-    sums = sorted((one.size, one.seconds) for one in measurements if one.operation == "all-reduce")
+def describe(device: Device) -> str:
+    """What was measured, in a few lines."""
+    found = device.measured
+    assert found is not None
+    rates = sorted(rate for *_, rate in found.products)
+    there = sorted(rate for *_, rate, _ in found.attention)
+    shared = f" on {found.cores} cores" if found.cores else ""
+    lines = [
+        f"{device.name}, {found.processes} {'process' if found.processes == 1 else 'processes'}{shared}",
+        f"  products {rates[0] / 1e9:.3g} to {rates[-1] / 1e9:.3g} GFLOP/s by shape, attention {there[0] / 1e9:.3g} to {there[-1] / 1e9:.3g}",
+        f"  between products {device.stream / 1e9:.3g} GB/s (SwiGLU {found.gated / 1e9:.3g}), loss {found.loss / 1e9:.3g}, "
+        f"optimizer {found.optimizer / 1e9:.3g}, fresh memory {found.fresh_s * 1e9:.3g} ns a byte",
+        f"  {found.operation_s * 1e6:.3g} us an operation",
+    ]
+    for operation, members, nbytes, seconds in device.cluster.collectives:
+        if nbytes == 2**20:
+            who = f" among {members}" if members else ""
+            lines.append(f"  {operation} of 1 MiB{who}: {seconds * 1e3:.3g} ms")
+    return "\n".join(lines)
+
+
+def _cluster(preset: Cluster, figures: Sequence[Figures]) -> Cluster:
+    """Collectives as they were measured; for larger groups the node's links, from the smallest and the largest all-reduce of all: 2 (n - 1)
+    steps."""
+    count = len(figures)
+    links = [one.links.seconds for one in figures]
+    found = {key: max(one[key] for one in links if key in one) for key in links[0]}
+    sums = sorted((size, seconds) for (name, members, size), seconds in found.items() if (name, members) == ("all-reduce", count))
     if len(sums) < 2:
         return preset
     (small, start), (large, whole) = sums[0], sums[-1]
     share = 2 * (count - 1) / count
     bandwidth = share * (large - small) / max(whole - start, 1e-9)
     latency = max(0.0, start - share * small / bandwidth) / (2 * (count - 1))
-    return replace(preset, node=Link(bandwidth=bandwidth, latency_s=latency), start_s=0.0, node_size=max(count, preset.node_size))
+    return replace(
+        preset,
+        node=Link(bandwidth=bandwidth, latency_s=latency),
+        start_s=0.0,
+        node_size=max(count, preset.node_size),
+        collectives=tuple((*key, seconds) for key, seconds in sorted(found.items())),
+    )
 
 
-def _rate(place: Place, m: int, n: int, k: int, dtype: torch.dtype) -> float:
-    a = torch.randn(m, k, device=place.device).to(dtype)
-    b = torch.randn(k, n, device=place.device).to(dtype)
-    return 2 * m * n * k / _median(place, lambda: a @ b)
+# What the planner counts for them (elementwise.py), in elements a token: two norms 2 x (3 + 7 passes), two sums 2 x 3 and the activation,
+# 2 + 3 passes of GELU's four times wider channels, or 5 + 9 of SwiGLU's.
+_GELU = _WIDTH * (2 * (3 + 7 + 3) + 4 * (2 + 3))
+_GATED = _WIDTH * (2 * (3 + 7 + 3) + 2 * (5 + 9))
 
 
-def _stream(place: Place, dtype: torch.dtype) -> float:
-    """The bytes are those that the planner counts (planner/elementwise.py): a norm 5 + 9 passes, a GELU 2 + 3, a sum 3."""
-    x = torch.randn(_TOKENS, _CHANNELS, device=place.device, dtype=dtype, requires_grad=True)
-    weight = torch.ones(_CHANNELS, device=place.device, dtype=dtype, requires_grad=True)
-    gradient = torch.randn_like(x)
+def _runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
+    usual, other = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float32)
+    sides = _SIDES[device.type]
+    for m, n, k in itertools.product(sides, repeat=3):
+        yield ("product", m, n, k), lambda m=m, n=n, k=k: _product(device, m, n, k, usual)
+    yield ("other",), lambda: _product(device, sides[1], sides[1], sides[1], other)
+    for positions, channels in itertools.product(_POSITIONS[device.type], _CHANNELS):
+        yield ("attention", positions, channels), lambda p=positions, c=channels: _attention(device, p, c, usual)[0]
+        yield ("its backward", positions, channels), lambda p=positions, c=channels: _attention(device, p, c, usual)[1]
+    yield ("gelu",), lambda: _between_products(device, usual, gated=False)
+    yield ("gated",), lambda: _between_products(device, usual, gated=True)
+    yield ("loss",), lambda: _loss(device)
+    yield ("optimizer",), lambda: _optimizer(device)
+    yield ("host",), lambda: _small(device)
+
+
+def _fresh_runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
+    def fill() -> _Run:
+        there = torch.empty(_FRESH, dtype=torch.uint8, device=device)
+        return lambda: there.zero_()
+
+    yield ("fresh",), lambda: lambda: torch.empty(_FRESH, dtype=torch.uint8, device=device).zero_()
+    yield ("filled",), fill
+
+
+def _product(device: torch.device, m: int, n: int, k: int, dtype: torch.dtype) -> _Run:
+    a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
+    result = torch.empty(m, n, device=device, dtype=dtype)
+    return lambda: torch.mm(a, b, out=result)
+
+
+def _heads(positions: int) -> int:
+    return max(2, 2048 // positions)
+
+
+def _attention(device: torch.device, positions: int, channels: int, dtype: torch.dtype) -> tuple[_Run, _Run]:
+    shape = (1, _heads(positions), positions, channels)
+    q, k, v, gradient = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    operands = [operand.requires_grad_() for operand in (q, k, v)]
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    result = forward()
+    return forward, lambda: torch.autograd.grad(result, operands, gradient, retain_graph=True)
+
+
+def _between_products(device: torch.device, dtype: torch.dtype, *, gated: bool) -> _Run:
+    """Two norms, two sums and the activation of a layer, forward and backward."""
+    x = torch.randn(_TOKENS, _WIDTH, device=device, dtype=dtype, requires_grad=True)
+    inner = torch.randn(_TOKENS, 4 * _WIDTH, device=device, dtype=dtype, requires_grad=True)
+    norm = (RMSNorm(_WIDTH, eps=1e-5) if gated else torch.nn.LayerNorm(_WIDTH)).to(device, dtype)
+    stream, wide = torch.randn_like(x), torch.randn_like(inner[:, : (2 if gated else 4) * _WIDTH])
 
     def run() -> None:
-        (F.gelu(F.layer_norm(x, (_CHANNELS,), weight), approximate="tanh") + x).backward(gradient)
+        y = norm(x) + x
+        z = norm(y) + y
+        activated = swiglu(inner) if gated else F.gelu(inner, approximate="tanh")
+        torch.autograd.backward([z, activated], [stream, wide])
 
-    passes = 3 + 7 + 2 + 3 + 3 + 3
-    return passes * x.nbytes / _median(place, run)
-
-
-def _attention(place: Place, dtype: torch.dtype) -> float:
-    shape = (2, _HEADS, _LENGTH, _CHANNELS // _HEADS)
-    q, k, v = (torch.randn(shape, device=place.device, dtype=dtype, requires_grad=True) for _ in range(3))
-    gradient = torch.randn(shape, device=place.device, dtype=dtype)
-    operations = 3.5 * 4 * shape[0] * _LENGTH**2 * _CHANNELS / 2
-    return operations / _median(place, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient))
+    return run
 
 
-def _host(place: Place) -> float:
-    """Of a block that is too small for anything else."""
+def _loss(device: torch.device) -> _Run:
+    logits = torch.randn(_TOKENS, _WORDS, device=device, requires_grad=True)
+    targets = torch.randint(_WORDS, (_TOKENS,), device=device)
+    words = VocabularyRange(size=_WORDS)
+    return lambda: vocabulary_parallel_cross_entropy(logits, targets, vocabulary=words, group=Group()).backward()
+
+
+def _optimizer(device: torch.device) -> _Run:
+    parameters = [torch.randn(_PARAMETERS // 4, device=device, requires_grad=True) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+
+    def run() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+        optimizer.step()
+
+    return run
+
+
+def _small(device: torch.device) -> _Run:
+    """A block that is too small for anything but launching its operations."""
     block = GPT(GPTConfig.gpt2(vocabulary_size=8, sequence_length=8, num_layers=1, hidden_size=16, num_heads=2)).blocks[0]
-    block.to(place.device)
-    x = torch.randn(1, 4, 16, device=place.device, requires_grad=True)
-    return _median(place, lambda: block(x).sum().backward(), synchronized=False) / (3 * SOFTWARE["ours"].operations)
+    block.to(device)
+    x = torch.randn(1, 4, 16, device=device, requires_grad=True)
+    return lambda: block(x).sum().backward()
 
 
-def _median(place: Place, run: Callable[[], object], *, synchronized: bool = True) -> float:
+def _quartile(device: torch.device, run: _Run) -> float:
+    """The lower one, of seconds; on a CPU of those that this thread runs, so that it is no matter whether something else runs, too."""
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+
     def seconds() -> float:
-        start = time.perf_counter()
+        start = clock()
         run()
-        if synchronized and place.device.type == "cuda":
-            torch.cuda.synchronize(place.device)
-        return max(time.perf_counter() - start, 1e-9)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return max(clock() - start, 1e-9)
 
-    run()
-    if place.device.type == "cuda":
-        torch.cuda.synchronize(place.device)
+    seconds()
     repetitions = min(max(int(_BUDGET_S / seconds()), _LEAST), _MOST)
-    if place.size > 1:
-        dist.barrier()
-    return sorted(seconds() for _ in range(repetitions))[repetitions // 2]
+    return sorted(seconds() for _ in range(repetitions))[repetitions // 4]
+
+
+def cores_of(device: torch.device) -> int:
+    """Cores that all processes share; 0 where each has a GPU."""
+    return len(os.sched_getaffinity(0)) if device.type == "cpu" else 0
 
 
 def memory_of(device: torch.device, processes: int) -> float:

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 
 from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
-from lightning_ptdp.doctor.calibration import calibrated, measure_device, memory_of
+from lightning_ptdp.doctor.calibration import calibrated, cores_of, measure_device, memory_of
 from lightning_ptdp.doctor.check import Check, failed, ok
 from lightning_ptdp.doctor.collectives import COLLECTIVES, Place
 from lightning_ptdp.doctor.processes import Outcome, Tell, run_ranks
@@ -73,9 +73,9 @@ def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
     return calibrated(
         first["name"],
         [outcome.results[rank]["figures"] for rank in range(count)],
-        first["measurements"],
         kind="cuda" if backend == "nccl" else "cpu",
         memory_bytes=first["memory_bytes"],
+        cores=first["cores"],
     )
 
 
@@ -84,8 +84,8 @@ def _calibrate(rank: int, tell: Tell, count: int, backend: str, port: int, timeo
         return {
             "name": device_name(place.device),
             "figures": measure_device(place, tell),
-            "measurements": measure(place, tell) if count > 1 else [],
             "memory_bytes": memory_of(place.device, count),
+            "cores": cores_of(place.device),
         }
 
 

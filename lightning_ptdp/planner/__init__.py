@@ -13,6 +13,7 @@ from lightning_ptdp.planner.calibration import MACHINE_FILE, Calibration, device
 from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
 from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, find_precision
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
+from lightning_ptdp.planner.measured import Measured
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import layer_parameters, layers_by_stage, stage_parameters
 from lightning_ptdp.planner.products import product_time
@@ -33,6 +34,7 @@ __all__ = [
     "LayerActivations",
     "Link",
     "MACHINE_FILE",
+    "Measured",
     "Misfit",
     "PRECISIONS",
     "PassTime",

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.planner.devices import Cluster, Device, Link, known_device
+from lightning_ptdp.planner.measured import Measured
 
 __all__ = ["MACHINE_FILE", "Calibration", "device_here", "load_calibration", "machine", "save_calibration"]
 
 MACHINE_FILE = Path("ptdp-machine.json")
 """Where ``ptdp doctor --calibrate`` writes, and plan, bench and ``layout="auto"`` look."""
 
-_FORMAT = 1
+_FORMAT = 2
 _STALE = timedelta(days=90)
 _MOST_BYTES = 2**20
 
@@ -105,10 +106,13 @@ def device_here(name: str) -> Device | None:
 def _device(values: dict[str, Any]) -> Device:
     cluster = values["cluster"]
     links = {name: Link(**cluster[name]) for name in ("node", "card", "rail") if cluster.get(name) is not None}
-    products = tuple((int(m), int(n), int(k), float(rate)) for m, n, k, rate in values["products"])
-    if any(not min(product) > 0 for product in products):
-        raise ValueError(f"products={products!r:.80} must be greater than 0")
-    return Device(**{**values, "cluster": Cluster(**{**cluster, **links}), "products": products})
+    joined = Cluster(**_rows({**cluster, **links}))
+    return Device(**{**values, "cluster": joined, "measured": Measured(**_rows(values["measured"]))})
+
+
+def _rows(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON's lists of lists as tuples."""
+    return {name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _processor() -> str:

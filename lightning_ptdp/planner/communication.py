@@ -8,6 +8,7 @@ of its collectives, each driving the cards next to it; but what one rank sends t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.planner.devices import Cluster, Link
@@ -28,6 +29,7 @@ class GroupLink:
         card: A member's part of its node's cards, in bytes a second, while all send.
         inside: The node's links.
         start_s: What a collective takes before its first step.
+        measured: (operation, bytes, seconds) of a group of this size, in place of all that.
     """
 
     size: int
@@ -37,20 +39,33 @@ class GroupLink:
     card: float
     inside: Link
     start_s: float
+    measured: tuple[tuple[str, int, float], ...] = ()
 
     def all_gather(self, nbytes: float) -> float:
         """Seconds to gather a tensor of ``nbytes`` in all, or to reduce-scatter it: round a ring, 1/size of it at each member."""
+        if (found := self._found(("all-gather", "reduce-scatter"), nbytes)) is not None:
+            return found
         return self._collective(nbytes * (self.size - 1) / self.size, self._around)
 
     def all_reduce(self, nbytes: float) -> float:
         """Seconds to sum a tensor of ``nbytes``: a reduce-scatter and an all-gather round a ring, or up and down a tree of nodes."""
+        if (found := self._found(("all-reduce",), nbytes)) is not None:
+            return found
         levels = math.ceil(math.log2(max(1, self.size // self.members)))
         tree = levels * self.link.latency_s + (self.members - 1) * self.inside.latency_s
         return self._collective(2 * nbytes * (self.size - 1) / self.size, 2 * min(self._around, tree))
 
     def send(self, nbytes: float) -> float:
         """Seconds of one message from a member to the next."""
-        return self.hop.latency_s + nbytes / self.hop.bandwidth if self.size > 1 else 0.0
+        if self.size == 1:
+            return 0.0
+        found = self._found(("send",), nbytes)
+        return self.hop.latency_s + nbytes / self.hop.bandwidth if found is None else found
+
+    def _found(self, operations: Sequence[str], nbytes: float) -> float | None:
+        """Seconds by what was measured, the mean of the operations; None if they were not."""
+        every = [sorted((size, seconds) for name, size, seconds in self.measured if name == operation) for operation in operations]
+        return sum(_between(points, nbytes) for points in every) / len(every) if all(every) else None
 
     def all_to_all(self, nbytes: float) -> float:
         """Seconds in which each member sends ``nbytes`` in equal parts to all, one of which stays: to those of its node over the node's
@@ -85,8 +100,16 @@ def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink
 def _group(size: int, stride: int, cluster: Cluster) -> GroupLink:
     inside, between = cluster.node, cluster.between
     if size * stride <= cluster.node_size:
+        found = tuple((name, nbytes, seconds) for name, count, nbytes, seconds in cluster.collectives if count in (size, 0))
         return GroupLink(
-            size=size, members=size, link=inside, hop=inside, card=inside.bandwidth, inside=inside, start_s=cluster.start_s
+            size=size,
+            members=size,
+            link=inside,
+            hop=inside,
+            card=inside.bandwidth,
+            inside=inside,
+            start_s=cluster.start_s,
+            measured=found,
         )
     members = max(1, min(size, cluster.node_size // stride))
     # All groups of a node cross at once.
@@ -105,3 +128,13 @@ def _group(size: int, stride: int, cluster: Cluster) -> GroupLink:
 def pipeline_link(layout: ParallelLayout, cluster: Cluster) -> GroupLink:
     """Neighbours in the pipeline; the slowest hop counts, where all ranks of a stage that are in one node send to another."""
     return _group(layout.pipeline_parallel_size, layout.world_size // layout.pipeline_parallel_size, cluster)
+
+
+def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
+    """Straight lines between the measured sizes; the smallest's seconds below it, the largest's rate above it."""
+    if nbytes <= points[0][0]:
+        return points[0][1]
+    if nbytes >= points[-1][0]:
+        return points[-1][1] * nbytes / points[-1][0]
+    (low, start), (high, end) = next(pair for pair in zip(points, points[1:], strict=False) if nbytes <= pair[1][0])
+    return start + (end - start) * (nbytes - low) / (high - low)

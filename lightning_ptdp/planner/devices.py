@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.planner.measured import Measured
 
 __all__ = ["DEVICES", "Cluster", "Device", "Link", "find_device", "known_device", "known_peak_flops"]
 
@@ -50,6 +51,8 @@ class Cluster:
         card: Of one network card.
         rail: What the switches between cards at the same place of their nodes give to each, if that is less than the card's.
         start_s: What a collective takes before its first step.
+        collectives: What was measured inside of a node, in place of all that: (operation, members of the group, bytes, seconds); 0 members
+            for messages.
     """
 
     node_size: Size
@@ -58,11 +61,14 @@ class Cluster:
     card: Link
     rail: Link | None = None
     start_s: float = 0.0
+    collectives: tuple[tuple[str, int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
         if not self.start_s >= 0:
             raise ValueError(f"start_s={self.start_s!r} must not be negative")
+        if any(not (nbytes > 0 and seconds > 0) for *_, nbytes, seconds in self.collectives):
+            raise ValueError(f"collectives={self.collectives!r:.80} must take longer than 0 seconds")
 
     @property
     def between(self) -> Link:
@@ -95,8 +101,7 @@ class Device:
         cache_bandwidth: Bytes a second from the shared cache to all units; what makes small tiles slow.
         memory_latency_s: Of a read that misses the caches: what a tile waits for before its first multiplication, and behind its last.
         cluster: How several are joined.
-        products: Measured matrix products, (m, n, k, operations a second), in place of what tiles say (calibration.py).
-        operation_s: Measured seconds of the host for an operation, in place of the software's.
+        measured: What was found by measuring it, in place of all that (calibration.py).
 
     Raises:
         ValueError: A number is not positive, or a share above 1.
@@ -117,8 +122,7 @@ class Device:
     cache_bandwidth: float
     memory_latency_s: float
     cluster: Cluster
-    products: tuple[tuple[int, int, int, float], ...] = ()
-    operation_s: float | None = None
+    measured: Measured | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

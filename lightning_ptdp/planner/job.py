@@ -111,6 +111,22 @@ class Job:
         return self.device.cluster
 
     @property
+    def shared_cores(self) -> int:
+        """Cores that the processes of a node share; 0 where each has a device of its own."""
+        measured = self.device.measured
+        return 0 if measured is None else measured.cores
+
+    @property
+    def processes(self) -> int:
+        """On a node."""
+        return min(self.world_size, self.cluster.node_size)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives run beside computations, as the software has it: on a CPU there must be a core for them, too."""
+        return self.shared_cores == 0 or self.shared_cores >= 2 * self.processes
+
+    @property
     def gradient(self) -> int:
         """Bytes of a gradient."""
         return self.precision.gradient if self.software.gradient is None else self.software.gradient

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lightning_ptdp.models.size import layer_matrices
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.elementwise import attention_traffic, layer_traffic
+from lightning_ptdp.planner.fresh import fresh_seconds, layer_tensors
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import matrix_elements
 from lightning_ptdp.planner.products import product_time
@@ -65,24 +66,32 @@ class _Products:
 
 def layer_time(job: Job, choice: Choice) -> PassTime:
     """One transformer layer."""
-    software, stream = job.software, job.device.stream
+    software, stream = job.software, _layer_stream(job)
     products = [_products(job, choice, *shape) for shape in layer_matrices(job.model, choice.layout.tensor_parallel_size)]
     traffic = layer_traffic(job, choice)
     core, core_backward, exposed, exposed_backward = _attention(job, choice)
     sent, sent_backward, collectives = _tensor_collectives(job, choice, products)
+    moved, moved_backward = _moved(job, choice)
 
-    operation_s = software.operation_s if job.device.operation_s is None else job.device.operation_s
+    fresh, fresh_backward = (fresh_seconds(job, sizes) for sizes in layer_tensors(job, choice))
+    measured = job.device.measured
+    operation_s = software.operation_s if measured is None else measured.operation_s
     host = operation_s * (software.operations + collectives * software.collective_operations)
-    forward = sum(one.forward for one in products) + core + traffic.forward / stream + sent + exposed
+    forward = sum(one.forward for one in products) + core + traffic.forward / stream + fresh + moved + sent + exposed
     forward, waited = _beside(job, host, forward), sent + exposed
     weight = sum(one.weight_gradient for one in products) + _accumulation(job, choice)
     backward = sum(one.input_gradient for one in products) + weight + core_backward + traffic.backward / stream
-    backward = _beside(job, 2 * host, backward + sent_backward + exposed_backward)
+    backward = _beside(job, 2 * host, backward + fresh_backward + moved_backward + sent_backward + exposed_backward)
     if choice.recompute == "full":
         backward, waited = backward + forward, 2 * waited
     elif choice.recompute == "selective":
         backward += core
     return PassTime(forward=forward, backward=backward, weight=weight, communication=waited + sent_backward + exposed_backward)
+
+
+def _layer_stream(job: Job) -> float:
+    measured = job.device.measured
+    return job.device.stream if measured is None or job.model.mlp == "gelu" else measured.gated
 
 
 def _beside(job: Job, host: float, device: float) -> float:
@@ -95,13 +104,15 @@ def input_time(job: Job, choice: Choice) -> PassTime:
     model, t = job.model, choice.layout.tensor_parallel_size
     nbytes = choice.tokens(job) * model.hidden_size * job.precision.residual
     lookup = 2 * nbytes / job.device.stream
-    table = -(-model.vocabulary_size // t) * model.hidden_size * (job.precision.weight + job.software.accumulation)
+    elements = -(-model.vocabulary_size // t) * model.hidden_size
+    table = elements * (job.precision.weight + job.software.accumulation)
+    fresh = fresh_seconds(job, [nbytes])
     group = group_link(choice.layout, job.cluster, "tensor")
     summed = group.all_gather(nbytes) if choice.layout.sequence_parallel else group.all_reduce(nbytes)
     gathered = group.all_gather(nbytes) if choice.layout.sequence_parallel else 0.0
     return PassTime(
-        forward=lookup + summed,
-        backward=2 * lookup + table / job.device.stream + gathered,
+        forward=lookup + fresh + summed,
+        backward=2 * lookup + table / job.device.stream + fresh + fresh_seconds(job, [elements * job.precision.weight]) + gathered,
         weight=0.0,
         communication=summed + gathered,
     )
@@ -112,15 +123,19 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     model, t, sequence = job.model, choice.layout.tensor_parallel_size, choice.layout.sequence_parallel
     tokens, rows = choice.tokens(job), -(-model.vocabulary_size // t)
     product = _products(job, choice, rows, model.hidden_size)
-    loss = tokens * rows * job.software.loss / job.device.stream
+    logits = tokens * rows
+    measured = job.device.measured
+    loss = logits * job.software.loss / (job.device.stream if measured is None else measured.loss)
+    # The logits, those less their maximum, and their gradient.
+    fresh = fresh_seconds(job, [logits * job.precision.compute])
     group, nbytes = group_link(choice.layout, job.cluster, "tensor"), tokens * model.hidden_size * job.precision.compute
     gathered = group.all_gather(nbytes) if sequence else 0.0
     summed = group.all_gather(nbytes) if sequence else group.all_reduce(nbytes)
-    exposed = max(0.0, summed - product.weight_gradient) if job.software.hides_tensor else summed
+    exposed = max(0.0, summed - product.weight_gradient) if job.software.hides_tensor and job.overlaps else summed
     weight = product.weight_gradient + rows * model.hidden_size * job.software.accumulation / job.device.stream
     return PassTime(
-        forward=product.forward + loss / 3 + gathered,
-        backward=product.input_gradient + weight + 2 / 3 * loss + exposed,
+        forward=product.forward + loss / 3 + 2 * fresh + gathered,
+        backward=product.input_gradient + weight + 2 / 3 * loss + fresh + exposed,
         weight=weight,
         communication=exposed + gathered,
     )
@@ -147,7 +162,12 @@ def _attention(job: Job, choice: Choice) -> tuple[float, float, float, float]:
     model, device, software, width = job.model, job.device, job.software, job.precision.compute
     (qkv, _), (_, q), *_ = layer_matrices(model, choice.layout.tensor_parallel_size)
     tokens, length = choice.tokens(job), job.sequence_length
-    if job.fuses_attention:
+    if job.fuses_attention and device.measured is not None:
+        square = 4 * tokens * length * q
+        speed = device.peak(width) / device.peak(4 if device.kind == "cpu" else 2)
+        there, back = device.measured.attention_rates(length, model.head_dim)
+        forward, backward = square / (there * speed), _FUSED_BACKWARD * square / (back * speed)
+    elif job.fuses_attention:
         work = 4 * tokens * length * q / (2 if software.skips_masked else 1)
         forward = work / (device.peak(width) * device.attention_share * device.sustained)
         backward = _FUSED_BACKWARD * forward
@@ -177,10 +197,22 @@ def _tensor_collectives(job: Job, choice: Choice, products: Sequence[_Products])
         return 0.0, 0.0, 0
     nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.compute
     qkv, _, up, _ = products
-    hides = job.software.hides_tensor
+    hides = job.software.hides_tensor and job.overlaps
     if choice.layout.sequence_parallel:
         one = group.all_gather(nbytes)
         beside = [*(product.input_gradient for product in (qkv, up)), *(product.weight_gradient for product in (qkv, up))]
         return 4 * one, 2 * one + sum(max(0.0, one - product) if hides else one for product in beside), 4
     one = group.all_reduce(nbytes)
     return 2 * one, sum(max(0.0, one - product.weight_gradient) if hides else one for product in (qkv, up)), 2
+
+
+def _moved(job: Job, choice: Choice) -> tuple[float, float]:
+    """Seconds in a layer's forward and backward to bring the sequence, the second dimension of ours, to where collectives concatenate,
+    and back: a copy for several samples, and what a collective gives is a tensor of its own."""
+    if not choice.layout.sequence_parallel or not job.software.batch_first:
+        return 0.0, 0.0
+    nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.compute
+    one = fresh_seconds(job, [nbytes])
+    if choice.micro_batch_size > 1:
+        one += 2 * nbytes / job.device.stream + fresh_seconds(job, [nbytes])
+    return 4 * one, 6 * one

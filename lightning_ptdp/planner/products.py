@@ -34,9 +34,9 @@ def product_time(device: Device, width: int, m: int, n: int, k: int, batch: int 
         k: Terms of each sum.
         batch: How many at a time.
     """
-    if device.products:
-        measured = 4 if device.kind == "cpu" else 2
-        rate = _measured_rate(device, m, n, k) * device.peak(width) / device.peak(measured)
+    if device.measured is not None:
+        usual = 4 if device.kind == "cpu" else 2
+        rate = device.measured.product_rate(m, n, k) * device.peak(width) / device.peak(usual)
         return 2 * batch * m * n * k / rate
     traffic = batch * width * (m * k + k * n + m * n) / device.stream
     return max(traffic, min(_tiled(device, width, m, n, k, batch, tile, parts) for tile in _TILES for parts in _PARTS))
@@ -55,14 +55,3 @@ def _tiled(device: Device, width: int, m: int, n: int, k: int, batch: int, tile:
     waves = -(-tiles // device.units)
     sums = 2 * parts * batch * m * n * _PARTIAL_SUM / device.stream if parts > 1 else 0.0
     return waves * (max(multiply, load) + store + 2 * device.memory_latency_s) + sums
-
-
-def _measured_rate(device: Device, m: int, n: int, k: int) -> float:
-    """Operations a second, between the measured shapes that are nearest on a logarithmic scale."""
-    near = []
-    for rows, columns, depth, rate in device.products:
-        distance = sum(math.log2(one / other) ** 2 for one, other in ((m, rows), (n, columns), (k, depth)))
-        near.append((distance, rate))
-    near.sort()
-    weights = [(1 / (distance + 1e-3) ** 2, rate) for distance, rate in near[:4]]
-    return math.exp(sum(weight * math.log(rate) for weight, rate in weights) / sum(weight for weight, _ in weights))

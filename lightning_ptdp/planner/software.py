@@ -34,6 +34,7 @@ class Software:
         hides_messages: Pipeline messages travel beside computations; else each one holds its two ranks.
         gathers_messages: Without sequence parallelism a message is cut over the tensor group and gathered at its other end
             (arXiv 2104.04473, section 4.1).
+        batch_first: Hidden states are (b, s, h), not (s, b, h): collectives over parts of the sequence move it to the front.
         balances_stages: Stages are cut by cost, embedding and head included; else by equal numbers of layers.
         operations: Operations that the host launches for a layer's forward; a backward launches twice as many.
         collective_operations: Besides, for each collective.
@@ -55,6 +56,7 @@ class Software:
     hides_gradients: bool
     hides_messages: bool
     gathers_messages: bool
+    batch_first: bool = False
     balances_stages: bool
     operations: int
     collective_operations: int = 4
@@ -118,6 +120,7 @@ _EAGER = Software(
     hides_gradients=True,  # data_parallel/buckets.py
     hides_messages=True,  # pipeline/p2p.py
     gathers_messages=True,
+    batch_first=True,  # tensor_parallel/collectives.py
     balances_stages=True,  # pipeline/balance.py
     operations=50,  # aten's: 30 for a GPT-2's block, 64 with dropout, 68 for a Llama's
     operation_s=_OPERATION_S,

@@ -12,7 +12,7 @@ from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, inpu
 from lightning_ptdp.planner.memory import static_bytes
 from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
-from lightning_ptdp.schedule.simulate import Costs, simulate
+from lightning_ptdp.schedule.simulate import Costs, Timeline, simulate
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["StepTime", "simulated_step_time", "step_time"]
@@ -29,6 +29,7 @@ class StepTime:
         messages: Waiting for messages between stages.
         gradients: Summing gradients over the replicas, and gathering parameters, as far as nothing hides it.
         optimizer: The optimizer's step.
+        sharing: Waiting for a core that other ranks use.
         model_flops: Operations that the mathematics needs, of the whole job (models/size.py).
         hardware_flops: The same with the recomputed forward passes.
         world_size: Number of devices.
@@ -41,6 +42,7 @@ class StepTime:
     messages: float
     gradients: float
     optimizer: float
+    sharing: float = 0.0
     model_flops: float
     hardware_flops: float
     world_size: int
@@ -49,7 +51,7 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """The parts in seconds, by name."""
-        names = ("compute", "tensor", "bubble", "messages", "gradients", "optimizer")
+        names = ("compute", "tensor", "bubble", "messages", "gradients", "optimizer", "sharing")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -87,8 +89,12 @@ def step_time(job: Job, choice: Choice) -> StepTime:
         form = FAMILIES[choice.schedule].cost
         mean = sum(stages, NOTHING)
         bubble = form.bubble(p, v, mean.forward / p, mean.backward / p, mean.weight / p)
-        messages = form.waits(p, v, m) * _message(job, choice) if job.software.hides_messages else 0.0
-    return _whole_step(job, choice, _slowest(stages, layout), bubble=bubble, messages=messages)
+        messages = form.waits(p, v, m) * _message(job, choice) if _hides_messages(job) else 0.0
+    slowest = _slowest(stages, layout)
+    length = m * (slowest.forward + slowest.backward) + bubble
+    busy = m * sum(stage.forward + stage.backward for stage in stages) * _busy(job, choice, slowest)
+    sharing = max(0.0, busy / job.shared_cores - length) if job.shared_cores else 0.0
+    return _whole_step(job, choice, slowest, bubble=bubble, messages=messages, sharing=sharing)
 
 
 def simulated_step_time(job: Job, choice: Choice) -> StepTime:
@@ -107,19 +113,49 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
     )
     split = schedule.splits_backward
 
-    def length(latency: float) -> float:
+    def timeline(latency: float) -> Timeline:
         costs = Costs(
             forward=[stage.forward for stage in stages],
             backward=[stage.backward - (stage.weight if split else 0.0) for stage in stages],
             weight=[stage.weight for stage in stages],
             latency=latency,
         )
-        return float(simulate(schedule, costs).step_time)
+        return simulate(schedule, costs)
 
-    slowest, without = _slowest(stages, layout), length(0.0)
+    slowest, alone = _slowest(stages, layout), timeline(0.0)
+    without = float(alone.step_time)
     bubble = max(0.0, without - m * (slowest.forward + slowest.backward))
-    waited = length(_message(job, choice)) - without if job.software.hides_messages else 0.0
-    return _whole_step(job, choice, slowest, bubble=bubble, messages=waited)
+    waited = float(timeline(_message(job, choice)).step_time) - without if _hides_messages(job) else 0.0
+    sharing = _shared(alone, _busy(job, choice, slowest), job.shared_cores)
+    return _whole_step(job, choice, slowest, bubble=bubble, messages=waited, sharing=sharing)
+
+
+def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
+    """Cores that the ranks of a node use which do the same for different data or parts of the model, while they do."""
+    measured = job.device.measured
+    waiting = rank.communication / (rank.forward + rank.backward)
+    used = 1 - waiting * (1 - (0.0 if measured is None else measured.waiting))
+    return job.processes / choice.layout.pipeline_parallel_size * used
+
+
+def _shared(timeline: Timeline, alike: float, cores: int) -> float:
+    """Seconds that a step takes longer because its ranks share cores.
+
+    While more of them compute than there are cores, all of them are slower by as much: the timeline is stretched there, and nothing
+    in it changes its place.
+    """
+    if not cores:
+        return 0.0
+    changes = sorted((float(time), step) for spans in timeline.spans for span in spans for time, step in ((span.start, 1), (span.end, -1)))
+    more, busy = 0.0, 0
+    for (time, step), (after, _) in zip(changes, changes[1:], strict=False):
+        busy += step
+        more += (after - time) * max(0.0, busy * alike / cores - 1)
+    return more
+
+
+def _hides_messages(job: Job) -> bool:
+    return job.software.hides_messages and job.overlaps
 
 
 def _stages(job: Job, choice: Choice) -> list[PassTime]:
@@ -127,7 +163,7 @@ def _stages(job: Job, choice: Choice) -> list[PassTime]:
     layer, layout = layer_time(job, choice), choice.layout
     counts = layers_by_stage(job.model, layout.num_stages, balanced=job.software.balances_stages)
     each = {count: layer.times(count) for count in set(counts)}
-    held = 0.0 if job.software.hides_messages else _message(job, choice)
+    held = 0.0 if _hides_messages(job) else _message(job, choice)
     if held:
         each = {count: stage + PassTime(forward=held, backward=held, weight=0.0) for count, stage in each.items()}
     stages = [each[count] for count in counts]
@@ -142,23 +178,30 @@ def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
     return max(ranks, key=lambda rank: rank.forward + rank.backward)
 
 
-def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float) -> StepTime:
+def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float, sharing: float) -> StepTime:
     layout, m = choice.layout, choice.num_microbatches
     parameters = stage_parameters(job.model, layout, balanced=job.software.balances_stages)
     fullest = max(sum(parameters[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_parallel_size))
     waiting = m * slowest.communication
-    held = 0.0 if job.software.hides_messages else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
+    held = 0.0 if _hides_messages(job) else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
     model, hardware = (
         job.global_batch_size * flops_per_sample(job.model, sequence_length=job.sequence_length, recompute=again)
         for again in (False, choice.recompute == "full")
     )
+    gradients = _gradients(
+        job, choice, fullest, hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0
+    )
+    optimizer = _optimizer(job, choice, fullest)
+    if job.shared_cores:  # all ranks do these at once
+        sharing += (gradients + optimizer) * max(0.0, job.processes / job.shared_cores - 1)
     return StepTime(
         compute=m * (slowest.forward + slowest.backward) - waiting - held,
         tensor=waiting,
         bubble=bubble,
         messages=messages + held,
-        gradients=_gradients(job, choice, fullest, hidden_behind=slowest.backward if job.software.hides_gradients else 0.0),
-        optimizer=_optimizer(job, choice, fullest),
+        gradients=gradients,
+        optimizer=optimizer,
+        sharing=sharing,
         model_flops=model,
         hardware_flops=hardware,
         world_size=job.world_size,
@@ -202,6 +245,7 @@ def _optimizer(job: Job, choice: Choice, parameters: int) -> float:
     """What the software reads and writes; else every byte of weights and state both ways, and gradients twice: for their norm, too."""
     weights, gradients, state = static_bytes(job, choice, parameters)
     share = 1 / choice.layout.size("replica_sum") if choice.shard_optimizer else 1.0
+    stream = job.device.stream if job.device.measured is None else job.device.measured.optimizer
     if job.software.optimizer is not None:
-        return share * parameters * job.software.optimizer / job.device.stream
-    return (share * 2 * (weights + gradients) + 2 * state) / job.device.stream
+        return share * parameters * job.software.optimizer / stream
+    return (share * 2 * (weights + gradients) + 2 * state) / stream

@@ -1,0 +1,105 @@
+"""How long collectives and messages take between ranks as training uses them: behind a product, in groups of each size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
+from lightning_ptdp.doctor.collectives import Place
+from lightning_ptdp.doctor.processes import Tell
+from lightning_ptdp.world.layout import divisors
+
+__all__ = ["LINK_SIZES", "Links", "measure_links"]
+
+LINK_SIZES = (16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 32 * 2**20)
+"""Bytes."""
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What one rank measured.
+
+    Attributes:
+        seconds: (operation, members of the group, bytes) -> seconds; 0 members for messages.
+        waiting: Of a core, what this process used meanwhile.
+    """
+
+    seconds: Mapping[tuple[str, int, int], float]
+    waiting: float = 0.0
+
+
+_ELEMENT = 4
+_ROUNDS = 3
+_MOST, _LEAST, _MOST_BYTES = 12, 4, 64 * 2**20
+_PRODUCT = ((1024, 256), (256, 512), (1024, 512))
+
+
+def measure_links(place: Place, tell: Tell, *, cores: int, sizes: tuple[int, ...] = LINK_SIZES) -> Links:
+    """Collective. One group communicates at a time; what a larger one than there are cores for takes longer is no matter of the links.
+
+    A rank that comes to a collective waits for the others, and on a CPU for the threads that send and receive to be awake, which a
+    collective that is repeated at once does not show: so each runs behind a product, whose own time is subtracted.
+    """
+    found: dict[tuple[str, int, int], float] = {}
+    used = waited = 0.0
+    for members in divisors(place.size):
+        if members == 1:
+            continue
+        group: Any = dist.new_group(list(range(members)))
+        share = min(1.0, cores / members) if cores else 1.0
+        for size in sizes:
+            for name, run in _operations(place, group, members, size):
+                tell(f"{name} of {size} bytes among {members}")
+                dist.barrier()
+                if place.rank < members:
+                    seconds, busy = _beyond_product(place, run, size)
+                    found[name, 0 if name == "send" else members, size] = max(1e-9, share * seconds)
+                    if members <= cores:
+                        used, waited = used + busy, waited + seconds
+        dist.barrier()
+    return Links(seconds=found, waiting=min(1.0, used / waited) if waited else 0.0)
+
+
+def _operations(place: Place, group: Any, members: int, size: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    count = -(-size // (_ELEMENT * members)) * members
+    whole, part = place.full(count, 1), place.full(count // members, 1)
+    yield "all-reduce", lambda: dist.all_reduce(whole, group=group)
+    yield "reduce-scatter", lambda: reduce_scatter_single(part, whole, group)
+    yield "all-gather", lambda: all_gather_single(whole, part, group)
+    if members == 2:
+        yield "send", lambda: (dist.send(whole, 1) if place.rank == 0 else dist.recv(whole, 0))
+
+
+def _beyond_product(place: Place, run: Callable[[], object], size: int) -> tuple[float, float]:
+    """Seconds that it takes behind a product besides, and seconds of cores that it uses."""
+    a, b, result = (torch.randn(shape, device=place.device) for shape in _PRODUCT)
+    repetitions = max(_LEAST, min(_MOST, _MOST_BYTES // size))
+
+    def quartile(*parts: Callable[[], object]) -> tuple[float, float]:
+        seconds = []
+        used = time.process_time()
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            for part in parts:
+                part()
+            if place.device.type == "cuda":
+                torch.cuda.synchronize(place.device)
+            seconds.append(time.perf_counter() - start)
+        return sorted(seconds)[repetitions // 4], (time.process_time() - used) / repetitions
+
+    def product() -> object:
+        return torch.mm(a, b, out=result)
+
+    run()
+    alone, used = min(quartile(run) for _ in range(_ROUNDS))
+    if place.device.type == "cuda":  # the device waits, not the host
+        return alone, 0.0
+    behind = min(quartile(product, run)[0] for _ in range(_ROUNDS)) - min(quartile(product)[0] for _ in range(_ROUNDS))
+    return max(alone, behind), used
