@@ -66,8 +66,8 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def _calibrate(processes: int, backend: str | None, timeout_s: float) -> int:
-    from lightning_ptdp.doctor.devices import count_gpus
     from lightning_ptdp.doctor.calibration import describe
+    from lightning_ptdp.doctor.devices import count_gpus
     from lightning_ptdp.doctor.ranks import calibrate_ranks
     from lightning_ptdp.planner import MACHINE_FILE, save_calibration
 

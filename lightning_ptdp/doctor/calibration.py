@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 import torch
@@ -134,10 +135,11 @@ def describe(device: Device) -> str:
     assert found is not None
     rates = sorted(rate for *_, rate in found.products)
     there = sorted(rate for *_, rate, _ in found.attention)
+    products, attention = (f"{some[0] / 1e9:.3g} to {some[-1] / 1e9:.3g}" for some in (rates, there))
     shared = f" on {found.cores} cores" if found.cores else ""
     lines = [
         f"{device.name}, {found.processes} {'process' if found.processes == 1 else 'processes'}{shared}",
-        f"  products {rates[0] / 1e9:.3g} to {rates[-1] / 1e9:.3g} GFLOP/s by shape, attention {there[0] / 1e9:.3g} to {there[-1] / 1e9:.3g}",
+        f"  products {products} GFLOP/s by shape, attention {attention}",
         f"  between products {device.stream / 1e9:.3g} GB/s (SwiGLU {found.gated / 1e9:.3g}), loss {found.loss / 1e9:.3g}, "
         f"optimizer {found.optimizer / 1e9:.3g}, fresh memory {found.fresh_s * 1e9:.3g} ns a byte",
         f"  {found.operation_s * 1e6:.3g} us an operation",
@@ -181,16 +183,16 @@ def _runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
     usual, other = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float32)
     sides = _SIDES[device.type]
     for m, n, k in itertools.product(sides, repeat=3):
-        yield ("product", m, n, k), lambda m=m, n=n, k=k: _product(device, m, n, k, usual)
-    yield ("other",), lambda: _product(device, sides[1], sides[1], sides[1], other)
-    for positions, channels in itertools.product(_POSITIONS[device.type], _CHANNELS):
-        yield ("attention", positions, channels), lambda p=positions, c=channels: _attention(device, p, c, usual)[0]
-        yield ("its backward", positions, channels), lambda p=positions, c=channels: _attention(device, p, c, usual)[1]
-    yield ("gelu",), lambda: _between_products(device, usual, gated=False)
-    yield ("gated",), lambda: _between_products(device, usual, gated=True)
-    yield ("loss",), lambda: _loss(device)
-    yield ("optimizer",), lambda: _optimizer(device)
-    yield ("host",), lambda: _small(device)
+        yield ("product", m, n, k), partial(_product, device, m, n, k, usual)
+    yield ("other",), partial(_product, device, sides[1], sides[1], sides[1], other)
+    for place in itertools.product(_POSITIONS[device.type], _CHANNELS):
+        yield ("attention", *place), partial(_attention, device, *place, usual)
+        yield ("its backward", *place), partial(_attention_backward, device, *place, usual)
+    yield ("gelu",), partial(_between_products, device, usual, gated=False)
+    yield ("gated",), partial(_between_products, device, usual, gated=True)
+    yield ("loss",), partial(_loss, device)
+    yield ("optimizer",), partial(_optimizer, device)
+    yield ("host",), partial(_small, device)
 
 
 def _fresh_runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
@@ -212,16 +214,16 @@ def _heads(positions: int) -> int:
     return max(2, 2048 // positions)
 
 
-def _attention(device: torch.device, positions: int, channels: int, dtype: torch.dtype) -> tuple[_Run, _Run]:
+def _attention(device: torch.device, positions: int, channels: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     shape = (1, _heads(positions), positions, channels)
-    q, k, v, gradient = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    operands = [operand.requires_grad_() for operand in (q, k, v)]
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    result = forward()
-    return forward, lambda: torch.autograd.grad(result, operands, gradient, retain_graph=True)
+def _attention_backward(device: torch.device, positions: int, channels: int, dtype: torch.dtype) -> _Run:
+    result = _attention(device, positions, channels, dtype)()
+    gradient = torch.randn_like(result)
+    return lambda: result.backward(gradient, retain_graph=True)
 
 
 def _between_products(device: torch.device, dtype: torch.dtype, *, gated: bool) -> _Run:

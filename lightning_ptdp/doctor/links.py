@@ -21,7 +21,6 @@ LINK_SIZES = (16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 32 * 2**20)
 """Bytes."""
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Links:
     """What one rank measured.
@@ -41,7 +40,7 @@ _MOST, _LEAST, _MOST_BYTES = 12, 4, 64 * 2**20
 _PRODUCT = ((1024, 256), (256, 512), (1024, 512))
 
 
-def measure_links(place: Place, tell: Tell, *, cores: int, sizes: tuple[int, ...] = LINK_SIZES) -> Links:
+def measure_links(place: Place, tell: Tell, *, cores: int) -> Links:
     """Collective. One group communicates at a time; what a larger one than there are cores for takes longer is no matter of the links.
 
     A rank that comes to a collective waits for the others, and on a CPU for the threads that send and receive to be awake, which a
@@ -54,7 +53,7 @@ def measure_links(place: Place, tell: Tell, *, cores: int, sizes: tuple[int, ...
             continue
         group: Any = dist.new_group(list(range(members)))
         share = min(1.0, cores / members) if cores else 1.0
-        for size in sizes:
+        for size in LINK_SIZES:
             for name, run in _operations(place, group, members, size):
                 tell(f"{name} of {size} bytes among {members}")
                 dist.barrier()
@@ -74,7 +73,7 @@ def _operations(place: Place, group: Any, members: int, size: int) -> Iterator[t
     yield "reduce-scatter", lambda: reduce_scatter_single(part, whole, group)
     yield "all-gather", lambda: all_gather_single(whole, part, group)
     if members == 2:
-        yield "send", lambda: (dist.send(whole, 1) if place.rank == 0 else dist.recv(whole, 0))
+        yield "send", lambda: dist.send(whole, 1) if place.rank == 0 else dist.recv(whole, 0)
 
 
 def _beyond_product(place: Place, run: Callable[[], object], size: int) -> tuple[float, float]:

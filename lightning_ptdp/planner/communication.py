@@ -7,6 +7,7 @@ of its collectives, each driving the cards next to it; but what one rank sends t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +65,9 @@ class GroupLink:
 
     def _found(self, operations: Sequence[str], nbytes: float) -> float | None:
         """Seconds by what was measured, the mean of the operations; None if they were not."""
-        every = [sorted((size, seconds) for name, size, seconds in self.measured if name == operation) for operation in operations]
+        every = [
+            sorted((size, seconds) for name, size, seconds in self.measured if name == operation) for operation in operations
+        ]
         return sum(_between(points, nbytes) for points in every) / len(every) if all(every) else None
 
     def all_to_all(self, nbytes: float) -> float:
@@ -136,5 +139,5 @@ def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
         return points[0][1]
     if nbytes >= points[-1][0]:
         return points[-1][1] * nbytes / points[-1][0]
-    (low, start), (high, end) = next(pair for pair in zip(points, points[1:], strict=False) if nbytes <= pair[1][0])
+    (low, start), (high, end) = next(pair for pair in itertools.pairwise(points) if nbytes <= pair[1][0])
     return start + (end - start) * (nbytes - low) / (high - low)

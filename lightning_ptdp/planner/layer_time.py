@@ -112,7 +112,11 @@ def input_time(job: Job, choice: Choice) -> PassTime:
     gathered = group.all_gather(nbytes) if choice.layout.sequence_parallel else 0.0
     return PassTime(
         forward=lookup + fresh + summed,
-        backward=2 * lookup + table / job.device.stream + fresh + fresh_seconds(job, [elements * job.precision.weight]) + gathered,
+        backward=2 * lookup
+        + table / job.device.stream
+        + fresh
+        + fresh_seconds(job, [elements * job.precision.weight])
+        + gathered,
         weight=0.0,
         communication=summed + gathered,
     )

@@ -67,6 +67,8 @@ class Measured:
 
 
 def _between(points: Sequence[tuple[Sequence[int], float]], where: Sequence[int]) -> float:
-    near = sorted((sum(math.log2(one / other) ** 2 for one, other in zip(where, place, strict=True)), rate) for place, rate in points)
+    near = sorted(
+        (sum(math.log2(one / other) ** 2 for one, other in zip(where, place, strict=True)), rate) for place, rate in points
+    )
     weights = [(1 / (distance + 1e-3) ** 2, rate) for distance, rate in near[:4]]
     return math.exp(sum(weight * math.log(rate) for weight, rate in weights) / sum(weight for weight, _ in weights))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -146,9 +147,11 @@ def _shared(timeline: Timeline, alike: float, cores: int) -> float:
     """
     if not cores:
         return 0.0
-    changes = sorted((float(time), step) for spans in timeline.spans for span in spans for time, step in ((span.start, 1), (span.end, -1)))
+    changes = sorted(
+        (float(time), step) for spans in timeline.spans for span in spans for time, step in ((span.start, 1), (span.end, -1))
+    )
     more, busy = 0.0, 0
-    for (time, step), (after, _) in zip(changes, changes[1:], strict=False):
+    for (time, step), (after, _) in itertools.pairwise(changes):
         busy += step
         more += (after - time) * max(0.0, busy * alike / cores - 1)
     return more

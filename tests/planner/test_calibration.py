@@ -6,23 +6,58 @@ import dataclasses
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_ptdp.doctor import calibration as measuring
-from lightning_ptdp.doctor.bandwidth import Measurement
+from lightning_ptdp.doctor import links
 from lightning_ptdp.doctor.collectives import Place
+from lightning_ptdp.doctor.links import Links
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Device, device_here, find_device, layer_time, load_calibration, product_time, save_calibration
+from lightning_ptdp.planner import (
+    Device,
+    Link,
+    Measured,
+    device_here,
+    find_device,
+    layer_time,
+    load_calibration,
+    product_time,
+    save_calibration,
+    simulated_step_time,
+    step_time,
+)
 from lightning_ptdp.planner.calibration import MACHINE_FILE
+from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.fresh import fresh_seconds
+from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import choice, small_job
+from tests.pool import Pool
 
 PRODUCTS = ((64, 64, 64, 1e9), (64, 64, 1024, 4e9), (1024, 1024, 1024, 16e9))
 
 
-def device() -> Device:
-    return dataclasses.replace(find_device("cpu"), flops_32=16e9, products=PRODUCTS, operation_s=3e-6)
+MEASURED = Measured(
+    processes=2,
+    cores=2,
+    products=PRODUCTS,
+    attention=((128, 64, 1e9, 2e9), (512, 64, 4e9, 8e9)),
+    gated=2e9,
+    loss=1e9,
+    optimizer=3e9,
+    operation_s=3e-6,
+)
+
+
+def device(**changes: Any) -> Device:
+    """A calibrated CPU; changes of what was measured by name."""
+    collectives = (("all-reduce", 2, 1000, 1e-3), ("all-reduce", 2, 3000, 3e-3), ("send", 0, 1000, 5e-4))
+    cluster = dataclasses.replace(find_device("cpu").cluster, collectives=collectives)
+    return dataclasses.replace(
+        find_device("cpu"), flops_32=16e9, cluster=cluster, measured=dataclasses.replace(MEASURED, **changes)
+    )
 
 
 def test_a_file_holds_the_device_and_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +93,10 @@ def test_stale_and_foreign_files_are_noticed(tmp_path: Path, monkeypatch: pytest
         (("device", "flops_32"), -1, "flops_32=-1 must be greater than 0"),
         (("device", "memory_bandwidth"), "fast", "memory_bandwidth='fast'"),
         (("device", "memory_share"), 3, "memory_share=3 is a share"),
-        (("device", "products"), [[1, 2, 3, -4]], "must be greater than 0"),
+        (("device", "measured", "products"), [[1, 2, 3, -4]], "must be greater than 0"),
+        (("device", "measured", "attention"), [], "must not be empty"),
+        (("device", "measured", "cores"), -1, "cores=-1"),
+        (("device", "cluster", "collectives"), [["send", 0, 1, -1]], "must take longer"),
         (("device", "cluster", "node", "bandwidth"), 0, "bandwidth=0 must be greater"),
         (("made",), "2020-01-01", "has no time zone"),
         (("made",), "yesterday", "yesterday"),
@@ -89,23 +127,97 @@ def test_a_cpu_launches_and_computes_one_after_the_other() -> None:
     job = small_job(GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64), precision="32-true", device="cpu")
 
     def forward(seconds: float) -> float:
-        slow = dataclasses.replace(job.device, operation_s=seconds)
+        slow = device(operation_s=seconds)
         return layer_time(dataclasses.replace(job, device=slow), choice()).forward
 
     assert forward(2e-5) - forward(1e-5) == pytest.approx(1e-5 * job.software.operations)
 
 
-def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_SIDES", {"cpu": (16, 64)})
-    monkeypatch.setattr(measuring, "_BUDGET_S", 0.001)
-    figures = measuring.measure_device(Place(rank=0, size=1, device=torch.device("cpu")), lambda what: None)
-    assert len(figures.products) == 8 and min(figures.other, figures.stream, figures.attention, figures.operation_s) > 0
-    slower = dataclasses.replace(figures, stream=figures.stream / 2)
-    # An all-reduce among two: 2 steps of 1 ms, and every byte once over the link at 1 GB/s.
-    links = [
-        Measurement(operation="all-reduce", size=size, seconds=0.002 + size / 1e9, bytes_per_s=1.0) for size in (1000, 10_000_000)
-    ]
-    found = measuring.calibrated("cpu", [figures, slower], links, kind="cpu", memory_bytes=1e9)
-    assert (found.stream, found.memory_bytes, found.kind) == (slower.stream, 1e9, "cpu")
-    assert found.flops_32 == max(rate for *_, rate in figures.products)
-    assert (found.cluster.node.bandwidth, found.cluster.node.latency_s) == pytest.approx((1e9, 0.001))
+def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    for figures in pool.run(measured_here, world_size=2):
+        assert all(0 < seconds < 10 for seconds in figures.seconds.values())
+    names = {(operation, members) for operation, members, _ in figures.links.seconds}
+    assert names == {("all-reduce", 2), ("reduce-scatter", 2), ("all-gather", 2), ("send", 0)}
+    for name in ("_SIDES", "_POSITIONS", "_CHANNELS"):
+        monkeypatch.setattr(measuring, name, SMALL[name])
+    slower = dataclasses.replace(figures, seconds={key: 2 * value for key, value in figures.seconds.items()})
+    found = measuring.calibrated("cpu", [figures, slower], kind="cpu", memory_bytes=1e9, cores=3)
+    assert found.measured is not None and (found.measured.processes, found.measured.cores) == (2, 3)
+    assert (found.memory_bytes, found.kind) == (1e9, "cpu")
+    rates = {tuple(shape): rate for *shape, rate in found.measured.products}
+    assert rates[16, 64, 64] == pytest.approx(2 * 16 * 64 * 64 / slower.seconds["product", 16, 64, 64])
+    assert found.flops_32 == max(rates.values())
+    assert "2 processes on 3 cores" in measuring.describe(found)
+    seconds = dict.fromkeys(figures.links.seconds, 1.0) | {
+        # Among two: 2 steps of 1 ms, and every byte once over the link at 1 GB/s.
+        ("all-reduce", 2, size): 0.002 + size / 1e9
+        for size in (1000, 10_000_000)
+    }
+    known = dataclasses.replace(figures, links=Links(seconds=seconds))
+    cluster = measuring.calibrated("cpu", [known, known], kind="cpu", memory_bytes=1e9).cluster
+    assert (cluster.node.bandwidth, cluster.node.latency_s) == pytest.approx((1e9, 0.001))
+
+
+SMALL = {"_SIDES": {"cpu": (16, 64)}, "_POSITIONS": {"cpu": (16,)}, "_CHANNELS": (8,), "_BUDGET_S": 1e-4, "_ROUNDS": 1}
+
+
+def measured_here(rank: int) -> measuring.Figures:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(measuring, name, value)
+        patch.setattr(links, "_ROUNDS", 1)
+        patch.setattr(links, "LINK_SIZES", (1000, 10_000_000))
+        return measuring.measure_device(Place(rank=rank, size=2, device=torch.device("cpu")), lambda what: None)
+
+
+def test_attention_and_collectives_are_as_was_measured_nearby() -> None:
+    forward, backward = MEASURED.attention_rates(128, 64)
+    assert (forward, backward) == (pytest.approx(1e9, rel=0.01), pytest.approx(2e9, rel=0.01))
+    assert 1e9 < MEASURED.attention_rates(256, 64)[0] < 4e9
+    two, four = (group_link(ParallelLayout(world_size=t, tensor_parallel_size=t), device().cluster, "tensor") for t in (2, 4))
+    assert [two.all_reduce(size) for size in (1, 1000, 2000, 30_000)] == pytest.approx([1e-3, 1e-3, 2e-3, 0.03])
+    assert two.send(1000) == 5e-4
+    assert four.all_reduce(1000) == dataclasses.replace(four, measured=()).all_reduce(1000), "not measured: the link's"
+
+
+def test_collectives_hide_only_where_a_core_is_free() -> None:
+    model = GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64)
+    how = choice(world_size=2, tensor_parallel_size=2)
+    few, many = (
+        dataclasses.replace(small_job(model, precision="32-true", device="cpu", world_size=2), device=device(cores=cores))
+        for cores in (2, 4)
+    )
+    assert not few.overlaps and many.overlaps
+    assert layer_time(few, how).communication > layer_time(many, how).communication
+
+
+@pytest.mark.parametrize(("p", "cores", "expected"), [(1, 4, 1.0), (1, 2, 2.0), (2, 4, 1.0), (2, 2, 4 / 3), (2, 1, 8 / 3)])
+def test_processes_share_cores(p: int, cores: int, expected: float) -> None:
+    """Of 4 processes on 2 cores each has half of one. Of 2 stages one waits for the other in a third of the step at m = 2: 2 cores are then
+    busy all the time, and what counts is the work."""
+    model = GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64, num_layers=2, vocabulary_size=8)
+    job = small_job(model, precision="32-true", device="cpu", world_size=4, batch=8)
+    how = choice(world_size=4, pipeline_parallel_size=p, b=1 if p == 2 else 2, m=2 if p == 2 else 1)
+    times = {}
+    for count in (cores, 8):
+        fast = dataclasses.replace(find_device("cpu").cluster, node=Link(bandwidth=1e15, latency_s=0.0))
+        one = dataclasses.replace(device(cores=count), cluster=fast)
+        times[count] = simulated_step_time(dataclasses.replace(job, device=one), how)
+        closed = step_time(dataclasses.replace(job, device=one), how)
+        assert closed.total == pytest.approx(times[count].total, rel=0.12)
+    assert times[8].sharing == 0
+    assert times[cores].total / times[8].total == pytest.approx(expected, rel=0.05)
+
+
+def test_large_tensors_are_fresh_memory() -> None:
+    """1 MiB and more where there are several processes, more than 32 MiB where there is one (``_memory.py``)."""
+    fresh = device(fresh_s=1e-9)
+    model = GPTConfig.gpt2(hidden_size=64, num_heads=2)
+    one, two = (
+        dataclasses.replace(small_job(model, precision="32-true", device="cpu", world_size=world), device=fresh)
+        for world in (1, 2)
+    )
+    sizes = [2**20 - 1, 2**20, 2**26]
+    assert fresh_seconds(one, sizes) == pytest.approx(2**26 * 1e-9)
+    assert fresh_seconds(two, sizes) == pytest.approx((2**26 + 2**20) * 1e-9)
+    assert fresh_seconds(dataclasses.replace(two, device=find_device("h100")), sizes) == 0.0
