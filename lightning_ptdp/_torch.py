@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -40,6 +41,7 @@ __all__ = [
     "untraced",
     "wait_traced",
     "with_late_waits",
+    "without_data",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -132,6 +134,13 @@ def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
     of_mode = {} if mode is None else list_mode_options(mode, arguments.get("dynamic"))
     rest = {name: value for name, value in arguments.items() if name != "mode"}
     return {**rest, "options": {**late, **of_mode, **(arguments.get("options") or {})}}
+
+
+def without_data() -> AbstractContextManager[object]:
+    """Where tensors have sizes alone, and no values, also to those who ask whether they have: what is made there costs no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

@@ -42,6 +42,7 @@ from lightning_ptdp._torch import (
     untraced,
     wait_traced,
     with_late_waits,
+    without_data,
 )
 from tests.pool import Pool
 
@@ -287,3 +288,12 @@ def test_grouped_products(dtype: torch.dtype, width: int, sizes: list[int]) -> N
     grad = torch.randn_like(found)
     for one, other in zip(*(torch.autograd.grad(y, (x, stored), grad) for y in (found, expected)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_without_data_there_are_sizes_alone() -> None:
+    with without_data():
+        table = torch.nn.Embedding(2**40, 8)
+        found = table(torch.zeros(2, 3, dtype=torch.long))
+        found.sum().backward()
+    assert found.shape == (2, 3, 8)
+    assert table.weight.grad is not None

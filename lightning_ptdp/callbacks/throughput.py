@@ -59,14 +59,15 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Measure and log."""
-        now = time.perf_counter()
+        now, is_first = time.perf_counter(), self._last is None
+        samples, length = batch_shape(batch)
+        samples *= replicas(trainer)
+        flops = samples * flops_per_sample(pl_module, length)
         if self._last is not None:
-            samples, length = batch_shape(batch)
-            samples *= replicas(trainer)
-            flops = samples * flops_per_sample(pl_module, length)
             self._steps.append((now - self._last - self._paused, samples, samples * length, flops))
             self._log_rates(trainer)
-        self._last, self._paused = now, 0.0
+        # A module that counts its operations does so once.
+        self._last, self._paused = time.perf_counter() if is_first else now, 0.0
 
     def _log_rates(self, trainer: Trainer) -> None:
         seconds, samples, tokens, flops = map(sum, zip(*self._steps, strict=True))

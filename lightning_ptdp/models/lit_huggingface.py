@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
@@ -22,6 +23,7 @@ from lightning_ptdp.models.folder import (
     read_model_config,
 )
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
+from lightning_ptdp.models.operations import Operations, count_operations
 from lightning_ptdp.models.optimization import AdamWConfig
 
 __all__ = ["Dtype", "LitCausalLM", "LitMaskedLM"]
@@ -65,6 +67,7 @@ class _LitHuggingFace(LitTokens):
             }
         )
         self.model: Any = None
+        self._operations: Operations | None = None
         if self.adapter is not None:
             self._check_adapter(self.adapter)
 
@@ -117,6 +120,36 @@ class _LitHuggingFace(LitTokens):
 
         with torch.device("meta"):
             adapter.check(getattr(transformers, self._auto_class).from_config(read_model_config(self.path)))
+
+    def flops_per_sample(self, sequence_length: int) -> int:
+        """Model operations, forward and backward, of a sample of so many tokens, attention over all pairs of them; 0 where the model
+        does not run without data."""
+        if self._operations is None:
+            config = read_model_config(self.path)
+            positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sequence_length
+            try:
+                self._operations = count_operations(self._build_eager, self._logits_of_zeros, longest=positions)
+            except Exception as error:  # models do with values what they like, and a rate that is not logged stops no training
+                rank_zero_warn(
+                    f"the operations of {config.model_type} could not be counted, so that no rate of them is logged: {error}"
+                )
+                self._operations = Operations(per_token=0, per_pair=0)
+        return self._operations.of(sequence_length)
+
+    def _build_eager(self) -> Any:
+        import transformers
+
+        config = read_model_config(self.path)
+        config.use_cache = False
+        model = getattr(transformers, self._auto_class).from_config(config, attn_implementation="eager")
+        if self.adapter is not None:
+            self.adapter.inject(model, task_type=self._task)
+        return model
+
+    @staticmethod
+    def _logits_of_zeros(model: Any, length: int) -> Tensor:
+        logits: Tensor = model(input_ids=torch.zeros(1, length, dtype=torch.long)).logits
+        return logits
 
     def initial_weights(self) -> InitialWeights | None:
         """What the strategy fills the model with; None: initial values are drawn."""
