@@ -133,7 +133,7 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
             if isinstance(worker_output, _Ended):
                 raise SystemExit
             if worker_output.weights_path is not None:
-                trainer.lightning_module.configure_model()  # else there is nothing here for the weights to go to
+                self._strategy.build_unfilled(trainer.lightning_module)  # else there is nothing here for the weights to go to
             super()._recover_results_in_main_process(worker_output, trainer)
 
         __reduce__ = reduce

@@ -14,6 +14,7 @@ from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.checkpoint import Placed
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.data_parallel import Stepped
+from lightning_ptdp.initial_values.materialize import Materializer, make_room
 from lightning_ptdp.sharding import Sharding
 from lightning_ptdp.strategy.run import RunningStrategy
 
@@ -81,6 +82,19 @@ class ModelSpace(RunningStrategy):
             yield
         finally:
             module.__dict__.pop("state_dict", None)
+
+    def build_unfilled(self, module: LightningModule) -> None:
+        """Build the module in the process that started the ranks, whose weights are to come into it: those that its ``initial_weights()``
+        names are neither read nor drawn."""
+        comes_filled = self.config.meta_init and hasattr(module, "initial_weights")
+        with torch.device("meta") if comes_filled else contextlib.nullcontext():
+            module.configure_model()
+        if comes_filled:
+            cpu = torch.device("cpu")
+            materialize = Materializer(module, seed=0, device=cpu, left={name for name, _ in module.named_parameters()})
+            for name, child in module.named_modules():
+                materialize(child, name)
+            make_room(module, device=cpu)
 
     def _model_tensors(self, *, without: Collection[str] = ()) -> dict[str, tuple[Tensor, Sharding]]:
         """Local parameters and persistent buffers under their global names, tied ones under the first; before the module is cut: all.

@@ -27,7 +27,7 @@ from tests.huggingface.runs import LAYOUTS, Run, Samples, check, fit, make_model
 from tests.models.fits import quiet_trainer
 from tests.pool import Pool
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +226,22 @@ def test_resuming_goes_on_from_the_checkpoint_and_not_from_the_folder(pool: Pool
     alone = resumed("one")
     for layout in ("p2", "d2"):
         assert resumed(layout) == pytest.approx(alone, rel=1e-5)
+
+
+def test_what_comes_home_from_forked_ranks_is_not_read_or_drawn_before(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(**options: Any) -> LitCausalLM:
+        lit = LitCausalLM(str(folders / "tied"), optimizer=OPTIMIZER)
+        trainer = quiet_trainer(tmp_path, max_steps=2, limit_val_batches=0, **options)
+        trainer.fit(lit, DataLoader(Samples("labelled"), batch_size=4))
+        return lit
+
+    alone = trained()
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("the folder is read"))
+    lit = trained(strategy=PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, start_method="fork"), devices=2)
+    assert lit.model.lm_head.weight is lit.model.model.embed_tokens.weight
+    for (name, value), (_, expected) in zip(lit.named_parameters(), alone.named_parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    ids = torch.arange(1, 9)[None]
+    torch.testing.assert_close(lit.eval()(ids), alone.eval()(ids), rtol=1e-5, atol=1e-6)
