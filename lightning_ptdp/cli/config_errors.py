@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_ptdp.cli.errors import nearest
+from lightning_ptdp.cli.errors import explain, nearest
 
 __all__ = ["readable"]
 
@@ -48,6 +48,9 @@ def readable(message: str, known: Iterable[str]) -> str:
     unknown = _UNKNOWN.search(message)
     if unknown:
         return _unknown_key(message, key, unknown, known)
+    absent = re.search(r"No module named '(\w+)'", message)
+    if absent and (mend := explain(ModuleNotFoundError(name=absent[1]))) is not None:
+        return mend
     missing = re.search(r"Expected a dot import path string: (\S+)", message)
     if missing:
         names = [kind.__name__ for kind in _subclasses(_BASES[key])] if key in _BASES else []

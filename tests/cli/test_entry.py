@@ -179,6 +179,8 @@ def test_what_jsonargparse_says_about_several_types_becomes_one_line() -> None:
         "Does not validate against any of the Union subtypes\nErrors:\n  - Does not validate against any of the Union subtypes\n"
         "    Errors:\n      - r=0 must be a positive integer\n      - Expected a <class 'NoneType'>\n  - Expected a <class 'NoneType'>"
     )
+    absent = own.replace("Group 'config' does not accept option 'x'", "No module named 'peft'")
+    assert readable(absent, []) == "peft is not installed: pip install 'lightning-ptdp[hf]'"
     assert readable(of_a_field, []) == "r=0 must be a positive integer"
 
 
