@@ -34,6 +34,7 @@ are estimates from data sheets: trust the order more than the numbers, and measu
 _EPILOG = """\
 examples:
   ptdp plan --recipe gpt/nano --world 8 --device cpu
+  ptdp plan --model mixtral-8x7b --world 64 --batch 256 --ep 2,4,8 --device h100
   ptdp plan --layers 48 --hidden 8192 --heads 64 --vocabulary 51200 --sequence 2048 --world 512 --batch 1536 --device a100"""
 
 # option: (GPTConfig's field, what it is)
@@ -45,10 +46,15 @@ _SIZES = {
     "ffn": ("ffn_hidden_size", "f, inner width of the feed-forward part"),
     "vocabulary": ("vocabulary_size", "V, token ids"),
     "sequence": ("sequence_length", "s, tokens of a sequence"),
+    "experts": ("num_experts", "E, experts of a layer; with it, the Llama layout"),
+    "experts-per-token": ("experts_per_token", "k, of them a token visits"),
+    "shared-experts": ("shared_experts", "experts that all tokens visit"),
+    "expert-ffn": ("expert_hidden_size", "inner width of an expert"),
+    "dense-layers": ("dense_layers", "the first layers, without experts"),
 }
 # option: Space's field
 _SPACE = {
-    **{f"{axis.letter}p": f"{axis.name}_parallel_sizes" for axis in AXES if axis.name != "expert"},  # mixtures are not planned
+    **{f"{axis.letter}p": f"{axis.name}_parallel_sizes" for axis in AXES},
     "vpp": "virtual_pipeline_sizes",
     "micro-batch": "micro_batch_sizes",
 }
@@ -170,6 +176,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     job.add_argument(
         "--memory", type=float, metavar="GIB", help="memory of a device that training can use (default: the device's)"
     )
+    job.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="rows that the busiest rank's experts get, over the mean (default 1)",
+    )
     job.add_argument("--node-size", type=int, metavar="N", help="devices of a node (default: the device's)")
     job.add_argument("--cards", type=int, metavar="N", help="network cards of a node (default: the device's)")
     job.add_argument(
@@ -219,6 +232,7 @@ def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         precision=find_precision(str(precision)),
         software=find_software(options.software),
         sequence_length=min(model.sequence_length, _inner(config, "data").get("sequence_length") or model.sequence_length),
+        imbalance=options.imbalance,
     )
 
 
@@ -235,7 +249,7 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
         missing = [f"--{name}" for name in ("layers", "hidden", "heads", "sequence") if _SIZES[name][0] not in given]
         if missing:
             raise UserError(f"there is no model: give --recipe, --config or --model, or also {', '.join(missing)}")
-        return GPTConfig.llama(**given) if options.llama else GPTConfig.gpt2(**given)
+        return GPTConfig.llama(**given) if options.llama or "num_experts" in given else GPTConfig.gpt2(**given)
     sizes = inner.get("config")
     if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
         print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
@@ -280,7 +294,9 @@ def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
         raise UserError("how large is a step? Give --batch, the number of sequences over all replicas")
     trainer, layout = config.get("trainer") or {}, _inner(config.get("trainer") or {}, "strategy")
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
-    replica = math.prod(layout.get(f"{axis.name}_parallel_size", 1) for axis in AXES if axis.name != "data")
+    replica = math.prod(
+        layout.get(f"{axis.name}_parallel_size", 1) for axis in AXES if axis.name != "data" and axis.within is None
+    )
     replicas = max(1, devices * nodes // replica) if isinstance(devices, int) else 1
     accumulated = trainer.get("accumulate_grad_batches", 1)
     return int(data["micro_batch_size"] * data.get("num_microbatches", 1) * replicas * accumulated)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lightning_ptdp.option_types import Count, Size, check_types
 
-__all__ = ["BertConfig", "GPTConfig", "TransformerConfig", "check_tensor_parallel"]
+__all__ = ["BertConfig", "GPTConfig", "TransformerConfig", "check_tensor_parallel", "split_widths"]
 
 _OF_EXPERTS = frozenset(
     (
@@ -284,7 +284,7 @@ def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) 
     Raises:
         ValueError: A size does not divide; the message lists the degrees that work.
     """
-    widths = _split_widths(config)
+    widths = split_widths(config)
     sizes = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, **widths}
     for name, size in sizes.items():
         copied = name == "num_kv_heads" and tensor_parallel_size % size == 0
@@ -299,7 +299,7 @@ def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) 
             )
 
 
-def _split_widths(config: TransformerConfig) -> dict[str, int]:
+def split_widths(config: TransformerConfig) -> dict[str, int]:
     """Inner widths that are split over the tensor-parallel ranks; experts are not."""
     if not isinstance(config, GPTConfig) or config.num_experts is None:
         return {"ffn_hidden_size": config.ffn_size}

@@ -26,17 +26,20 @@ _PREDICTED_SHARE = 0.15
 """Of the tokens (arXiv 1810.04805, section 3.1)."""
 
 
-def layer_matrices(config: GPTConfig, t: int = 1) -> tuple[tuple[int, int], ...]:
+def layer_matrices(config: GPTConfig, t: int = 1, *, mixture: bool = False) -> tuple[tuple[int, int], ...]:
     """(outputs, inputs) of a layer's matrices on one of ``t`` tensor-parallel ranks: qkv, projection, up, down. Of fewer key heads than
-    ranks, every rank has one."""
-    h, f, kv_heads = config.hidden_size, config.ffn_size // t, max(1, config.kv_heads // t)
+    ranks, every rank has one. Of a ``mixture`` up and down are those of the shared experts, 0 wide if it has none."""
+    h, kv_heads = config.hidden_size, max(1, config.kv_heads // t)
+    f = (config.shared_experts * config.expert_size if mixture else config.ffn_size) // t
     q = config.num_heads // t * config.head_dim
     return ((q + 2 * kv_heads * config.head_dim, h), (h, q), (f if config.mlp == "gelu" else 2 * f, h), (h, f))
 
 
-def layer_parameters(config: GPTConfig, t: int = 1) -> int:
-    """All parameters of one layer on one of ``t`` tensor-parallel ranks."""
-    return 2 * norm_parameters(config) + sum(out * (width + config.bias) for out, width in layer_matrices(config, t))
+def layer_parameters(config: GPTConfig, t: int = 1, *, mixture: bool = False) -> int:
+    """All parameters of one layer on one of ``t`` tensor-parallel ranks; of a ``mixture`` but for the experts that are chosen from."""
+    matrices = layer_matrices(config, t, mixture=mixture)
+    router = (config.num_experts or 0) * config.hidden_size if mixture else 0
+    return 2 * norm_parameters(config) + router + sum(out * (width + config.bias) for out, width in matrices if width)
 
 
 def expert_parameters(config: GPTConfig) -> int:
@@ -67,11 +70,10 @@ def active_parameters(config: GPTConfig) -> int:
 def _parameters(config: GPTConfig, *, experts: int) -> int:
     """With so many experts, beside the shared ones, in each layer that has any."""
     tables = config.vocabulary_size * config.hidden_size * (1 if config.tie_embeddings else 2) + position_parameters(config)
-    dense = config.num_layers * layer_parameters(config) + norm_parameters(config)
-    feed_forward = sum(out * (width + config.bias) for out, width in layer_matrices(config)[2:])
-    router = (config.num_experts or 0) * config.hidden_size
-    mixture = router + (experts + config.shared_experts) * expert_parameters(config)
-    return tables + dense + config.layers_with_experts * (mixture - feed_forward)
+    mixtures = config.layers_with_experts
+    mixture = layer_parameters(config, mixture=True) + experts * expert_parameters(config)
+    dense = (config.num_layers - mixtures) * layer_parameters(config) + norm_parameters(config)
+    return tables + dense + mixtures * mixture
 
 
 def flops_per_sample(config: GPTConfig, *, sequence_length: int | None = None, recompute: bool = False) -> int:

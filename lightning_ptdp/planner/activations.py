@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_ptdp.models.size import layer_matrices
+from lightning_ptdp.planner.expert_shape import experts_of
+from lightning_ptdp.planner.experts import expert_kept, local_experts
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import matrix_elements
 
@@ -48,17 +50,22 @@ class LayerActivations:
         return self.kept + self.cast_weights
 
 
-def layer_activations(job: Job, choice: Choice) -> LayerActivations:
+def layer_activations(job: Job, choice: Choice, *, mixture: bool = False) -> LayerActivations:
     """What one layer keeps of one microbatch.
 
     Args:
         job: Model and precision.
         choice: Layout, microbatch and recomputation.
+        mixture: It is one of experts.
     """
-    everything = _everything(job, choice)
+    everything, experts = _everything(job, choice, mixture=mixture), experts_of(job.model) if mixture else None
     cast = 0.0
     if job.precision.casts and choice.layout.tensor_parallel_size == 1:
-        cast = matrix_elements(job.model, 1) * job.precision.compute
+        cast = matrix_elements(job.model, 1, mixture=mixture) * job.precision.compute
+    if experts is not None:
+        everything += expert_kept(experts, job, choice)
+        if job.precision.casts:
+            cast += local_experts(experts, choice) * experts.parameters * job.precision.compute
     if choice.recompute == "full":
         return LayerActivations(kept=_block_input(job, choice), recomputed=everything + cast, cast_weights=0.0)
     if choice.recompute == "offload":
@@ -87,10 +94,10 @@ def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
     return logits * kept + norm, logits * (made + (width if made != width else 0))
 
 
-def _everything(job: Job, choice: Choice) -> float:
+def _everything(job: Job, choice: Choice, *, mixture: bool) -> float:
     model, precision, t = job.model, job.precision, choice.layout.tensor_parallel_size
     tokens, h = choice.tokens(job), model.hidden_size
-    _, (_, q), _, (_, f) = layer_matrices(model, t)
+    _, (_, q), _, (_, f) = layer_matrices(model, t, mixture=mixture)
 
     statistics = _STATISTIC * (1 if model.norm == "rms" else 2)
     norm = h * precision.residual + statistics + h * precision.compute

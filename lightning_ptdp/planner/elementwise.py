@@ -32,11 +32,11 @@ class Traffic:
     backward: float
 
 
-def layer_traffic(job: Job, choice: Choice) -> Traffic:
-    """Of one layer, but for the core of its attention."""
+def layer_traffic(job: Job, choice: Choice, *, mixture: bool = False) -> Traffic:
+    """Of one layer, but for the core of its attention, and experts that are chosen from."""
     model, layout, how = job.model, choice.layout, job.software.elementwise
     t, r, w = layout.tensor_parallel_size, job.precision.residual, job.precision.compute
-    (qkv, _), (_, q), _, (_, f) = layer_matrices(model, t)
+    (qkv, _), (_, q), _, (_, f) = layer_matrices(model, t, mixture=mixture)
     eager, gated = how == "eager", model.mlp == "swiglu"
     mask = _MASK if model.dropout else 0
     biased = model.bias

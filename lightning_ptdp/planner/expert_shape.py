@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ExpertShape"]
+from lightning_ptdp.models.config import GPTConfig
+
+__all__ = ["ExpertShape", "experts_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,3 +43,12 @@ class ExpertShape:
     def flops(self) -> int:
         """Operations of a token's forward, a multiply-add being two."""
         return 2 * self.chosen * sum(outputs * inputs for outputs, inputs in self.matrices)
+
+
+def experts_of(model: GPTConfig) -> ExpertShape | None:
+    """Of its mixtures; None if it has none."""
+    if model.num_experts is None:
+        return None
+    return ExpertShape(
+        number=model.num_experts, chosen=model.experts_per_token, hidden=model.hidden_size, width=model.expert_size
+    )

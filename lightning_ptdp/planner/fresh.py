@@ -30,17 +30,17 @@ def fresh_seconds(job: Job, sizes: Iterable[float]) -> float:
     return measured.fresh_s * sum(size for size in sizes if size >= least)
 
 
-def layer_tensors(job: Job, choice: Choice) -> tuple[list[float], list[float]]:
-    """Bytes of the tensors that a layer's forward makes, and its backward."""
+def layer_tensors(job: Job, choice: Choice, *, mixture: bool = False) -> tuple[list[float], list[float]]:
+    """Bytes of the tensors that a layer's forward makes, and its backward; of a mixture's those of the experts are small ones."""
     t, tokens = choice.layout.tensor_parallel_size, choice.tokens(job)
-    (qkv, h), (_, q), (up, _), (_, f) = layer_matrices(job.model, t)
+    (qkv, h), (_, q), (up, _), (_, f) = layer_matrices(job.model, t, mixture=mixture)
     alike = h / t if choice.layout.sequence_parallel else h
     biased = [alike, alike] if job.model.bias and t > 1 else []
     # Norms, sums with the stream; products; their inputs between them.
     forward = [alike, alike, alike, alike, *biased, qkv, q, h, up, f, h]
     backward = [alike, alike, alike, alike, qkv, qkv, q, h, up, f, h]
     if t == 1:
-        weights = [outputs * inputs * job.precision.weight for outputs, inputs in layer_matrices(job.model, 1)]
+        weights = [outputs * inputs * job.precision.weight for outputs, inputs in layer_matrices(job.model, 1, mixture=mixture)]
     else:
         weights = []  # added where the sum is (matrix_product.py)
     width = job.precision.compute

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.models.size import layer_matrices
-from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.communication import GroupLink, group_link
 from lightning_ptdp.planner.elementwise import attention_traffic, layer_traffic
+from lightning_ptdp.planner.expert_shape import experts_of
+from lightning_ptdp.planner.experts import expert_time, expert_traffic, local_experts
 from lightning_ptdp.planner.fresh import fresh_seconds, layer_tensors
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import matrix_elements
@@ -19,6 +21,9 @@ from lightning_ptdp.planner.products import product_time
 
 __all__ = ["NOTHING", "PassTime", "head_time", "input_time", "layer_time"]
 
+_DISPATCH_OPERATIONS, _EXPERT_OPERATIONS = 50, 5
+"""Counted by reading expert_parallel/dispatch.py and a router: scores, choice, order, counts, two exchanges, weighted sum; and for each
+call two products, the gate's activation and its product."""
 _FUSED_BACKWARD = 2.5
 """The backward of fused attention makes five products where the forward makes two (arXiv 2307.08691, section 3.1.2)."""
 
@@ -31,21 +36,20 @@ class PassTime:
         forward: The forward pass.
         backward: The whole backward pass, recomputation and weight gradients included.
         weight: Of that, the gradients of the weights, which a schedule may put off.
-        communication: Of both passes, what is spent waiting for collectives.
+        communication: Of both passes, what is spent waiting for collectives, those of experts aside.
+        experts: Of both passes, the products of experts.
+        dispatch: Of both passes, their all-to-alls.
     """
 
     forward: float
     backward: float
     weight: float
     communication: float = 0.0
+    experts: float = 0.0
+    dispatch: float = 0.0
 
     def __add__(self, other: PassTime) -> PassTime:
-        return PassTime(
-            forward=self.forward + other.forward,
-            backward=self.backward + other.backward,
-            weight=self.weight + other.weight,
-            communication=self.communication + other.communication,
-        )
+        return PassTime(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def times(self, count: int) -> PassTime:
         """``count`` of them after each other."""
@@ -64,29 +68,55 @@ class _Products:
     weight_gradient: float
 
 
-def layer_time(job: Job, choice: Choice) -> PassTime:
-    """One transformer layer."""
-    software, stream = job.software, _layer_stream(job)
-    products = [_products(job, choice, *shape) for shape in layer_matrices(job.model, choice.layout.tensor_parallel_size)]
-    traffic = layer_traffic(job, choice)
+def layer_time(job: Job, choice: Choice, *, mixture: bool = False) -> PassTime:
+    """One transformer layer; ``mixture``: with experts."""
+    software, stream, t = job.software, _layer_stream(job), choice.layout.tensor_parallel_size
+    products = [_products(job, choice, *shape) for shape in layer_matrices(job.model, t, mixture=mixture)]
+    traffic = layer_traffic(job, choice, mixture=mixture)
     core, core_backward, exposed, exposed_backward = _attention(job, choice)
-    sent, sent_backward, collectives = _tensor_collectives(job, choice, products)
+    sent, sent_backward, collectives = _tensor_collectives(job, choice, products, mixture=mixture)
     moved, moved_backward = _moved(job, choice)
+    experts, travel, operations = _experts(job, choice) if mixture else (NOTHING, 0.0, 0)
 
-    fresh, fresh_backward = (fresh_seconds(job, sizes) for sizes in layer_tensors(job, choice))
+    fresh, fresh_backward = (fresh_seconds(job, sizes) for sizes in layer_tensors(job, choice, mixture=mixture))
     measured = job.device.measured
     operation_s = software.operation_s if measured is None else measured.operation_s
-    host = operation_s * (software.operations + collectives * software.collective_operations)
+    host = operation_s * (software.operations + operations + collectives * software.collective_operations)
     forward = sum(one.forward for one in products) + core + traffic.forward / stream + fresh + moved + sent + exposed
+    forward += experts.forward + travel
     forward, waited = _beside(job, host, forward), sent + exposed
-    weight = sum(one.weight_gradient for one in products) + _accumulation(job, choice)
+    weight = sum(one.weight_gradient for one in products) + experts.weight + _accumulation(job, choice, mixture=mixture)
     backward = sum(one.input_gradient for one in products) + weight + core_backward + traffic.backward / stream
+    backward += experts.backward - experts.weight + travel
     backward = _beside(job, 2 * host, backward + fresh_backward + moved_backward + sent_backward + exposed_backward)
-    if choice.recompute == "full":
+    again = choice.recompute == "full"
+    if again:
         backward, waited = backward + forward, 2 * waited
     elif choice.recompute == "selective":
         backward += core
-    return PassTime(forward=forward, backward=backward, weight=weight, communication=waited + sent_backward + exposed_backward)
+    return PassTime(
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        communication=waited + sent_backward + exposed_backward,
+        experts=(1 + again) * experts.forward + experts.backward,
+        dispatch=(2 + again) * travel,
+    )
+
+
+def _experts(job: Job, choice: Choice) -> tuple[PassTime, float, int]:
+    """Of a layer's experts: router, products and what lies between them; the all-to-alls of one direction; operations of a forward."""
+    experts = experts_of(job.model)
+    assert experts is not None
+    time, traffic = expert_time(experts, job, choice), expert_traffic(experts, job, choice)
+    router = _products(job, choice, experts.number, experts.hidden)
+    made = PassTime(
+        forward=time.forward + router.forward + traffic[0] / _layer_stream(job),
+        backward=time.backward + router.input_gradient + router.weight_gradient + traffic[1] / _layer_stream(job),
+        weight=time.weight,
+    )
+    calls = 1 if job.software.groups_products and job.device.kind == "cuda" else local_experts(experts, choice)
+    return made, time.dispatch, _DISPATCH_OPERATIONS + _EXPERT_OPERATIONS * calls
 
 
 def _layer_stream(job: Job) -> float:
@@ -148,6 +178,8 @@ def head_time(job: Job, choice: Choice) -> PassTime:
 def _products(job: Job, choice: Choice, outputs: int, inputs: int) -> _Products:
     """(tokens, inputs) times (inputs, outputs), and its gradients."""
     device, width, tokens = job.device, job.precision.compute, max(1, round(choice.tokens(job)))
+    if not outputs * inputs:
+        return _Products(0.0, 0.0, 0.0)
     return _Products(
         forward=product_time(device, width, tokens, outputs, inputs),
         input_gradient=product_time(device, width, tokens, inputs, outputs),
@@ -155,9 +187,11 @@ def _products(job: Job, choice: Choice, outputs: int, inputs: int) -> _Products:
     )
 
 
-def _accumulation(job: Job, choice: Choice) -> float:
-    """Seconds to add the gradients of a layer's weights to those of earlier microbatches."""
-    elements = matrix_elements(job.model, choice.layout.tensor_parallel_size)
+def _accumulation(job: Job, choice: Choice, *, mixture: bool) -> float:
+    """Seconds to add the gradients of a layer's weights to those of earlier microbatches: of all experts here, few tokens or many."""
+    elements = matrix_elements(job.model, choice.layout.tensor_parallel_size, mixture=mixture)
+    if mixture and (experts := experts_of(job.model)) is not None:
+        elements += local_experts(experts, choice) * experts.parameters
     return elements * job.software.accumulation / job.device.stream
 
 
@@ -189,25 +223,41 @@ def _attention(job: Job, choice: Choice) -> tuple[float, float, float, float]:
     return forward, backward, max(0.0, around - forward), max(0.0, 2 * around - backward)
 
 
-def _tensor_collectives(job: Job, choice: Choice, products: Sequence[_Products]) -> tuple[float, float, int]:
+def _tensor_collectives(job: Job, choice: Choice, products: Sequence[_Products], *, mixture: bool) -> tuple[float, float, int]:
     """Seconds of waiting in the forward and in the backward, and how many collectives the forward has.
 
     Without sequence parallelism an all-reduce in each half of the layer and direction, the backward's beside the product of the weight
     gradient where the software does that. With it an all-gather and a reduce-scatter; in the backward the gradient is gathered first, while
     the input's gather and the reduce-scatter run beside products (tensor_parallel/linear.py).
+
+    A mixture has the whole sequence on each rank, which sends a part of the tokens to the experts and gathers what comes back
+    (tensor_parallel/experts.py).
     """
     group = group_link(choice.layout, job.cluster, "tensor")
     if group.size == 1:
         return 0.0, 0.0, 0
     nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.compute
     qkv, _, up, _ = products
+    split = choice.layout.sequence_parallel
+    forward, backward = _half(job, group, nbytes, qkv, split=split)
+    if mixture:
+        joined = (2 if split else 1) * group.all_gather(nbytes)
+        forward, backward = forward + joined, backward + joined
+    if up.forward:
+        more, more_back = _half(job, group, nbytes, up, split=split and not mixture)
+        forward, backward = forward + more, backward + more_back
+    return forward, backward, 4 if split or mixture else 2
+
+
+def _half(job: Job, group: GroupLink, nbytes: float, product: _Products, *, split: bool) -> tuple[float, float]:
+    """Of attention or feed-forward part, whose first product is ``product``."""
     hides = job.software.hides_tensor and job.overlaps
-    if choice.layout.sequence_parallel:
+    if split:
         one = group.all_gather(nbytes)
-        beside = [*(product.input_gradient for product in (qkv, up)), *(product.weight_gradient for product in (qkv, up))]
-        return 4 * one, 2 * one + sum(max(0.0, one - product) if hides else one for product in beside), 4
+        beside = (product.input_gradient, product.weight_gradient)
+        return 2 * one, one + sum(max(0.0, one - product) if hides else one for product in beside)
     one = group.all_reduce(nbytes)
-    return 2 * one, sum(max(0.0, one - product.weight_gradient) if hides else one for product in (qkv, up)), 2
+    return one, max(0.0, one - product.weight_gradient) if hides else one
 
 
 def _moved(job: Job, choice: Choice) -> tuple[float, float]:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
+from lightning_ptdp.planner.expert_shape import experts_of
+from lightning_ptdp.planner.experts import expert_buffers, local_experts
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.parameters import layers_by_stage, matrix_elements, stage_parameters
+from lightning_ptdp.planner.parameters import (
+    expert_parameters,
+    layers_by_stage,
+    matrix_elements,
+    mixtures_by_stage,
+    stage_parameters,
+)
 from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -48,42 +56,54 @@ class RankMemory:
         return {name: value for name, value in asdict(self).items() if name not in ("pipeline_rank", "parameters")}
 
 
-def static_bytes(job: Job, choice: Choice, parameters: float) -> tuple[float, float, float]:
+def static_bytes(job: Job, choice: Choice, parameters: float, experts: float = 0.0) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state for ``parameters`` of them: what does not depend on the microbatches.
 
-    With a sharded optimizer a rank keeps the state of 1/(d c) of its parameters: 6 + 12/d bytes a parameter in half precision.
+    With a sharded optimizer a rank keeps the state of 1/(d c) of its parameters: 6 + 12/d bytes a parameter in half precision; of those
+    that are ``experts``, which d c / e ranks hold alike, of e/(d c).
     """
     precision, layout = job.precision, choice.layout
-    shards = layout.size("replica_sum") if choice.shard_optimizer else 1
+    shards, of_experts = (layout.size(axes) if choice.shard_optimizer else 1 for axes in ("replica_sum", "expert_replicas"))
     gradient = job.gradient + job.software.gradient_copy
-    return parameters * precision.weight, parameters * gradient, parameters * precision.state / shards
+    stepped = (parameters - experts) / shards + experts / of_experts
+    return parameters * precision.weight, parameters * gradient, precision.state * stepped
 
 
 def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     """Peak memory of the rank that needs most."""
-    layer, stages = (
-        layer_activations(job, choice),
-        stage_parameters(job.model, choice.layout, balanced=job.software.balances_stages),
-    )
     # Between the first and the last rank, what is held falls from rank to rank; remainders of layers may sit anywhere at the front.
     layout = choice.layout
     layers = layers_by_stage(job.model, layout.num_stages, balanced=job.software.balances_stages)
     largest = max(range(layout.num_stages), key=lambda stage: layers[stage])
     ranks = {0, min(1, layout.pipeline_parallel_size - 1), layout.rank_of_stage(largest), layout.last_stage_rank}
-    return max((rank_memory(job, choice, rank, layer, stages) for rank in sorted(ranks)), key=lambda memory: memory.total)
+    kinds = _kinds(job, choice)
+    return max((rank_memory(job, choice, rank, kinds) for rank in sorted(ranks)), key=lambda memory: memory.total)
 
 
-def rank_memory(job: Job, choice: Choice, pipeline_rank: int, layer: LayerActivations, stages: tuple[int, ...]) -> RankMemory:
+def _kinds(job: Job, choice: Choice) -> tuple[LayerActivations, LayerActivations]:
+    """Of a dense layer, and of a mixture."""
+    dense = layer_activations(job, choice)
+    return dense, dense if job.model.num_experts is None else layer_activations(job, choice, mixture=True)
+
+
+def rank_memory(
+    job: Job, choice: Choice, pipeline_rank: int, kinds: tuple[LayerActivations, LayerActivations] | None = None
+) -> RankMemory:
     """Peak memory of one pipeline rank (its tensor, context and data peers hold the same).
 
     The stages of a rank are taken to be as large as the largest of them, and the parts to peak at once: an upper bound.
     """
-    layout = choice.layout
+    layout, balanced = choice.layout, job.software.balances_stages
     mine = layout.stages_of(pipeline_rank)
-    layers = layers_by_stage(job.model, layout.num_stages, balanced=job.software.balances_stages)
+    layers = layers_by_stage(job.model, layout.num_stages, balanced=balanced)
+    mixtures = mixtures_by_stage(job.model, layout.num_stages, balanced=balanced)
+    dense, mixture = kinds or _kinds(job, choice)
+    stages, of_experts = (count(job.model, layout, balanced=balanced) for count in (stage_parameters, expert_parameters))
     held = _held(choice, pipeline_rank)
-    parameters = sum(stages[stage] for stage in mine)
-    weights, gradients, optimizer = static_bytes(job, choice, parameters)
+    parameters, experts = (sum(every[stage] for stage in mine) for every in (stages, of_experts))
+    weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
+    of_layers = max((layers[stage] - mixtures[stage]) * dense.held + mixtures[stage] * mixture.held for stage in mine)
+    mixed = any(mixtures[stage] for stage in mine)
     logits = 0.0
     if layout.num_stages - 1 in mine:
         kept, besides = logits_bytes(job, choice)
@@ -95,9 +115,9 @@ def rank_memory(job: Job, choice: Choice, pipeline_rank: int, layer: LayerActiva
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=held * max(layers[stage] for stage in mine) * layer.held + _inputs(job, choice, layout, mine),
+        activations=held * of_layers + _inputs(job, choice, layout, mine),
         logits=logits,
-        working=layer.recomputed + _between_operations(job, choice),
+        working=max(dense.recomputed, mixture.recomputed if mixed else 0.0) + _between_operations(job, choice, mixed=mixed),
     )
 
 
@@ -121,9 +141,15 @@ def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int,
     return total
 
 
-def _between_operations(job: Job, choice: Choice) -> float:
-    """Two gradients of a layer's widest activation, and two of the stream; and one matrix's gradient before it is added up."""
+def _between_operations(job: Job, choice: Choice, *, mixed: bool) -> float:
+    """Two gradients of a layer's widest activation, and two of the stream; and one matrix's gradient before it is added up. Of experts
+    what travels, and the gradient of the wider of their matrices."""
     model, t = job.model, choice.layout.tensor_parallel_size
     widest = (1 if model.mlp == "gelu" else 2) * model.ffn_size / t
     gradients = choice.tokens(job) * (2 * widest + 2 * model.hidden_size) * job.precision.compute
-    return gradients + matrix_elements(model, t) / 3 * job.precision.compute
+    dense = gradients + matrix_elements(model, t) / 3 * job.precision.compute
+    if not mixed or (experts := experts_of(model)) is None:
+        return dense
+    outputs, inputs = experts.matrices[0]
+    largest = local_experts(experts, choice) * outputs * inputs * job.precision.compute
+    return max(dense, expert_buffers(experts, job, choice) + largest)

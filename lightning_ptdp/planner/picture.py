@@ -22,9 +22,9 @@ def bars(plan: Plan, *, count: int = 5) -> str:
     slowest = max(candidate.time.total for candidate in shown)
     return "\n".join(
         [
-            _legend("time", shown[0].time.parts),
+            _legend("time", _named([one.time.parts for one in shown])),
             *(f"  {i}  {_bar(one.time.parts, slowest):{_WIDTH}}  {one.time.total:.3g} s" for i, one in enumerate(shown, 1)),
-            _legend("memory", shown[0].memory.parts),
+            _legend("memory", _named([one.memory.parts for one in shown])),
             *(
                 f"  {i}  {_bar(one.memory.parts, plan.job.device.usable_bytes):{_WIDTH}}  {one.memory.total / _GIB:.3g} GiB"
                 for i, one in enumerate(shown, 1)
@@ -53,7 +53,7 @@ def draw(plan: Plan, path: Path, *, count: int = 8) -> None:
     ):
         names = [f"{i}  {one.choice.describe()}" for i, one in enumerate(shown, 1)]
         left = [0.0] * len(shown)
-        for part in rows[0]:
+        for part in _named(rows):
             lengths = [row[part] for row in rows]
             axes.barh(names, lengths, left=left, label=part)
             left = [start + length for start, length in zip(left, lengths, strict=True)]
@@ -88,7 +88,12 @@ def draw_what_if(found: Mapping[int, Sequence[tuple[int, Candidate]]], path: Pat
     figure.savefig(path)
 
 
-def _legend(title: str, parts: Mapping[str, float]) -> str:
+def _named(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """The parts that any of them has."""
+    return [part for part in rows[0] if any(row[part] for row in rows)]
+
+
+def _legend(title: str, parts: Sequence[str]) -> str:
     return f"{title}: " + ", ".join(f"{_letter(name)} {name}" for name in parts)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import yaml
 
 from lightning_ptdp.columns import columns
-from lightning_ptdp.models.size import num_parameters
+from lightning_ptdp.models.size import active_parameters, num_parameters
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
@@ -86,6 +86,7 @@ def as_data(plan: Plan) -> dict[str, object]:
     return {
         "job": {
             "parameters": num_parameters(job.model),
+            "active_parameters": active_parameters(job.model),
             "world_size": job.world_size,
             "global_batch_size": job.global_batch_size,
             "sequence_length": job.sequence_length,
@@ -118,12 +119,16 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
 
 
 def _job(job: Job) -> str:
-    billions = num_parameters(job.model) / 1e9
-    size = f"{billions:.1f} B" if billions >= 1 else f"{billions * 1e3:.1f} M"
+    whole, active = num_parameters(job.model), active_parameters(job.model)
+    size = f"{_count(whole)} parameters" + (f", {_count(active)} of them active" if active < whole else "")
     return (
-        f"{size} parameters, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x {job.sequence_length} tokens, "
+        f"{size}, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x {job.sequence_length} tokens, "
         f"{job.precision.name}"
     )
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def _row(index: int, candidate: Candidate) -> tuple[str, ...]:

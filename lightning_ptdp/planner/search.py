@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
-from lightning_ptdp.planner.parameters import stage_parameters
+from lightning_ptdp.planner.parameters import expert_parameters, stage_parameters
 from lightning_ptdp.planner.space import Misfit, Space, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 from lightning_ptdp.schedule.generators import FAMILIES
@@ -101,9 +101,9 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
 def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
     """Of weights, gradients and optimizer state alone, with the recomputation and sharding that hold least."""
     *_, smallest = _choices(space, choice)
-    parameters = sum(stage_parameters(job.model, choice.layout))
+    counts = (sum(count(job.model, choice.layout)) for count in (stage_parameters, expert_parameters))
     # The fullest rank has no less than the mean.
-    return sum(static_bytes(job, smallest, parameters / choice.layout.pipeline_parallel_size))
+    return sum(static_bytes(job, smallest, *(count / choice.layout.pipeline_parallel_size for count in counts)))
 
 
 def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, RankMemory]:
@@ -128,7 +128,7 @@ def _choices(space: Space, choice: Choice) -> Iterator[Choice]:
 
 
 def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[Misfit]:
-    """The fastest of each (t, p, c) that is not among the best."""
+    """The fastest of each (t, p, c, e) that is not among the best."""
     shown = {_degrees(candidate) for candidate in best}
     for degrees, candidate in {_degrees(one): one for one in sorted(found, key=_order, reverse=True)}.items():
         if degrees not in shown:

@@ -35,6 +35,7 @@ class Software:
         gathers_messages: Without sequence parallelism a message is cut over the tensor group and gathered at its other end
             (arXiv 2104.04473, section 4.1).
         batch_first: Hidden states are (b, s, h), not (s, b, h): collectives over parts of the sequence move it to the front.
+        groups_products: Products of a layer's experts are one call on a GPU; else one after the other.
         balances_stages: Stages are cut by cost, embedding and head included; else by equal numbers of layers.
         operations: Operations that the host launches for a layer's forward; a backward launches twice as many.
         collective_operations: Besides, for each collective.
@@ -57,6 +58,7 @@ class Software:
     hides_messages: bool
     gathers_messages: bool
     batch_first: bool = False
+    groups_products: bool = True
     balances_stages: bool
     operations: int
     collective_operations: int = 4

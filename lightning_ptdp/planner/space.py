@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_ptdp.models.config import split_widths
 from lightning_ptdp.option_types import Size, check_types
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage
@@ -29,6 +30,7 @@ class Space:
         pipeline_parallel_sizes: Default: all that fit.
         virtual_pipeline_sizes: Default: 1, and up to 8 that give every stage the same number of layers.
         context_parallel_sizes: Default: 1, and from 8192 tokens on also 2, 4 and 8.
+        expert_parallel_sizes: Default: 1, and for a mixture all that divide its experts and d c.
         data_parallel_sizes: Default: what remains of the world.
         micro_batch_sizes: Default: powers of two up to 32.
         schedules: Names of the package's.
@@ -45,6 +47,7 @@ class Space:
     pipeline_parallel_sizes: Sequence[Size] | None = None
     virtual_pipeline_sizes: Sequence[Size] | None = None
     context_parallel_sizes: Sequence[Size] | None = None
+    expert_parallel_sizes: Sequence[Size] | None = None
     data_parallel_sizes: Sequence[Size] | None = None
     micro_batch_sizes: Sequence[Size] | None = None
     schedules: Sequence[str] = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
@@ -73,7 +76,7 @@ class Misfit:
 
 
 def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
-    """All (t, c, p) of the space, one chunk a rank, and why some of them are none."""
+    """All (t, c, p, e) of the space, one chunk a rank, and why some of them are none."""
     for t in _tensor_sizes(job, space):
         misfit = _tensor_misfit(job, t)
         if misfit is not None:
@@ -89,7 +92,7 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
 
 
 def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice | Misfit]:
-    """All schedules, chunks and microbatches for (t, c, p), and why some of them are none."""
+    """All schedules, chunks and microbatches for (t, c, p, e), and why some of them are none."""
     t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
     of_replica = job.global_batch_size // layout.data_parallel_size
     split = t > 1 and job.sequence_length % (t * layout.context_parallel_size) == 0
@@ -119,7 +122,7 @@ def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
 
 def _tensor_misfit(job: Job, t: int) -> Misfit | None:
     model = job.model
-    for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads), ("ffn_hidden_size", model.ffn_size)):
+    for name, size in {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads, **split_widths(model)}.items():
         copied = name == "num_kv_heads" and t % size == 0
         if size % t and not copied:
             return Misfit(what=f"t{t}", reason=f"{name}={size} is not divisible by it")
@@ -144,11 +147,31 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
         elif job.global_batch_size % (rest // p):
             reason = f"the global batch of {job.global_batch_size} is not divisible by d = {rest // p} replicas"
         else:
-            yield ParallelLayout(
-                world_size=job.world_size, tensor_parallel_size=t, context_parallel_size=c, pipeline_parallel_size=p
+            yield from _expert_sizes(
+                job,
+                space,
+                ParallelLayout(
+                    world_size=job.world_size, tensor_parallel_size=t, context_parallel_size=c, pipeline_parallel_size=p
+                ),
             )
             continue
         yield Misfit(what=f"t{t} c{c} p{p}", reason=reason)
+
+
+def _expert_sizes(job: Job, space: Space, layout: ParallelLayout) -> Iterator[ParallelLayout | Misfit]:
+    ranks, experts = layout.size("replica_sum"), job.model.num_experts
+    every = divisors(math.gcd(ranks, experts or 1))
+    for e in every if space.expert_parallel_sizes is None else space.expert_parallel_sizes:
+        if e in every:
+            yield replace(layout, expert_parallel_size=e)
+        elif experts is None:
+            yield Misfit(what=f"e{e}", reason="the model has no experts")
+        elif experts % e:
+            yield Misfit(what=f"e{e}", reason=f"num_experts={experts} is not divisible by it")
+        else:
+            yield Misfit(
+                what=f"{layout.describe()} e{e}", reason=f"it does not divide d c = {ranks}, from whose ranks experts take theirs"
+            )
 
 
 def _schedules(job: Job, space: Space, p: int) -> Iterator[tuple[str, int]]:

@@ -11,7 +11,7 @@ from lightning_ptdp.planner.communication import group_link, pipeline_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
-from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
+from lightning_ptdp.planner.parameters import expert_parameters, layers_by_stage, mixtures_by_stage, stage_parameters
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
 from lightning_ptdp.schedule.simulate import Costs, Timeline, simulate
 from lightning_ptdp.world.layout import ParallelLayout
@@ -25,6 +25,8 @@ class StepTime:
 
     Attributes:
         compute: Forwards and backwards of the slowest rank, recomputation included, without waiting.
+        experts: The same of the experts of mixtures.
+        dispatch: Sending tokens to their experts and back.
         tensor: Waiting for tensor and context parallelism.
         bubble: The pipeline's bubble, waiting for slower stages included.
         messages: Waiting for messages between stages.
@@ -38,6 +40,8 @@ class StepTime:
     """
 
     compute: float
+    experts: float = 0.0
+    dispatch: float = 0.0
     tensor: float
     bubble: float
     messages: float
@@ -52,7 +56,7 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """The parts in seconds, by name."""
-        names = ("compute", "tensor", "bubble", "messages", "gradients", "optimizer", "sharing")
+        names = ("compute", "experts", "dispatch", "tensor", "bubble", "messages", "gradients", "optimizer", "sharing")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -73,7 +77,7 @@ class StepTime:
     @property
     def bubble_fraction(self) -> float:
         """The bubble over the time of the computations and their collectives: the papers' (p - 1) / m."""
-        return self.bubble / (self.compute + self.tensor)
+        return self.bubble / (self.compute + self.experts + self.dispatch + self.tensor)
 
 
 def step_time(job: Job, choice: Choice) -> StepTime:
@@ -163,13 +167,18 @@ def _hides_messages(job: Job) -> bool:
 
 def _stages(job: Job, choice: Choice) -> list[PassTime]:
     """Of each stage; with the messages that hold a rank, one in each direction a microbatch."""
-    layer, layout = layer_time(job, choice), choice.layout
-    counts = layers_by_stage(job.model, layout.num_stages, balanced=job.software.balances_stages)
-    each = {count: layer.times(count) for count in set(counts)}
+    layout, balanced = choice.layout, job.software.balances_stages
+    dense = layer_time(job, choice)
+    mixture = dense if job.model.num_experts is None else layer_time(job, choice, mixture=True)
+    counts, mixtures = (count(job.model, layout.num_stages, balanced=balanced) for count in (layers_by_stage, mixtures_by_stage))
+    each = {
+        (count, mixed): dense.times(count - mixed) + mixture.times(mixed)
+        for count, mixed in set(zip(counts, mixtures, strict=True))
+    }
     held = 0.0 if _hides_messages(job) else _message(job, choice)
     if held:
         each = {count: stage + PassTime(forward=held, backward=held, weight=0.0) for count, stage in each.items()}
-    stages = [each[count] for count in counts]
+    stages = [each[both] for both in zip(counts, mixtures, strict=True)]
     stages[0] += input_time(job, choice)
     stages[-1] += head_time(job, choice)
     return stages
@@ -183,22 +192,25 @@ def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
 
 def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float, sharing: float) -> StepTime:
     layout, m = choice.layout, choice.num_microbatches
-    parameters = stage_parameters(job.model, layout, balanced=job.software.balances_stages)
-    fullest = max(sum(parameters[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline_parallel_size))
-    waiting = m * slowest.communication
+    every = [count(job.model, layout, balanced=job.software.balances_stages) for count in (stage_parameters, expert_parameters)]
+    ranks = range(layout.pipeline_parallel_size)
+    fullest = max(tuple(sum(count[stage] for stage in layout.stages_of(rank)) for count in every) for rank in ranks)
+    waiting, experts, dispatch = m * slowest.communication, m * slowest.experts, m * slowest.dispatch
     held = 0.0 if _hides_messages(job) else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
     model, hardware = (
         job.global_batch_size * flops_per_sample(job.model, sequence_length=job.sequence_length, recompute=again)
         for again in (False, choice.recompute == "full")
     )
     gradients = _gradients(
-        job, choice, fullest, hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0
+        job, choice, *fullest, hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0
     )
-    optimizer = _optimizer(job, choice, fullest)
+    optimizer = _optimizer(job, choice, *fullest)
     if job.shared_cores:  # all ranks do these at once
         sharing += (gradients + optimizer) * max(0.0, job.processes / job.shared_cores - 1)
     return StepTime(
-        compute=m * (slowest.forward + slowest.backward) - waiting - held,
+        compute=m * (slowest.forward + slowest.backward) - waiting - held - experts - dispatch,
+        experts=experts,
+        dispatch=dispatch,
         tensor=waiting,
         bubble=bubble,
         messages=messages + held,
@@ -226,28 +238,34 @@ def _message(job: Job, choice: Choice) -> float:
     return link.send(nbytes / t) + group_link(layout, job.cluster, "tensor").all_gather(nbytes)
 
 
-def _gradients(job: Job, choice: Choice, parameters: int, *, hidden_behind: float) -> float:
-    """An all-reduce, or with a sharded optimizer a reduce-scatter and the gathering of the parameters.
+def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidden_behind: float) -> float:
+    """An all-reduce, or with a sharded optimizer a reduce-scatter and the gathering of the parameters: of ``experts`` among them over the
+    ranks that hold them alike, and over the tensor-parallel ranks, each of which has had a part of the tokens.
 
     The reductions start in the last microbatch's backward and hide behind half of it, the gathering behind as much of a forward.
     """
-    group, weight, gradient = group_link(choice.layout, job.cluster, "replica_sum"), job.precision.weight, job.gradient
+    groups = [group_link(choice.layout, job.cluster, axes) for axes in ("replica_sum", "expert_replicas")]
+    summed = list(zip(groups, (parameters - experts, experts), strict=True))
+    weight, gradient = job.precision.weight, job.gradient
     tied = 0.0
     layout = choice.layout
     if job.model.tie_embeddings and layout.last_stage_rank != layout.rank_of_stage(0):
         rows = job.model.vocabulary_size / layout.tensor_parallel_size
         # Two ranks exchange all of it, both ways at once.
         tied = pipeline_link(layout, job.cluster).send(rows * job.model.hidden_size * gradient)
+    if experts:
+        tied += group_link(layout, job.cluster, "tensor").all_reduce(experts * gradient)
     if choice.shard_optimizer:
-        reduced = max(0.0, group.all_gather(parameters * gradient) - hidden_behind / 2)
-        return tied + reduced + max(0.0, group.all_gather(parameters * weight) - hidden_behind / 4)
-    return tied + max(0.0, group.all_reduce(parameters * gradient) - hidden_behind / 2)
+        reduced = max(0.0, sum(group.all_gather(count * gradient) for group, count in summed) - hidden_behind / 2)
+        gathered = sum(group.all_gather(count * weight) for group, count in summed)
+        return tied + reduced + max(0.0, gathered - hidden_behind / 4)
+    return tied + max(0.0, sum(group.all_reduce(count * gradient) for group, count in summed) - hidden_behind / 2)
 
 
-def _optimizer(job: Job, choice: Choice, parameters: int) -> float:
+def _optimizer(job: Job, choice: Choice, parameters: int, experts: int) -> float:
     """What the software reads and writes; else every byte of weights and state both ways, and gradients twice: for their norm, too."""
-    weights, gradients, state = static_bytes(job, choice, parameters)
-    share = 1 / choice.layout.size("replica_sum") if choice.shard_optimizer else 1.0
+    weights, gradients, state = static_bytes(job, choice, parameters, experts)
+    share = state / (parameters * job.precision.state)
     stream = job.device.stream if job.device.measured is None else job.device.measured.optimizer
     if job.software.optimizer is not None:
         return share * parameters * job.software.optimizer / stream

@@ -15,9 +15,8 @@ from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.columns import columns
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Choice, Job, Precision, device_here, find_device, find_precision, layer_activations
+from lightning_ptdp.planner import Choice, Job, Precision, device_here, find_device, find_precision
 from lightning_ptdp.planner.memory import rank_memory
-from lightning_ptdp.planner.parameters import stage_parameters
 from lightning_ptdp.planner.report import strategy_arguments
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
 from lightning_ptdp.strategy.choosing import Training, fastest_layouts
@@ -112,7 +111,7 @@ def _activations(
         recompute=config.recompute,
         distribute_saved_activations=config.distribute_saved_activations,
     )
-    memory = rank_memory(job, choice, rank, layer_activations(job, choice), stage_parameters(model, layout))
+    memory = rank_memory(job, choice, rank)
     return memory.activations + memory.logits + memory.working
 
 

@@ -33,7 +33,9 @@ def test_parameters_and_stages_are_the_modules_own(config: object) -> None:
     with torch.device("meta"):
         model = GPT(config)
     assert sum(stage_parameters(config, ParallelLayout(world_size=1))) == num_parameters(config)
-    assert layer_parameters(config, 1) == sum(p.numel() for p in model.blocks[0].parameters())
+    mixture = config.layers_with_experts == config.num_layers
+    own = sum(p.numel() for name, p in model.blocks[0].named_parameters() if ".experts." not in name)
+    assert layer_parameters(config, 1, mixture=mixture) == own
     plan = gpt_plan(config, prefix="")
     parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
     for p in range(1, config.num_layers + 1):
@@ -56,9 +58,9 @@ def parameters_of_a_rank(rank: int) -> dict[str, int]:
 
 
 def test_parameters_under_tensor_parallelism(pool: Pool) -> None:
-    layout = ParallelLayout(world_size=2, tensor_parallel_size=2)
+    layout = ParallelLayout(world_size=4, tensor_parallel_size=2, expert_parallel_size=2)
     for found in pool.run(parameters_of_a_rank, world_size=2):
-        assert len(found) == 4
+        assert len(found) == sum(config.num_heads % 2 == 0 for config in VARIANTS.values())
         for name, count in found.items():
             assert stage_parameters(VARIANTS[name], layout) == (count,), name
 
@@ -84,7 +86,7 @@ def test_table_1_fits(row: Row) -> None:
 
 
 def of_rank(job: Job, how: Choice, rank: int) -> RankMemory:
-    return rank_memory(job, how, rank, layer_activations(job, how), stage_parameters(job.model, how.layout))
+    return rank_memory(job, how, rank)
 
 
 def test_the_fullest_rank_is_the_fullest() -> None:

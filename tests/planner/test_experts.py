@@ -1,0 +1,159 @@
+"""Mixtures of experts: what a rank holds, what it waits for, which layouts are tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ptdp.models import GPT, GPTConfig, active_parameters, gpt_plan, num_parameters
+from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.planner import (
+    Job,
+    Misfit,
+    Space,
+    fullest_rank,
+    layer_activations,
+    layer_time,
+    layers_by_stage,
+    product_time,
+    search,
+    stage_parameters,
+    static_bytes,
+    step_time,
+)
+from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.expert_shape import ExpertShape
+from lightning_ptdp.planner.experts import expert_kept, expert_time
+from lightning_ptdp.planner.mends import why_nothing_fits
+from lightning_ptdp.planner.parameters import expert_parameters
+from lightning_ptdp.world.layout import ParallelLayout
+from tests.memory import kept_bytes
+from tests.planner.jobs import choice, small_job
+
+SIZES: dict[str, Any] = {"vocabulary_size": 64, "sequence_length": 48, "num_layers": 4, "hidden_size": 64, "num_heads": 4}
+SMALL = GPTConfig.llama(
+    **SIZES, num_experts=8, experts_per_token=2, expert_hidden_size=96, shared_experts=1, dense_layers=1, ffn_hidden_size=160
+)
+MIXTRAL = GPTConfig.llama(
+    vocabulary_size=32000, sequence_length=4096, num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336,
+    num_experts=8, experts_per_token=2,
+)  # fmt: skip
+SHAPE = ExpertShape(number=8, chosen=2, hidden=4096, width=14336)
+
+
+def test_parameters_and_stages_are_the_modules_own() -> None:
+    with torch.device("meta"):
+        model = GPT(SMALL)
+    plan = gpt_plan(SMALL, prefix="")
+    parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
+    for p in (1, 2, 3):
+        layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
+        ranges = layer_ranges(model, parts=parts, layout=layout)
+        assert layers_by_stage(SMALL, p) == tuple(stop - start for start, stop in ranges)
+        assert sum(stage_parameters(SMALL, layout)) == num_parameters(SMALL)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    whole, shared = (ParallelLayout(world_size=8, pipeline_parallel_size=2, expert_parallel_size=e) for e in (1, 4))
+    assert sum(expert_parameters(SMALL, whole)) == experts == 4 * sum(expert_parameters(SMALL, shared))
+    assert sum(stage_parameters(SMALL, shared)) == num_parameters(SMALL) - experts * 3 / 4
+    assert (round(num_parameters(MIXTRAL) / 1e8), round(active_parameters(MIXTRAL) / 1e8)) == (
+        467,
+        129,
+    )  # arXiv 2401.04088: 47B, 13B
+
+
+def test_bytes_of_states() -> None:
+    """ZeRO-1 spreads what is dense over d c ranks, an expert's over the d c / e that hold it."""
+    job = small_job(SMALL, world_size=16)
+    how = choice(world_size=16, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=4)
+    assert sum(static_bytes(job, how, 1000, 600)) == 18 * 1000
+    sharded = replace(how, shard_optimizer=True)
+    assert sum(static_bytes(job, sharded, 1000, 600)) == 6 * 1000 + 12 * (400 / 8 + 600 / 2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_what_a_mixture_keeps_is_what_its_block_keeps(precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    block = GPT(SMALL).blocks[-1].to(dtype)
+    x = torch.randn(2, 48, 64, dtype=dtype, requires_grad=True)
+    kept = kept_bytes(lambda: block(x + 0, torch.zeros(2, 3))[0], block.parameters())
+    expected = layer_activations(small_job(SMALL, precision=precision, device="cpu"), choice(b=2), mixture=True).held
+    assert expected == pytest.approx(kept, rel=0.03), expected / kept
+
+
+def test_rows_are_kept_by_whom_they_reach() -> None:
+    job = small_job(MIXTRAL, world_size=16)
+    one, shared = (choice(world_size=16, b=1, expert_parallel_size=e) for e in (1, 8))
+    assert expert_kept(SHAPE, job, one) == expert_kept(SHAPE, job, shared)
+    cut = choice(world_size=16, b=1, expert_parallel_size=8, tensor_parallel_size=2)
+    assert expert_kept(SHAPE, job, cut) == expert_kept(SHAPE, job, shared) / 2
+    uneven = replace(job, imbalance=2.0)
+    assert 1.5 < expert_kept(SHAPE, uneven, shared) / expert_kept(SHAPE, job, shared) < 2
+    with pytest.raises(ValueError, match=r"imbalance=0\.5 is the busiest rank's share over the mean"):
+        replace(job, imbalance=0.5)
+
+
+def test_time_of_experts_by_hand() -> None:
+    """4,096 tokens with two experts each: of 8 ranks with one each, every one gets 8,192 rows."""
+    job = small_job(MIXTRAL, world_size=16)
+    how = choice(world_size=16, b=1, expert_parallel_size=8)
+    time, group = expert_time(SHAPE, job, how), group_link(how.layout, job.cluster, "expert")
+    up, down = product_time(job.device, 2, 8192, 2 * 14336, 4096), product_time(job.device, 2, 8192, 4096, 14336)
+    assert time.forward == pytest.approx(up + down)
+    assert time.dispatch == pytest.approx(2 * group.all_to_all(8192 * 4096 * 2))
+    assert time.weight < time.backward < 2.5 * time.forward
+    # Whoever has all experts computes as many rows, in eight groups; few rows each are slow.
+    alone, few = choice(world_size=16, b=1), choice(world_size=16, b=1, context_parallel_size=16)
+    assert expert_time(SHAPE, job, alone).forward == pytest.approx(
+        product_time(job.device, 2, 1024, 28672, 4096, 8) + product_time(job.device, 2, 1024, 4096, 14336, 8)
+    )
+    assert expert_time(SHAPE, job, alone).dispatch == 0.0
+    assert expert_time(SHAPE, job, few).forward > 1.3 * expert_time(SHAPE, job, alone).forward / 16
+    uneven = expert_time(SHAPE, replace(job, imbalance=1.5), how)
+    assert uneven.forward == pytest.approx(1.5 * time.forward, rel=0.05) and uneven.dispatch > time.dispatch
+
+
+def test_experts_and_their_tokens_are_parts_of_the_step() -> None:
+    job = small_job(MIXTRAL, world_size=64, batch=256)
+    times = {
+        e: step_time(job, choice(world_size=64, b=1, m=16, pipeline_parallel_size=4, expert_parallel_size=e)) for e in (1, 8)
+    }
+    for e, time in times.items():
+        assert time.total == pytest.approx(sum(time.parts.values()))
+        assert (time.dispatch > 0) == (e > 1) and 0.5 < time.experts / time.total < 0.9
+    # What is held once by eight ranks is summed over two.
+    assert times[8].gradients < times[1].gradients
+    assert layer_time(job, choice(world_size=64), mixture=True).forward > layer_time(job, choice(world_size=64)).forward
+    dense = small_job(GPTConfig.llama(**SIZES))
+    assert not step_time(dense, choice()).experts + step_time(dense, choice()).dispatch
+
+
+def test_what_is_proposed() -> None:
+    job = small_job(MIXTRAL, world_size=64, batch=256)
+    plan = search(job, count=40)
+    assert {candidate.choice.layout.expert_parallel_size for candidate in plan.best} > {8}
+    best = plan.best[0]
+    assert best.choice.options()["expert_parallel_size"] == 8 and "e8" in best.choice.describe()
+    assert all(candidate.memory.total <= job.device.usable_bytes for candidate in plan.best)
+    # By far the most of the step is computing: a plan that filled the memory wrongly would have the activations too small.
+    held = fullest_rank(job, best.choice)
+    assert held.activations > held.logits
+    reasons = {misfit.what: misfit.reason for misfit in plan.rejected}
+    assert "alone take" in reasons["t1 p1 d64 e2"]
+    asked = search(job, Space(expert_parallel_sizes=(4, 3, 16), tensor_parallel_sizes=(1,)), count=5)
+    assert {candidate.choice.layout.expert_parallel_size for candidate in asked.best} == {4}
+    reasons = {misfit.what: misfit.reason for misfit in asked.rejected}
+    assert reasons["e3"] == reasons["e16"].replace("16", "3") == "num_experts=8 is not divisible by it"
+    dense = search(small_job(GPTConfig.llama(**SIZES), world_size=2), Space(expert_parallel_sizes=(2,)))
+    assert Misfit(what="e2", reason="the model has no experts") in dense.rejected
+
+
+def test_nothing_fits_without_experts_shared_out() -> None:
+    job: Job = small_job(MIXTRAL, world_size=16, batch=64)
+    space = Space(expert_parallel_sizes=(1,), pipeline_parallel_sizes=(1,), tensor_parallel_sizes=(1,))
+    plan = search(job, space)
+    assert not plan.best
+    assert " e8 " in why_nothing_fits(plan, space).partition("without the restrictions")[2]
