@@ -87,6 +87,11 @@ class Sharding:
         return math.prod(self.local_shape) - sum(math.prod(piece.size) for piece in self.pieces)
 
     @property
+    def num_counted(self) -> int:
+        """Local elements without padding, and without what an earlier member holds as well."""
+        return sum(math.prod(piece.size) for piece in self.pieces if piece.copy == 0)
+
+    @property
     def copies(self) -> tuple[int, ...]:
         """The numbers of copies, above one, that pieces have."""
         return tuple(sorted({piece.copies for piece in self.pieces if piece.copies > 1}))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from lightning_ptdp.columns import columns
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.generators import schedule_name
+from lightning_ptdp.tensor_parallel import Experts
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["StageSummary", "StrategySummary", "render", "summarize"]
+
+_CHOSEN = ("top_k", "experts_per_token", "num_experts_per_tok", "num_experts_per_token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,8 @@ class StrategySummary:
         micro_batch_size: b, samples of a microbatch, where m follows from it.
         stages: All pipeline stages in order; empty without a pipeline.
         parameters_per_rank: Parameters (elements) that each global rank holds.
+        parameters: Of the whole model, tied ones once.
+        active_parameters: Those that one token visits, of a mixture whose number of experts a token is known; else None.
         bubble: The schedule's, over the time of its computations, with equal stages; None if m is not known.
         notes: Remarks for the user, such as a padded vocabulary.
     """
@@ -65,6 +73,8 @@ class StrategySummary:
     micro_batch_size: int | None = None
     stages: tuple[StageSummary, ...] = ()
     parameters_per_rank: tuple[int, ...] = ()
+    parameters: int | None = None
+    active_parameters: int | None = None
     bubble: float | None = 0.0
     notes: tuple[str, ...] = ()
 
@@ -74,21 +84,53 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
     layout = mesh.layout
     microbatches = config.usual_microbatches
     schedule = None if microbatches is None else config.build_schedule(microbatches)
-    local = sum(parameter.numel() for parameter in parallel.records)
-    counts: list[int] = [local]
+    held = _held(parallel)
+    all_held = [held]
     if layout.world_size > 1:
-        counts = [0] * layout.world_size
-        dist.all_gather_object(counts, local)
+        all_held = [held] * layout.world_size
+        dist.all_gather_object(all_held, held)
+    once = [all_held[rank] for rank in layout.group_of("shards", 0)] if layout.world_size > 1 else all_held
+    total, resting = sum(each.counted for each in once), [each.resting for each in once]
     return StrategySummary(
         layout=layout,
         schedule=schedule_name(config.schedule, config.virtual_pipeline_size),
         num_microbatches=microbatches,
         micro_batch_size=config.micro_batch_size,
         stages=_stages(parallel, layout),
-        parameters_per_rank=tuple(counts),
+        parameters_per_rank=tuple(each.local for each in all_held),
+        parameters=total,
+        active_parameters=round(total - sum(resting)) if any(resting) and not math.isnan(sum(resting)) else None,
         bubble=None if schedule is None else ideal_bubble(schedule),
         notes=parallel.notes,
     )
+
+
+class _Held(NamedTuple):
+    """Parameters that a rank has, that it counts for all ranks that have them, and of those the ones that a token passes by: NaN where it
+    is not known how many experts it visits."""
+
+    local: int
+    counted: int
+    resting: float
+
+
+def _held(parallel: ParallelModel) -> _Held:
+    counted = {p: record.sharding.num_counted for p, record in parallel.records.items() if record.counted and record.leads}
+    kind, resting = Experts(), 0.0
+    for name, module in parallel.module.named_modules():
+        if kind.fits(module):
+            of_experts = list(module.parameters())
+            number, chosen = parallel.records[of_experts[0]].sharding.full_shape[0], _chosen(parallel.module, name)
+            resting += sum(counted.get(p, 0) for p in of_experts) * (1 - (chosen or math.nan) / number)
+    return _Held(sum(p.numel() for p in parallel.records), sum(counted.values()), resting)
+
+
+def _chosen(module: nn.Module, experts: str) -> int | None:
+    """How many experts a token visits, as the modules around them, or their configurations, say."""
+    parent = module.get_submodule(experts.rpartition(".")[0])
+    around = [module.get_submodule(experts), parent, *parent.children()]
+    said = (getattr(place, key, None) for one in around for place in (one, getattr(one, "config", None)) for key in _CHOSEN)
+    return next((number for number in said if isinstance(number, int)), None)
 
 
 def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSummary, ...]:
@@ -153,7 +195,10 @@ def _parameters(summary: StrategySummary) -> list[list[str]]:
     if not summary.parameters_per_rank:
         return []
     least, most = _short(min(summary.parameters_per_rank)), _short(max(summary.parameters_per_rank))
-    return [["parameters", f"{least if least == most else f'{least} to {most}'} a rank"]]
+    text = f"{least if least == most else f'{least} to {most}'} a rank"
+    if summary.parameters is not None and summary.active_parameters is not None:
+        text += f"; {_short(summary.parameters)} in all, of which a token visits {_short(summary.active_parameters)}"
+    return [["parameters", text]]
 
 
 def _ranks_of(layout: ParallelLayout, pipeline_rank: int) -> str:

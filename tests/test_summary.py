@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.models import GPTConfig, LitGPT, num_parameters
+from lightning_ptdp.models.size import active_parameters
 from lightning_ptdp.summary import StageSummary, StrategySummary, render
 from lightning_ptdp.world.layout import ParallelLayout
+from tests.expert_parallel.toy import LitMixture, Run
+from tests.letters import E, M, P, T, Z
+from tests.pool import Pool
 
 INTERLEAVED = StrategySummary(
     layout=ParallelLayout(
@@ -46,3 +58,47 @@ def test_one_process_has_no_stages_and_no_bubble() -> None:
         "schedule    none, 1 microbatch",
         "parameters  999 a rank",
     ]
+
+
+def test_a_mixture_says_what_a_token_visits() -> None:
+    summary = StrategySummary(
+        layout=ParallelLayout(world_size=2, expert_parallel_size=2), schedule="none", num_microbatches=1,
+        parameters_per_rank=(10_000, 10_000), parameters=18_000, active_parameters=4_000,
+    )  # fmt: skip
+    assert render(summary).splitlines()[-1] == "parameters  10.0 K a rank; 18.0 K in all, of which a token visits 4.0 K"
+
+
+GPT_MOE = GPTConfig(
+    vocabulary_size=51, sequence_length=8, num_layers=3, hidden_size=16, num_heads=4, num_kv_heads=1, mlp="swiglu", bias=False,
+    num_experts=8, experts_per_token=3, shared_experts=1, expert_hidden_size=24, dense_layers=1,
+)  # fmt: skip
+
+
+class Told(L.Callback):
+    """What the strategy tells before the first step."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.summary = trainer.strategy.summary()
+
+
+def _summary(rank: int, layout: dict[str, Any], module: type[L.LightningModule]) -> StrategySummary:
+    told = Told()
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(**layout), accelerator="cpu", devices=4 if layout else 1, max_steps=0, callbacks=[told], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(LitGPT(GPT_MOE) if module is LitGPT else LitMixture(Run()), DataLoader([0, 0], batch_size=2))
+    return told.summary
+
+
+@pytest.mark.parametrize("layout", [{}, {E: 4, Z: True}, {T: 2, E: 2}, {P: 2, E: 2, M: 2}, {T: 2, P: 2, M: 2}])
+def test_parameters_are_counted_once_wherever_they_are(layout: dict[str, Any], pool: Pool) -> None:
+    for found in pool.run(_summary, world_size=4 if layout else 1, args=(layout, LitGPT)):
+        assert (found.parameters, found.active_parameters) == (num_parameters(GPT_MOE), active_parameters(GPT_MOE))
+
+
+def test_what_is_not_known_is_not_said(pool: Pool) -> None:
+    """How many experts a token of one's own model visits."""
+    (found, *_) = pool.run(_summary, world_size=4, args=({E: 4}, LitMixture))
+    assert found.parameters == 2 * 29 * 8 + 4 * (4 * 8 + 2 * 4 * 8 * 16)
+    assert found.active_parameters is None

@@ -41,6 +41,8 @@ def _tags(summary: StrategySummary) -> dict[str, object]:
         "virtual_pipeline_size": layout.virtual_pipeline_size,
         "sequence_parallel": layout.sequence_parallel,
         "schedule": summary.schedule,
+        "parameters": summary.parameters,
+        "active_parameters": summary.active_parameters,
         "num_microbatches": summary.num_microbatches,
         "micro_batch_size": summary.micro_batch_size,
     }
