@@ -51,6 +51,8 @@ class PTDPConfig:
         context_parallel_size: c, ranks that share every sequence along time, through the whole network.
         expert_parallel_size: e, ranks that share the experts of a mixture, of those of data and context parallelism: each has 1/e of
             the experts, and tokens travel to them.
+        expert_tensor_parallel_size: 1 (every tensor rank computes its part of the tokens with whole experts), or t: each expert is split
+            over the tensor ranks, for experts that are too wide or too few for e ranks.
         context_parallel_attention: "ring" (keys and values go round; arXiv 2310.01889) or "all_to_all" (heads are traded for the
             sequence; arXiv 2309.14509).
         context_parallel_positions: Refuse a model that cannot be handed its tokens' places in the whole sequence; False for one that
@@ -117,6 +119,7 @@ class PTDPConfig:
     virtual_pipeline_size: Size = 1
     context_parallel_size: Size = 1
     expert_parallel_size: Size = 1
+    expert_tensor_parallel_size: Size = 1
     context_parallel_attention: AttentionKind = "ring"
     context_parallel_positions: bool = True
     sequence_dims: Mapping[str, int | None] | None = None

@@ -113,10 +113,9 @@ def parallelize(
     tensor, pipeline = mesh.group("tensor"), mesh.group("pipeline")
     convert()
     planned = plan(module)
-    degrees = {axis: mesh.group(axis).size for axis in SPLIT_AXES}
+    degrees = {axis: layout.size(axis) for axis in SPLIT_AXES}
     kinds = planned.divided(module, **degrees)
-    further = {f"{axis}_parallel_size": degrees[axis] for axis in ("expert", "context")}
-    planned.check(module, tensor.size, layout.sequence_parallel, **further, converted=True)
+    planned.check(module, tensor.size, layout.sequence_parallel, converted=True, **degrees)
     if layout.divides_model:
         set_numbers(module, planned.numbers, tensor_parallel_size=tensor.size)
         keep_padded(module)

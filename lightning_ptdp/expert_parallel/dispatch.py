@@ -181,9 +181,10 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights_nk, order, places = ctx.saved_tensors
         grad_rows = grad.index_select(0, order // weights_nk.size(1))
-        grad_weights = (grad_rows * rows).sum(1, dtype=weights_nk.dtype).index_select(0, places).view_as(weights_nk)
-        weights = weights_nk.reshape(-1).index_select(0, order).to(rows.dtype)
-        return grad_rows.mul_(weights.unsqueeze(1)), grad_weights, None
+        grad_rows = grad_rows.to(torch.promote_types(rows.dtype, weights_nk.dtype))
+        grad_weights = (grad_rows * rows).sum(1).index_select(0, places).view_as(weights_nk).to(weights_nk.dtype)
+        weights = weights_nk.reshape(-1, 1).index_select(0, order)
+        return grad_rows.mul_(weights).to(rows.dtype), grad_weights, None
 
 
 class _Exchange(torch.autograd.Function):

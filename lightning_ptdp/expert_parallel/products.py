@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_ptdp._torch import grouped_product
 
-__all__ = ["stores_as_usual", "usual_output"]
+__all__ = ["inner_parts", "inner_width", "stores_as_usual", "usual_output"]
 
 _SAID = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
 _PARAMETERS = frozenset(("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"))
@@ -28,7 +29,26 @@ def stores_as_usual(module: nn.Module) -> bool:
     return said and {name for name, _ in module.named_parameters()} <= _PARAMETERS
 
 
-def usual_output(module: Any, rows_rh: Tensor, *, sizes: list[int], ends: Tensor, adds_bias: bool = True) -> Tensor:
+def inner_width(module: Any) -> int:
+    """f."""
+    width: int = module.down_proj.size(1 if module.is_transposed else 2)
+    return width
+
+
+def inner_parts(module: Any, name: str) -> tuple[int, tuple[int, ...]] | None:
+    """(dimension along the inner width, the parts of it that are split on their own) of a parameter; None: it has none."""
+    f = inner_width(module)
+    if name == "down_proj_bias":
+        return None
+    if name == "down_proj":
+        return (1 if module.is_transposed else 2), (f,)
+    dim = 2 if module.is_transposed and not name.endswith("_bias") else 1
+    return dim, ((f, f) if module.is_concatenated else (2 * f,)) if module.has_gate else (f,)
+
+
+def usual_output(
+    module: Any, rows_rh: Tensor, *, sizes: list[int], ends: Tensor, adds_bias: bool = True, dtype: torch.dtype | None = None
+) -> Tensor:
     """What the experts of such a module make of rows, (r, h).
 
     Args:
@@ -37,17 +57,21 @@ def usual_output(module: Any, rows_rh: Tensor, *, sizes: list[int], ends: Tensor
         sizes: How many each has.
         ends: (experts,) int32 on the rows' device, where those of each end.
         adds_bias: Whether the bias of the last product is added.
+        dtype: In which products are computed; None: in the weights'.
     """
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    made = _linear(module, first, rows_rh, sizes, ends, module.has_bias)
+    made = _linear(module, first, rows_rh, sizes, ends, module.has_bias, dtype)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
-    return _linear(module, "down_proj", made, sizes, ends, module.has_bias and adds_bias)
+    return _linear(module, "down_proj", made, sizes, ends, module.has_bias and adds_bias, dtype)
 
 
-def _linear(module: Any, name: str, x: Tensor, sizes: list[int], ends: Tensor, has_bias: bool) -> Tensor:
+def _linear(
+    module: Any, name: str, x: Tensor, sizes: list[int], ends: Tensor, has_bias: bool, dtype: torch.dtype | None
+) -> Tensor:
     weight = getattr(module, name)
+    weight = weight if dtype is None else weight.to(dtype)
     output = grouped_product(x.to(weight.dtype), weight if module.is_transposed else weight.mT, sizes=sizes, ends=ends)
     if not has_bias:
         return output
     counts = ends.diff(prepend=ends.new_zeros(1))
-    return output + getattr(module, f"{name}_bias").repeat_interleave(counts, dim=0, output_size=sum(sizes))
+    return output + getattr(module, f"{name}_bias").to(output.dtype).repeat_interleave(counts, dim=0, output_size=sum(sizes))

@@ -32,7 +32,11 @@ AUXILIARY = 3
 
 
 class Experts(nn.Module):
-    """All experts of a layer, stored and called as those of Hugging Face's models are."""
+    """All experts of a layer, stored and called as those of Hugging Face's models are, and telling so."""
+
+    has_gate = is_concatenated = True
+    has_bias = is_transposed = False
+    _apply_gate = staticmethod(swiglu)
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.expert_parallel import Dispatched, dispatch, stores_as_usual, usual_output
+from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.own_forward import OwnForward
-from lightning_ptdp.tensor_parallel.collectives import join_sequence, split_sequence
+from lightning_ptdp.tensor_parallel.collectives import copy, join_sequence, reduce, split_sequence
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ExpertError", "ExpertsForward"]
 
 
 _GROUPED = "grouped_mm"
+"""Of transformers' several ways to compute the same the usual one; None in a module that has none."""
 
 
 class ExpertError(ValueError):
@@ -28,46 +30,52 @@ class ExpertsForward(OwnForward):
     """In place of ``forward(x_nh, index_nk, weights_nk)`` of a module of experts; the module's own forward gets the rows that came here,
     one expert and the weight 1 for each. The weights are applied where the tokens are.
 
-    Ranks of a tensor group hold the same tokens: each sends a part of them.
+    Ranks of a tensor group hold the same tokens: each sends a part of them; or all, where it has a part of each expert, and what these
+    parts make is summed.
 
     Attributes:
         name: Of the module.
         num_experts: E.
         group: The ranks that share them.
         tensor: The tensor group.
+        splits_experts: Whether its ranks have a part of each expert.
     """
 
     name: str
     num_experts: int
     group: Group
     tensor: Group = field(default_factory=Group)
+    splits_experts: bool = False
 
     def __call__(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         shape = x_nh.shape
         x_nh = x_nh.reshape(-1, shape[-1])
         index_nk, weights_nk = (each.reshape(x_nh.size(0), -1) for each in (index_nk, weights_nk))
-        own = [self._own(each) for each in (x_nh, index_nk, weights_nk)]
+        if self.splits_experts:
+            own = [copy(x_nh, self.tensor), index_nk, copy(weights_nk, self.tensor)]
+        else:
+            own = [self._own(each) for each in (x_nh, index_nk, weights_nk)]
         found = dispatch(*own, num_experts=self.num_experts, group=self.group)
         self._check(found)
         y_nh = found.combine(self._experts(found), own[2])
-        return join_sequence(y_nh, self.tensor, 0)[: x_nh.size(0)].view(shape)
+        y_nh = reduce(y_nh, self.tensor) if self.splits_experts else join_sequence(y_nh, self.tensor, 0)[: x_nh.size(0)]
+        return y_nh.view(shape)
 
     def _experts(self, found: Dispatched) -> Tensor:
         rows = found.rows_rh
-        if self._is_usual:
-            return usual_output(self.module, rows, sizes=found.sizes, ends=found.counts.cumsum(0, dtype=torch.int32))
+        way = getattr(getattr(self.module, "config", None), "_experts_implementation", None)
+        if self.splits_experts or (way in (None, _GROUPED) and stores_as_usual(self.module)):
+            # transformers' grouped products are computed in the weights' dtype, whatever autocast says.
+            dtype = autocast_dtype(rows) if way is None else None
+            ends = found.counts.cumsum(0, dtype=torch.int32)
+            adds_bias = not self.splits_experts or self.tensor.rank == 0
+            return usual_output(self.module, rows, sizes=found.sizes, ends=ends, adds_bias=adds_bias, dtype=dtype)
         if not rows.size(0):
             # Nothing came. The backward has to come here all the same, where it would meet the other ranks.
             return rows + sum(parameter[:0].sum() for parameter in self.module.parameters())
         ones = rows.new_ones(rows.size(0), 1)
         result: Tensor = self.__wrapped__(rows, found.experts_r[:, None], ones)
         return result
-
-    @property
-    def _is_usual(self) -> bool:
-        """Whether the module computes as it says; of transformers' several ways another may have been asked for."""
-        config = getattr(self.module, "config", None)
-        return stores_as_usual(self.module) and getattr(config, "_experts_implementation", _GROUPED) == _GROUPED
 
     def _own(self, x: Tensor) -> Tensor:
         """This rank's part of the tokens, padded to what divides."""

@@ -12,7 +12,7 @@ from lightning_ptdp._peft import replaced_by, seen_through
 from lightning_ptdp.option_types import check_types
 from lightning_ptdp.tensor_parallel.adapters import adapter_kinds, check_adapters
 from lightning_ptdp.tensor_parallel.explain import explain
-from lightning_ptdp.tensor_parallel.kinds import Kind, kind_from
+from lightning_ptdp.tensor_parallel.kinds import SPLIT_AXES, Kind, kind_from
 from lightning_ptdp.tensor_parallel.numbers import Number, local_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
 
@@ -125,14 +125,14 @@ class ParallelPlan:
         return {name: found[name] for name, _ in model.named_modules(remove_duplicate=False) if name in found}
 
     def divided(self, model: nn.Module, **degrees: int) -> dict[str, Kind]:
-        """``resolve``, of the kinds whose axis has a degree above 1.
+        """``resolve``, of the kinds that do something where ``SPLIT_AXES`` have these degrees.
 
         Raises:
             ValueError: Of ``resolve``.
         """
         if max(degrees.values()) == 1:
             return {}
-        return {name: kind for name, kind in self.resolve(model).items() if degrees[kind.axis] > 1}
+        return _at(self.resolve(model), degrees)
 
     def check(
         self,
@@ -140,23 +140,23 @@ class ParallelPlan:
         tensor_parallel_size: int,
         sequence_parallel: bool = False,
         *,
-        expert_parallel_size: int = 1,
-        context_parallel_size: int = 1,
         converted: bool = False,
+        **further: int,
     ) -> None:
         """Check everything that can be known without running the model.
 
         Numbers of heads are only known where the plan tells them (``Column(heads=...)``): only features are visible here. A precision
-        plugin may have ``converted`` modules to types that cannot be sharded, which matters to tensor parallelism alone.
+        plugin may have ``converted`` modules to types that cannot be sharded, which matters to tensor parallelism alone. Other degrees of
+        ``SPLIT_AXES`` are ``further``.
 
         Raises:
             ValueError: Of ``resolve``; ``blocks``, ``before``, ``between``, ``after`` or ``selective`` name no module; a size does
                 not divide; a weight is shared by modules that would be sharded differently; sequence parallelism without a
                 vocabulary-parallel embedding and head, or of several containers.
         """
-        degrees = {"tensor": tensor_parallel_size, "expert": expert_parallel_size, "context": context_parallel_size}
+        degrees = dict.fromkeys(SPLIT_AXES, 1) | {"tensor": tensor_parallel_size} | further
         found = self._matched(model) if converted and max(degrees.values()) == 1 else self.resolve(model)
-        kinds = {name: kind for name, kind in found.items() if degrees[kind.axis] > 1}
+        kinds = _at(found, degrees)
         self._check_paths(model)
         if max(degrees.values()) == 1:
             return
@@ -222,6 +222,10 @@ class ParallelPlan:
                     f"the plan's selective pattern {pattern!r} matches no module of {type(model).__name__}; "
                     f"{nearest_names(pattern, modules)}"
                 )
+
+
+def _at(kinds: Mapping[str, Kind], degrees: Mapping[str, int]) -> dict[str, Kind]:
+    return {name: at for name, kind in kinds.items() if (at := kind.at(degrees)) is not None}
 
 
 def _check_type(name: str, module: nn.Module, kind: Kind) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_ptdp.sharding import Piece, Shape, Sharding
 
-__all__ = ["VocabularyRange", "shard_columns", "shard_vocabulary"]
+__all__ = ["VocabularyRange", "shard_columns", "shard_twice", "shard_vocabulary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,27 @@ def shard_columns(
         local, full = local + extent, full + part
     return Sharding(
         full_shape=tuple(shape), local_shape=_at(dim, local, shape), pieces=tuple(pieces), sharded=(axis,), partial=partial
+    )
+
+
+def shard_twice(one: Sharding, other: Sharding) -> Sharding:
+    """Split along two dimensions: what both of two shardings of a tensor along one each leave here."""
+    assert one.full_shape == other.full_shape and not one.copies and not other.copies
+    pieces = [
+        Piece(
+            local=tuple(map(sum, zip(a.local, b.local, strict=True))),
+            full=tuple(map(sum, zip(a.full, b.full, strict=True))),
+            size=tuple(map(min, zip(a.size, b.size, strict=True))),
+        )
+        for a in one.pieces
+        for b in other.pieces
+    ]
+    return Sharding(
+        full_shape=one.full_shape,
+        local_shape=tuple(map(min, zip(one.local_shape, other.local_shape, strict=True))),
+        pieces=tuple(pieces),
+        sharded=(*one.sharded, *other.sharded),
+        partial=(*one.partial, *other.partial),
     )
 
 

@@ -51,7 +51,7 @@ def shard_module(
     Returns:
         The module to put in its place, and a sharding for each parameter.
     """
-    if group.size == 1:
+    if group.size == tensor.size == 1:
         return module, {name: Sharding.replicated(parameter.shape) for name, parameter in module.named_parameters()}
     place = Place(group=group, sequence_parallel=sequence_parallel, shared=shared, enters=enters, tensor=tensor, name=name)
     return kind.shard(module, place)

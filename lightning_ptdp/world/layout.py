@@ -94,6 +94,7 @@ class ParallelLayout(Stages):
         virtual_pipeline_size: v, model chunks that a pipeline rank holds (interleaving).
         context_parallel_size: c, ranks that share one sequence along time.
         expert_parallel_size: e, ranks, of those of data and context parallelism, that share the experts of a mixture.
+        expert_tensor_parallel_size: Tensor-parallel ranks over which each expert is split: 1 or t.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence
             (arXiv 2205.05198, section 4.2.2).
         placement: Which rank holds which stage (placement.py); decided by the schedule.
@@ -104,8 +105,8 @@ class ParallelLayout(Stages):
         axes: The table of axes, in the order in which they are told.
 
     Raises:
-        ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, e does not divide d*c, v > 1
-            without a pipeline, sequence parallelism without tensor parallelism, or an unknown placement.
+        ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, e does not divide d*c, experts
+            are split over a part of t, v > 1 without a pipeline, sequence parallelism without tensor parallelism, or an unknown placement.
     """
 
     axes: ClassVar[tuple[Axis, ...]] = AXES
@@ -117,6 +118,7 @@ class ParallelLayout(Stages):
     virtual_pipeline_size: Size = 1
     context_parallel_size: Size = 1
     expert_parallel_size: Size = 1
+    expert_tensor_parallel_size: Size = 1
     sequence_parallel: bool = False
     placement: Placement = "loop"
 
@@ -134,6 +136,14 @@ class ParallelLayout(Stages):
             )
         for axis in self.blocked:
             self._check_blocks(axis)
+        if self.expert_tensor_parallel_size not in (1, self.tensor_parallel_size):
+            raise ValueError(
+                f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits each expert over some of the ranks of "
+                f"tensor_parallel_size={self.tensor_parallel_size}: use {self.tensor_parallel_size} (all of them) or 1 (whole experts)"
+                if self.tensor_parallel_size > 1
+                else f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits each expert over the tensor-parallel ranks, "
+                "but tensor_parallel_size=1: set that, too, or use 1"
+            )
         check_interleaving(self.pipeline_parallel_size, self.virtual_pipeline_size)
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError(

@@ -69,12 +69,20 @@ def trainer_of(run: Run, *callbacks: L.Callback) -> L.Trainer:
 
 
 class Recorder(L.Callback):
-    """What every step logs, the norms, and the weights at the start."""
+    """What every step logs, the norms, the weights at the start, and how many elements of experts there are here."""
 
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
         self.norms: list[float] = []
         self.initial: dict[str, Tensor] = {}
+        self.held: dict[str, int] = {}
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        parameters = [parameter for name, parameter in module.named_parameters() if "experts" in name]
+        states = [value for each in parameters for value in optimizer.state[each].values() if value.dim()]
+        gradients = [parameter.grad for parameter in parameters]
+        found = {"parameters": parameters, "gradients": gradients, "states": states}
+        self.held = {what: sum(tensor.numel() for tensor in tensors) for what, tensors in found.items()}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.initial = trainer.strategy.gather_state_dict()
@@ -99,6 +107,7 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
         "norms": recorder.norms,
         "logged": recorder.logged,
         "replicas": sampler.num_replicas,
+        "held": recorder.held,
         "initial": recorder.initial,
         "final": trainer.strategy.gather_state_dict(),
     }

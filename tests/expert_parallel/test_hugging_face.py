@@ -19,7 +19,7 @@ T, P, V, M, C, SP = (
     "context_parallel_size",
     "sequence_parallel",
 )
-E = "expert_parallel_size"
+E, ET = "expert_parallel_size", "expert_tensor_parallel_size"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,9 @@ E = "expert_parallel_size"
         ("qwen3_moe", 4, {E: 2, P: 2, V: 2, M: 2}),
         ("mixtral", 2, {E: 2, C: 2}),
         ("gpt_oss", 2, {E: 2, M: 2}),
+        ("gpt_oss", 2, {T: 2, ET: 2}),
+        ("gpt_oss", 4, {T: 2, ET: 2, E: 2, SP: True, "shard_optimizer": True}),
+        ("mixtral", 4, {T: 2, ET: 2, P: 2, M: 2}),
     ],
 )
 def test_same_weights_as_one_process(name: str, world_size: int, layout: dict[str, Any], pool: Pool) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_ptdp import ParallelPlan, PTDPStrategy
+from tests.expert_parallel import toy
 from tests.expert_parallel.own import Run, fit
 from tests.pool import Pool
 
-E, T, P, V, M, C, SP, ZERO = (
+E, ET, T, P, V, M, C, SP, ZERO = (
     "expert_parallel_size",
+    "expert_tensor_parallel_size",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "virtual_pipeline_size",
@@ -32,6 +36,9 @@ LAYOUTS = {
     "c2 e2": (2, {C: 2, E: 2}),
     "d2 c2 e4": (4, {C: 2, E: 4}),
     "t2 sp p2 e2": (8, {T: 2, SP: True, P: 2, E: 2, M: 2}),
+    "t2 et2": (2, {T: 2, ET: 2}),
+    "t2 et2 e2 p2 sp": (8, {T: 2, ET: 2, E: 2, P: 2, M: 2, SP: True}),
+    "t2 et2 e2 zero recompute": (4, {T: 2, ET: 2, E: 2, ZERO: True, "recompute": "full"}),
     "t2 sp c2 e2": (4, {T: 2, SP: True, C: 2, E: 2}),
 }
 
@@ -92,3 +99,45 @@ def test_what_is_more_than_an_expert_takes_is_dropped_as_in_one_process(name: st
     run = Run(world_size=world_size, layout=layout, model={"capacity_factor": 1.0})
     check(pool, alone, run)
     assert all(0 < step["train_dropped_share"] < 0.5 for step in alone(run)["logged"])
+
+
+@pytest.mark.parametrize("name", ["e2", "t2 et2", "t2 et2 e2"])
+def test_a_rank_holds_its_part_of_experts_of_their_gradients_and_of_the_optimizer(name: str, pool: Pool, alone: Alone) -> None:
+    world_size, layout = {**LAYOUTS, "t2 et2 e2": (4, {T: 2, ET: 2, E: 2})}[name]
+    whole = alone(Run(steps=2))["held"]
+    assert whole["states"] == 2 * whole["parameters"] == 2 * whole["gradients"]
+    for found in pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, steps=2),)):
+        assert {what: world_size * number for what, number in found["held"].items()} == whole
+
+
+def test_a_checkpoint_of_split_experts_goes_on_in_another_layout(pool: Pool, tmp_path: Path) -> None:
+    folder, layout = str(tmp_path / "split.ckpt"), {T: 2, ET: 2, E: 2}
+    (saved, *_) = pool.run(fit, world_size=4, args=(Run(world_size=4, layout=layout, steps=3, save=folder),))
+    (split, *_) = pool.run(fit, world_size=4, args=(Run(world_size=4, layout=layout, resume=folder),))
+    (found,) = pool.run(fit, world_size=1, args=(Run(resume=folder),))
+    for name, value in saved["final"].items():
+        assert torch.equal(found["initial"][name], value), name
+        torch.testing.assert_close(found["final"][name], split["final"][name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({T: 4, ET: 2}, r"expert_tensor_parallel_size=2 .* tensor_parallel_size=4: use 4 \(all of them\) or 1"),
+        ({ET: 2}, r"expert_tensor_parallel_size=2 .* tensor_parallel_size=1: set that, too, or use 1"),
+    ],
+)
+def test_experts_are_split_over_all_tensor_ranks_or_none(layout: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PTDPStrategy(**layout)
+
+
+def test_experts_that_cannot_be_split_are_refused_before_launch() -> None:
+    layout = {T: 2, ET: 2, "start_method": "fork"}
+    with pytest.raises(
+        ValueError, match=r"inner width of an expert=9 .* expert_tensor_parallel_size=2; a size that works: \[1, 3, 9\]"
+    ):
+        fit(0, Run(world_size=2, layout=layout, model={"expert_hidden_size": 9}))
+    plan = ParallelPlan(tensor={"layers.*.experts": "experts"})
+    with pytest.raises(ValueError, match=r"'layers.0.experts': expert_tensor_parallel_size=2 .* Experts does not say"):
+        toy.trainer_of(toy.Run(world_size=2, layout=layout | {"plan": plan})).fit(toy.LitMixture(toy.Run()), [])

@@ -99,20 +99,14 @@ def check_model(
     if check is not None:
         check(layout)
     degrees = {axis: layout.size(axis) for axis in SPLIT_AXES}
-    plan.check(
-        whole,
-        degrees["tensor"],
-        layout.sequence_parallel,
-        expert_parallel_size=degrees["expert"],
-        context_parallel_size=degrees["context"],
-        converted=convert is not None,
-    )
+    plan.check(whole, degrees["tensor"], layout.sequence_parallel, converted=convert is not None, **degrees)
     kinds = plan.divided(whole, **degrees)
-    if degrees["expert"] > 1 and not any(kind.axis == "expert" for kind in kinds.values()):
+    asked = next((axis for axis in ("expert", "expert_tensor") if degrees[axis] > 1), None)
+    if asked is not None and not any(kind.axis == "expert" for kind in kinds.values()):
         raise ValueError(
-            f"expert_parallel_size={degrees['expert']} shares out the experts of a mixture, and {type(whole).__name__} has none that are "
+            f"{asked}_parallel_size={degrees[asked]} shares out the experts of a mixture, and {type(whole).__name__} has none that are "
             'known: name their modules in a plan, ParallelPlan(tensor={"model.layers.*.mlp.experts": "experts"}), or use '
-            "expert_parallel_size=1"
+            f"{asked}_parallel_size=1"
         )
     if layout.tensor_parallel_size > 1:
         _check_hooks(whole, kinds)

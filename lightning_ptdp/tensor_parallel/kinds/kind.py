@@ -18,8 +18,8 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["SPLIT_AXES", "Kind", "Place", "SplitAxis", "check_divides", "check_embedding", "shape_text"]
 
 SplitAxis = Literal["tensor", "expert", "context"]
-SPLIT_AXES: tuple[SplitAxis, ...] = get_args(SplitAxis)
-"""The axes over whose ranks kinds split."""
+SPLIT_AXES = (*get_args(SplitAxis), "expert_tensor")
+"""The axes over whose ranks kinds split, and over how many tensor-parallel ranks experts are."""
 
 _ALONE = Group()
 _REPLACED = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
@@ -96,6 +96,10 @@ class Kind:
     keeps_sequence: ClassVar[bool] = False
     keeps_children: ClassVar[bool] = False
     pads: ClassVar[bool] = False
+
+    def at(self, degrees: Mapping[str, int]) -> Kind | None:
+        """The kind where ``SPLIT_AXES`` have these degrees; None: it does nothing there."""
+        return self if degrees[self.axis] > 1 else None
 
     # ---- what it takes ------------------------------------------------------------------------------------------------
 
