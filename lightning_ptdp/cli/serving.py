@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import os
 import queue
@@ -27,6 +28,7 @@ from lightning_ptdp.cli.generate import ServingOptions
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface
 from lightning_ptdp.generation import Sampling, generate
+from lightning_ptdp.generation.decoders import longest_sequence
 from lightning_ptdp.generation.text import Message, TextTokenizer
 from lightning_ptdp.models import LitCausalLM, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
@@ -158,16 +160,24 @@ class _Nothing(IterableDataset[object]):
 
 
 def _timed(trainer: Trainer, module: LightningModule, row: list[int], sampling: Sampling, tokenizer: TextTokenizer) -> list[int]:
-    started = time.perf_counter()
+    limit, started = longest_sequence(module), time.perf_counter()
+    if trainer.is_global_zero and limit is not None and len(row) > limit:
+        print(f"(the model takes {limit} tokens: it does not see the first {len(row) - limit})", file=sys.stderr, flush=True)
     (written,) = generate(module, [row], sampling, eos_ids=tokenizer.eos_ids)
     if trainer.is_global_zero and written:
         speed = len(written) / (time.perf_counter() - started)
-        print(f"({len(row)} tokens read, {len(written)} written, {speed:.3g} a second)", file=sys.stderr, flush=True)
+        print(
+            f"({min(len(row), limit or len(row))} tokens read, {len(written)} written, {speed:.3g} a second)",
+            file=sys.stderr,
+            flush=True,
+        )
     return written
 
 
 def _own_input() -> TextIO:
-    """The standard input, also in a forked process, where Python closes its own."""
+    """The standard input, also in a forked process, where Python closes its own; without one, none."""
+    if sys.stdin is None:
+        return io.StringIO()
     try:
         return os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8", errors="replace")
     except (OSError, ValueError):  # somebody has put something else in its place

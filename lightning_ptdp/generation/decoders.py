@@ -25,7 +25,7 @@ from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.gpt import GPT
 
-__all__ = ["Call", "Decoder", "decoder_of", "language_model"]
+__all__ = ["Call", "Decoder", "decoder_of", "language_model", "longest_sequence"]
 
 Rows = Sequence[Sequence[int]]
 Call = Callable[[int], Tensor]
@@ -52,17 +52,29 @@ def decoder_of(module: nn.Module, *, sequence_multiple: int = 1) -> Decoder:
     """
     model = language_model(module) or module
     config: Any = getattr(model, "config", None)
+    cached: _CachedModel | None = None
     if isinstance(model, GPT):
-        cached: _CachedModel | None = _CachedGPT(model)
-        limit: int | None = model.config.sequence_length
-    elif is_causal_model(model):
-        cached = _CachedHuggingFace(model) if new_cache(config) is not None else None
-        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    else:
-        cached, limit = None, getattr(config, "sequence_length", None)
+        cached = _CachedGPT(model)
+    elif is_causal_model(model) and new_cache(config) is not None:
+        cached = _CachedHuggingFace(model)
+    limit = longest_sequence(model)
     if cached is None or sequence_multiple > 1:
         return Uncached(model, limit, sequence_multiple)
     return Cached(cached, limit)
+
+
+def longest_sequence(module: nn.Module) -> int | None:
+    """Most tokens that the language model in ``module``, or else ``module`` itself, takes; None: it does not say.
+
+    Raises:
+        ValueError: Of ``language_model``.
+    """
+    model = language_model(module) or module
+    config: Any = getattr(model, "config", None)
+    if is_causal_model(model):
+        config = config.get_text_config(decoder=True)
+    found: int | None = getattr(config, "max_position_embeddings" if is_causal_model(model) else "sequence_length", None)
+    return found
 
 
 def language_model(module: nn.Module) -> nn.Module | None:

@@ -91,7 +91,7 @@ class _HuggingFace:
         self.eos_ids = frozenset(index for index in ends if index is not None)
 
     def encode(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer(text)["input_ids"]
+        found: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
         while len(found) > 1 and found[-1] in self.eos_ids:
             found.pop()  # of a tokenizer that ends every text
         begins = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
@@ -107,7 +107,7 @@ class _HuggingFace:
             text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # jinja's, of a template that refuses a role or an order
             raise ValueError(f"the chat template in {self._folder} does not take this conversation: {error}") from error
-        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        found: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return found
 
 

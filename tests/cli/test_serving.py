@@ -58,6 +58,14 @@ def test_generate_writes_what_transformers_writes_in_a_layout_too(said: Said, fo
     assert (code, written) == (0, expected), err
 
 
+def test_a_prompt_longer_than_the_model_is_told(said: Said, folder: Path) -> None:
+    code, _, err = said("generate", "--checkpoint", str(folder), "--prompt", "a " * 300, *GREEDY)
+    assert code == 0
+    assert "(the model takes 256 tokens: it does not see the first" in err
+    assert "(256 tokens read, 8 written" in err
+    assert "indexing errors" not in err
+
+
 def test_chat_answers_line_by_line(said: Said, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "questions"
     file.write_text("hello\nand you\n/new\nhello\n")
@@ -73,6 +81,8 @@ def test_chat_answers_line_by_line(said: Said, folder: Path, tmp_path: Path, mon
     alone = chat()
     assert chat("-p", "2", "--start_method", "fork") == alone
     assert alone[0] == alone[-1], "a new conversation knows nothing of the old one"
+    monkeypatch.setattr("sys.stdin", None)  # closed by who started it
+    assert said("chat", "--checkpoint", str(folder), *GREEDY)[:2] == (0, "")
 
 
 class Rows(L.LightningDataModule):
