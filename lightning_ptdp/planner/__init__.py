@@ -5,41 +5,52 @@
         print(candidate.choice.options(), candidate.memory.total, candidate.time.total)
 
 Pure functions of sizes: nothing is run, and no device is needed. What is estimated (activations, parameters, memory; layers, links,
-schedules, steps) has a file each.
+schedules, steps) has a file each; all of them read the model as the record in ``shapes.py``.
 """
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.calibration import MACHINE_FILE, Calibration, device_here, load_calibration, save_calibration
 from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
-from lightning_ptdp.planner.job import PRECISIONS, Choice, Job, Precision, find_precision
+from lightning_ptdp.planner.gpt_shape import gpt_shape
+from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.measured import Measured
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
-from lightning_ptdp.planner.parameters import layer_parameters, layers_by_stage, stage_parameters
+from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
+from lightning_ptdp.planner.precision import PRECISIONS, Precision, find_precision
 from lightning_ptdp.planner.products import product_time
 from lightning_ptdp.planner.search import Candidate, Plan, search
+from lightning_ptdp.planner.shapes import Attention, Bytes, Divided, EndShape, LayerShape, ModelShape, Parameters, Product
 from lightning_ptdp.planner.sizes import gpt_sizes
 from lightning_ptdp.planner.software import SOFTWARE, Software, find_software
 from lightning_ptdp.planner.space import Misfit, Space
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 
 __all__ = [
+    "Attention",
+    "Bytes",
     "Calibration",
     "Candidate",
     "Choice",
     "Cluster",
     "DEVICES",
     "Device",
+    "Divided",
+    "EndShape",
     "Job",
     "LayerActivations",
+    "LayerShape",
     "Link",
     "MACHINE_FILE",
     "Measured",
     "Misfit",
+    "ModelShape",
     "PRECISIONS",
+    "Parameters",
     "PassTime",
     "Plan",
     "Precision",
+    "Product",
     "RankMemory",
     "SOFTWARE",
     "Software",
@@ -50,13 +61,13 @@ __all__ = [
     "find_precision",
     "find_software",
     "fullest_rank",
+    "gpt_shape",
     "gpt_sizes",
     "head_time",
     "input_time",
     "known_device",
     "known_peak_flops",
     "layer_activations",
-    "layer_parameters",
     "layer_time",
     "layers_by_stage",
     "load_calibration",

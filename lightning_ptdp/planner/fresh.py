@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_ptdp._memory import LARGE_BLOCK
-from lightning_ptdp.models.size import layer_matrices
+from lightning_ptdp.planner.attention import input_bytes
 from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.shapes import LayerShape
 
 __all__ = ["fresh_seconds", "layer_tensors"]
 
@@ -30,18 +31,24 @@ def fresh_seconds(job: Job, sizes: Iterable[float]) -> float:
     return measured.fresh_s * sum(size for size in sizes if size >= least)
 
 
-def layer_tensors(job: Job, choice: Choice, *, mixture: bool = False) -> tuple[list[float], list[float]]:
-    """Bytes of the tensors that a layer's forward makes, and its backward; of a mixture's those of the experts are small ones."""
-    t, tokens = choice.layout.tensor_parallel_size, choice.tokens(job)
-    (qkv, h), (_, q), (up, _), (_, f) = layer_matrices(job.model, t, mixture=mixture)
-    alike = h / t if choice.layout.sequence_parallel else h
-    biased = [alike, alike] if job.model.bias and t > 1 else []
-    # Norms, sums with the stream; products; their inputs between them.
-    forward = [alike, alike, alike, alike, *biased, qkv, q, h, up, f, h]
-    backward = [alike, alike, alike, alike, qkv, qkv, q, h, up, f, h]
-    if t == 1:
-        weights = [outputs * inputs * job.precision.weight for outputs, inputs in layer_matrices(job.model, 1, mixture=mixture)]
-    else:
-        weights = []  # added where the sum is (matrix_product.py)
-    width = job.precision.compute
-    return [tokens * size * width for size in forward], [*(tokens * size * width for size in backward), *weights]
+def layer_tensors(job: Job, choice: Choice, layer: LayerShape) -> tuple[list[float], list[float]]:
+    """Bytes of the tensors that a layer's forward makes, and its backward; those of experts are small ones."""
+    layout, samples, width = choice.layout, choice.samples, job.precision.compute
+    t = layout.tensor_parallel_size
+    divides = t if layout.sequence_parallel else 1
+    forward, backward = list[float](), list[float]()
+    for product in layer.products:
+        outputs, inputs = (samples * product.rows * size * width for size in product.local(t))
+        if product.cut == "inputs":
+            stream = outputs / divides
+            made = [inputs, outputs, stream]  # the sum with the stream is the last
+            forward += [stream] if product.bias and t > 1 else []
+        else:
+            made = [inputs / divides, outputs] if product.enters or product.cut == "none" else [outputs]
+        forward += made
+        backward += made
+    for attention in layer.attentions:
+        backward.append(input_bytes(job, choice, attention))
+    if t == 1:  # else they are added where the sum is (matrix_product.py)
+        backward += [product.elements() * job.precision.weight for product in layer.products]
+    return forward, backward

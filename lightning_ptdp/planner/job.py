@@ -2,67 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.option_types import Count, Size, check_types
 from lightning_ptdp.planner.devices import Cluster, Device
+from lightning_ptdp.planner.gpt_shape import gpt_shape
+from lightning_ptdp.planner.precision import PRECISIONS, Precision
+from lightning_ptdp.planner.shapes import Attention, ModelShape, is_fused
 from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["PRECISIONS", "Choice", "Job", "Precision", "find_precision"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Bytes an element takes under one of Lightning's precisions.
-
-    Attributes:
-        name: Lightning's ``precision``.
-        weight: A parameter.
-        compute: What matrix products read and write.
-        residual: The stream between the blocks: autocast leaves it as the embedding gives it.
-        gradient: A gradient, as it is accumulated.
-        state: The optimizer's: two moments of Adam, and a master copy where the parameter is in half precision.
-    """
-
-    name: str
-    weight: int
-    compute: int
-    residual: int
-    gradient: int = 4
-    state: int
-
-    @property
-    def casts(self) -> bool:
-        """Whether parameters are cast for each use (autocast)."""
-        return self.weight != self.compute
-
-
-_SINGLE = {"weight": 4, "compute": 4, "residual": 4, "state": 8}
-_MIXED = {"weight": 4, "compute": 2, "residual": 4, "state": 8}
-_HALF = {"weight": 2, "compute": 2, "residual": 2, "state": 12}
-_BYTES = {"32-true": _SINGLE, "bf16-mixed": _MIXED, "bf16-true": _HALF, "16-mixed": _MIXED, "16-true": _HALF}
-PRECISIONS: Mapping[str, Precision] = MappingProxyType({name: Precision(name=name, **sizes) for name, sizes in _BYTES.items()})
-"""By Lightning's names. Half precision throughout takes 18 bytes a parameter, 6 + 12/d with a sharded optimizer; the others 16, 8 + 8/d."""
-
-
-def find_precision(name: str) -> Precision:
-    """The precision called ``name``; ``"32"`` and ``"bf16"`` mean what they mean to Lightning.
-
-    Raises:
-        ValueError: There is none; the message names the nearest.
-    """
-    full = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(str(name), str(name))
-    if full not in PRECISIONS:
-        near = difflib.get_close_matches(full, PRECISIONS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"precision={name!r} is unknown to the planner: {hint}It knows {', '.join(PRECISIONS)}")
-    return PRECISIONS[full]
+__all__ = ["Choice", "Job"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +23,7 @@ class Job:
     """A model to be trained on some devices.
 
     Attributes:
-        model: Its sizes.
+        model: A GPT of ours, or the shape of any model in this precision (``trace.py``).
         world_size: Number of processes, one a device.
         global_batch_size: B, sequences in an optimizer step, over all replicas.
         device: What each process has.
@@ -84,7 +37,7 @@ class Job:
         ValueError: A size is not a positive integer, or the sequence is longer than the model takes.
     """
 
-    model: GPTConfig
+    model: GPTConfig | ModelShape
     world_size: Size
     global_batch_size: Size
     device: Device
@@ -131,10 +84,22 @@ class Job:
         """Bytes of a gradient."""
         return self.precision.gradient if self.software.gradient is None else self.software.gradient
 
-    @property
-    def fuses_attention(self) -> bool:
-        """Whether no s x s scores are in memory: torch's kernel for CPUs takes no dropout."""
-        return self.software.attention == "fused" and not (self.device.kind == "cpu" and self.model.dropout)
+    @functools.cached_property
+    def shape(self) -> ModelShape:
+        """The model as time and memory read it."""
+        if isinstance(self.model, ModelShape):
+            return self.model
+        return gpt_shape(
+            self.model,
+            sequence_length=self.sequence_length,
+            precision=self.precision,
+            software=self.software,
+            on_cpu=self.device.kind == "cpu",
+        )
+
+    def fuses(self, attention: Attention) -> bool:
+        """Whether no s x s scores are in memory."""
+        return is_fused(attention, software=self.software, on_cpu=self.device.kind == "cpu")
 
     @property
     def tokens(self) -> int:
@@ -175,6 +140,11 @@ class Choice:
     def tokens(self, job: Job) -> float:
         """Tokens of a microbatch that one rank holds between blocks without sequence parallelism: b s / c."""
         return self.micro_batch_size * job.sequence_length / self.layout.context_parallel_size
+
+    @property
+    def samples(self) -> float:
+        """Of a microbatch, on one rank: b / c."""
+        return self.micro_batch_size / self.layout.context_parallel_size
 
     def options(self) -> dict[str, object]:
         """The arguments of ``PTDPStrategy`` that are not the defaults, ``num_microbatches`` always among them."""

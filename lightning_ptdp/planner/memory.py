@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
-from lightning_ptdp.planner.expert_shape import experts_of
+from lightning_ptdp.planner.activations import LayerActivations, kept_on, layer_activations, logits_bytes
 from lightning_ptdp.planner.experts import expert_buffers, local_experts
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.parameters import (
-    expert_parameters,
-    layers_by_stage,
-    matrix_elements,
-    mixtures_by_stage,
-    stage_parameters,
-)
+from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
+from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -73,37 +68,32 @@ def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     """Peak memory of the rank that needs most."""
     # Between the first and the last rank, what is held falls from rank to rank; remainders of layers may sit anywhere at the front.
     layout = choice.layout
-    layers = layers_by_stage(job.model, layout.num_stages, balanced=job.software.balances_stages)
-    largest = max(range(layout.num_stages), key=lambda stage: layers[stage])
+    layers, kinds = stage_layers(job.shape, layout.num_stages, balanced=job.software.balances_stages), _kinds(job, choice)
+    largest = max(range(layout.num_stages), key=lambda stage: sum(count for count, _ in layers[stage]))
     ranks = {0, min(1, layout.pipeline_parallel_size - 1), layout.rank_of_stage(largest), layout.last_stage_rank}
-    kinds = _kinds(job, choice)
     return max((rank_memory(job, choice, rank, kinds) for rank in sorted(ranks)), key=lambda memory: memory.total)
 
 
-def _kinds(job: Job, choice: Choice) -> tuple[LayerActivations, LayerActivations]:
-    """Of a dense layer, and of a mixture."""
-    dense = layer_activations(job, choice)
-    return dense, dense if job.model.num_experts is None else layer_activations(job, choice, mixture=True)
+def _kinds(job: Job, choice: Choice) -> dict[int, LayerActivations]:
+    """Of each kind of layer, by its ``id``."""
+    return {id(layer): layer_activations(job, choice, layer) for _, layer in job.shape.runs}
 
 
-def rank_memory(
-    job: Job, choice: Choice, pipeline_rank: int, kinds: tuple[LayerActivations, LayerActivations] | None = None
-) -> RankMemory:
+def rank_memory(job: Job, choice: Choice, pipeline_rank: int, kinds: Mapping[int, LayerActivations] | None = None) -> RankMemory:
     """Peak memory of one pipeline rank (its tensor, context and data peers hold the same).
 
     The stages of a rank are taken to be as large as the largest of them, and the parts to peak at once: an upper bound.
     """
     layout, balanced = choice.layout, job.software.balances_stages
     mine = layout.stages_of(pipeline_rank)
-    layers = layers_by_stage(job.model, layout.num_stages, balanced=balanced)
-    mixtures = mixtures_by_stage(job.model, layout.num_stages, balanced=balanced)
-    dense, mixture = kinds or _kinds(job, choice)
-    stages, of_experts = (count(job.model, layout, balanced=balanced) for count in (stage_parameters, expert_parameters))
+    every = stage_layers(job.shape, layout.num_stages, balanced=balanced)
+    layers, kinds = [every[stage] for stage in mine], kinds or _kinds(job, choice)
+    stages, of_experts = (count(job.shape, layout, balanced=balanced) for count in (stage_parameters, expert_parameters))
     held = _held(choice, pipeline_rank)
     parameters, experts = (sum(every[stage] for stage in mine) for every in (stages, of_experts))
     weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
-    of_layers = max((layers[stage] - mixtures[stage]) * dense.held + mixtures[stage] * mixture.held for stage in mine)
-    mixed = any(mixtures[stage] for stage in mine)
+    of_layers = max(sum(count * kinds[id(layer)].held for count, layer in runs) for runs in layers)
+    working = max(kinds[id(layer)].recomputed + _between_operations(job, choice, layer) for runs in layers for _, layer in runs)
     logits = 0.0
     if layout.num_stages - 1 in mine:
         kept, besides = logits_bytes(job, choice)
@@ -117,7 +107,7 @@ def rank_memory(
         optimizer=optimizer,
         activations=held * of_layers + _inputs(job, choice, layout, mine),
         logits=logits,
-        working=max(dense.recomputed, mixture.recomputed if mixed else 0.0) + _between_operations(job, choice, mixed=mixed),
+        working=working,
     )
 
 
@@ -131,25 +121,23 @@ def _held(choice: Choice, pipeline_rank: int) -> int:
 
 def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int, ...]) -> float:
     """What the embedding keeps, ids and the mask of its dropout; and without tensor parallelism autocast's copy of the head."""
-    model, total = job.model, 0.0
+    total = 0.0
     if 0 in stages:
-        alike = layout.tensor_parallel_size if layout.sequence_parallel else 1
-        masks = model.hidden_size / alike * (job.precision.residual if job.device.kind == "cpu" else 1) if model.dropout else 0
-        total += _held(choice, layout.rank_of_stage(0)) * choice.tokens(job) * (8 + masks)
+        total += _held(choice, layout.rank_of_stage(0)) * kept_on(choice, job.shape.input.kept)
     if layout.num_stages - 1 in stages and job.precision.casts and layout.tensor_parallel_size == 1:
-        total += model.vocabulary_size * model.hidden_size * job.precision.compute
+        total += sum(product.elements() for product in job.shape.head.products) * job.precision.compute
     return total
 
 
-def _between_operations(job: Job, choice: Choice, *, mixed: bool) -> float:
+def _between_operations(job: Job, choice: Choice, layer: LayerShape) -> float:
     """Two gradients of a layer's widest activation, and two of the stream; and one matrix's gradient before it is added up. Of experts
     what travels, and the gradient of the wider of their matrices."""
-    model, t = job.model, choice.layout.tensor_parallel_size
-    widest = (1 if model.mlp == "gelu" else 2) * model.ffn_size / t
-    gradients = choice.tokens(job) * (2 * widest + 2 * model.hidden_size) * job.precision.compute
-    dense = gradients + matrix_elements(model, t) / 3 * job.precision.compute
-    if not mixed or (experts := experts_of(model)) is None:
+    t, width = choice.layout.tensor_parallel_size, job.precision.compute
+    widest = max((product.rows * product.local(t)[0] for product in layer.products if product.cut == "outputs"), default=0)
+    stream = layer.crossing / job.precision.residual
+    dense = choice.samples * (2 * widest + 2 * stream) * width + layer.elements(t) / 3 * width
+    if layer.experts is None:
         return dense
-    outputs, inputs = experts.matrices[0]
-    largest = local_experts(experts, choice) * outputs * inputs * job.precision.compute
-    return max(dense, expert_buffers(experts, job, choice) + largest)
+    outputs, inputs = layer.experts.matrices[0]
+    largest = local_experts(layer.experts, choice) * outputs * inputs * width
+    return max(dense, expert_buffers(layer.experts, job, choice) + largest)

@@ -8,7 +8,6 @@ from dataclasses import asdict
 import yaml
 
 from lightning_ptdp.columns import columns
-from lightning_ptdp.models.size import active_parameters, num_parameters
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
@@ -85,8 +84,8 @@ def as_data(plan: Plan) -> dict[str, object]:
     job = plan.job
     return {
         "job": {
-            "parameters": num_parameters(job.model),
-            "active_parameters": active_parameters(job.model),
+            "parameters": job.shape.parameters,
+            "active_parameters": job.shape.active_parameters,
             "world_size": job.world_size,
             "global_batch_size": job.global_batch_size,
             "sequence_length": job.sequence_length,
@@ -119,7 +118,7 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
 
 
 def _job(job: Job) -> str:
-    whole, active = num_parameters(job.model), active_parameters(job.model)
+    whole, active = job.shape.parameters, job.shape.active_parameters
     size = f"{_count(whole)} parameters" + (f", {_count(active)} of them active" if active < whole else "")
     return (
         f"{size}, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x {job.sequence_length} tokens, "

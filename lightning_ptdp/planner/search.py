@@ -101,7 +101,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
 def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
     """Of weights, gradients and optimizer state alone, with the recomputation and sharding that hold least."""
     *_, smallest = _choices(space, choice)
-    counts = (sum(count(job.model, choice.layout)) for count in (stage_parameters, expert_parameters))
+    counts = (sum(count(job.shape, choice.layout)) for count in (stage_parameters, expert_parameters))
     # The fullest rank has no less than the mean.
     return sum(static_bytes(job, smallest, *(count / choice.layout.pipeline_parallel_size for count in counts)))
 

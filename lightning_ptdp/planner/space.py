@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_ptdp.models.config import split_widths
 from lightning_ptdp.option_types import Size, check_types
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage
@@ -121,11 +120,9 @@ def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
 
 
 def _tensor_misfit(job: Job, t: int) -> Misfit | None:
-    model = job.model
-    for name, size in {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads, **split_widths(model)}.items():
-        copied = name == "num_kv_heads" and t % size == 0
-        if size % t and not copied:
-            return Misfit(what=f"t{t}", reason=f"{name}={size} is not divisible by it")
+    for divided in job.shape.divided:
+        if not divided.by(t):
+            return Misfit(what=f"t{t}", reason=f"{divided.name}={divided.size} is not divisible by it")
     return None if job.world_size % t == 0 else Misfit(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
 
 
@@ -140,8 +137,8 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
     for p in divisors(rest) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes:
         if rest % p:
             reason = f"it does not divide the world of {job.world_size}"
-        elif p > job.model.num_layers:
-            reason = f"{job.model.num_layers} layers cannot fill {p} stages"
+        elif p > job.shape.num_layers:
+            reason = f"{job.shape.num_layers} layers cannot fill {p} stages"
         elif space.data_parallel_sizes is not None and rest // p not in space.data_parallel_sizes:
             reason = f"d = {rest // p} is not among the data_parallel_sizes"
         elif job.global_batch_size % (rest // p):
@@ -159,7 +156,7 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
 
 
 def _expert_sizes(job: Job, space: Space, layout: ParallelLayout) -> Iterator[ParallelLayout | Misfit]:
-    ranks, experts = layout.size("replica_sum"), job.model.num_experts
+    ranks, experts = layout.size("replica_sum"), job.shape.num_experts
     every = divisors(math.gcd(ranks, experts or 1))
     for e in every if space.expert_parallel_sizes is None else space.expert_parallel_sizes:
         if e in every:
@@ -182,15 +179,15 @@ def _schedules(job: Job, space: Space, p: int) -> Iterator[tuple[str, int]]:
         chunks = {"two": (2,), "several": _chunks(job, space, p)}.get(FAMILIES[schedule].chunks, (1,))
         for v in chunks:
             wanted = space.virtual_pipeline_sizes is None or v in space.virtual_pipeline_sizes
-            if wanted and p * v <= job.model.num_layers:
+            if wanted and p * v <= job.shape.num_layers:
                 yield schedule, v
 
 
 def _chunks(job: Job, space: Space, p: int) -> Sequence[int]:
     if space.virtual_pipeline_sizes is not None:
         return [v for v in space.virtual_pipeline_sizes if v > 1]
-    most = min(_MOST_CHUNKS, job.model.num_layers // p)
-    return [v for v in range(2, most + 1) if v == 2 or len(set(layers_by_stage(job.model, p * v))) == 1]
+    most = min(_MOST_CHUNKS, job.shape.num_layers // p)
+    return [v for v in range(2, most + 1) if v == 2 or len(set(layers_by_stage(job.shape, p * v))) == 1]
 
 
 def _micro_batches(space: Space, of_replica: int) -> Sequence[int]:

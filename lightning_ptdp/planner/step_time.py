@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_ptdp.models.size import flops_per_sample
 from lightning_ptdp.planner.communication import group_link, pipeline_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
-from lightning_ptdp.planner.parameters import expert_parameters, layers_by_stage, mixtures_by_stage, stage_parameters
+from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
+from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
 from lightning_ptdp.schedule.simulate import Costs, Timeline, simulate
 from lightning_ptdp.world.layout import ParallelLayout
@@ -167,21 +167,19 @@ def _hides_messages(job: Job) -> bool:
 
 def _stages(job: Job, choice: Choice) -> list[PassTime]:
     """Of each stage; with the messages that hold a rank, one in each direction a microbatch."""
-    layout, balanced = choice.layout, job.software.balances_stages
-    dense = layer_time(job, choice)
-    mixture = dense if job.model.num_experts is None else layer_time(job, choice, mixture=True)
-    counts, mixtures = (count(job.model, layout.num_stages, balanced=balanced) for count in (layers_by_stage, mixtures_by_stage))
-    each = {
-        (count, mixed): dense.times(count - mixed) + mixture.times(mixed)
-        for count, mixed in set(zip(counts, mixtures, strict=True))
-    }
+    layers = {id(layer): layer_time(job, choice, layer) for _, layer in job.shape.runs}
     held = 0.0 if _hides_messages(job) else _message(job, choice)
-    if held:
-        each = {count: stage + PassTime(forward=held, backward=held, weight=0.0) for count, stage in each.items()}
-    stages = [each[both] for both in zip(counts, mixtures, strict=True)]
+    message = PassTime(forward=held, backward=held, weight=0.0)
+    found = [*map(_named, stage_layers(job.shape, choice.layout.num_stages, balanced=job.software.balances_stages))]
+    each = {runs: sum((layers[layer].times(count) for count, layer in runs), message) for runs in set(found)}
+    stages = [each[runs] for runs in found]
     stages[0] += input_time(job, choice)
     stages[-1] += head_time(job, choice)
     return stages
+
+
+def _named(runs: Iterable[tuple[int, LayerShape]]) -> tuple[tuple[int, int], ...]:
+    return tuple((count, id(layer)) for count, layer in runs)
 
 
 def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
@@ -192,15 +190,12 @@ def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
 
 def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float, sharing: float) -> StepTime:
     layout, m = choice.layout, choice.num_microbatches
-    every = [count(job.model, layout, balanced=job.software.balances_stages) for count in (stage_parameters, expert_parameters)]
+    every = [count(job.shape, layout, balanced=job.software.balances_stages) for count in (stage_parameters, expert_parameters)]
     ranks = range(layout.pipeline_parallel_size)
     fullest = max(tuple(sum(count[stage] for stage in layout.stages_of(rank)) for count in every) for rank in ranks)
     waiting, experts, dispatch = m * slowest.communication, m * slowest.experts, m * slowest.dispatch
     held = 0.0 if _hides_messages(job) else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
-    model, hardware = (
-        job.global_batch_size * flops_per_sample(job.model, sequence_length=job.sequence_length, recompute=again)
-        for again in (False, choice.recompute == "full")
-    )
+    model, hardware = (job.global_batch_size * job.shape.flops(recompute=again) for again in (False, choice.recompute == "full"))
     gradients = _gradients(
         job, choice, *fullest, hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0
     )
@@ -229,7 +224,7 @@ def _message(job: Job, choice: Choice) -> float:
     layout, t = choice.layout, choice.layout.tensor_parallel_size
     if layout.pipeline_parallel_size == 1:
         return 0.0
-    nbytes = choice.tokens(job) * job.model.hidden_size * job.precision.residual
+    nbytes = choice.samples * max(layer.crossing for _, layer in job.shape.runs)
     link = pipeline_link(layout, job.cluster)
     if layout.sequence_parallel:
         return link.send(nbytes / t)
@@ -249,10 +244,10 @@ def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidde
     weight, gradient = job.precision.weight, job.gradient
     tied = 0.0
     layout = choice.layout
-    if job.model.tie_embeddings and layout.last_stage_rank != layout.rank_of_stage(0):
-        rows = job.model.vocabulary_size / layout.tensor_parallel_size
+    if job.shape.tied and layout.last_stage_rank != layout.rank_of_stage(0):
+        rows, columns = job.shape.head.table
         # Two ranks exchange all of it, both ways at once.
-        tied = pipeline_link(layout, job.cluster).send(rows * job.model.hidden_size * gradient)
+        tied = pipeline_link(layout, job.cluster).send(rows / layout.tensor_parallel_size * columns * gradient)
     if experts:
         tied += group_link(layout, job.cluster, "tensor").all_reduce(experts * gradient)
     if choice.shard_optimizer:

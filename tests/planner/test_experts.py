@@ -49,16 +49,17 @@ def test_parameters_and_stages_are_the_modules_own() -> None:
     with torch.device("meta"):
         model = GPT(SMALL)
     plan = gpt_plan(SMALL, prefix="")
+    shape = small_job(SMALL).shape
     parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
     for p in (1, 2, 3):
         layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
         ranges = layer_ranges(model, parts=parts, layout=layout)
-        assert layers_by_stage(SMALL, p) == tuple(stop - start for start, stop in ranges)
-        assert sum(stage_parameters(SMALL, layout)) == num_parameters(SMALL)
+        assert layers_by_stage(shape, p) == tuple(stop - start for start, stop in ranges)
+        assert sum(stage_parameters(shape, layout)) == num_parameters(SMALL)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     whole, shared = (ParallelLayout(world_size=8, pipeline_parallel_size=2, expert_parallel_size=e) for e in (1, 4))
-    assert sum(expert_parameters(SMALL, whole)) == experts == 4 * sum(expert_parameters(SMALL, shared))
-    assert sum(stage_parameters(SMALL, shared)) == num_parameters(SMALL) - experts * 3 / 4
+    assert sum(expert_parameters(shape, whole)) == experts == 4 * sum(expert_parameters(shape, shared))
+    assert sum(stage_parameters(shape, shared)) == num_parameters(SMALL) - experts * 3 / 4
     assert (round(num_parameters(MIXTRAL) / 1e8), round(active_parameters(MIXTRAL) / 1e8)) == (
         467,
         129,
@@ -80,7 +81,8 @@ def test_what_a_mixture_keeps_is_what_its_block_keeps(precision: str) -> None:
     block = GPT(SMALL).blocks[-1].to(dtype)
     x = torch.randn(2, 48, 64, dtype=dtype, requires_grad=True)
     kept = kept_bytes(lambda: block(x + 0, torch.zeros(2, 3))[0], block.parameters())
-    expected = layer_activations(small_job(SMALL, precision=precision, device="cpu"), choice(b=2), mixture=True).held
+    job = small_job(SMALL, precision=precision, device="cpu")
+    expected = layer_activations(job, choice(b=2), job.shape.layers[-1]).held
     assert expected == pytest.approx(kept, rel=0.03), expected / kept
 
 
@@ -126,7 +128,8 @@ def test_experts_and_their_tokens_are_parts_of_the_step() -> None:
         assert (time.dispatch > 0) == (e > 1) and 0.5 < time.experts / time.total < 0.9
     # What is held once by eight ranks is summed over two.
     assert times[8].gradients < times[1].gradients
-    assert layer_time(job, choice(world_size=64), mixture=True).forward > layer_time(job, choice(world_size=64)).forward
+    mixed, plain = small_job(SMALL, world_size=64), choice(world_size=64)
+    assert layer_time(mixed, plain, mixed.shape.layers[-1]).experts > layer_time(mixed, plain).experts == 0.0
     dense = small_job(GPTConfig.llama(**SIZES))
     assert not step_time(dense, choice()).experts + step_time(dense, choice()).dispatch
 

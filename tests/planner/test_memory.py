@@ -14,7 +14,6 @@ from lightning_ptdp.planner import (
     RankMemory,
     fullest_rank,
     layer_activations,
-    layer_parameters,
     layers_by_stage,
     stage_parameters,
     static_bytes,
@@ -32,19 +31,19 @@ from tests.tensor_parallel.toy import tensor_group
 def test_parameters_and_stages_are_the_modules_own(config: object) -> None:
     with torch.device("meta"):
         model = GPT(config)
-    assert sum(stage_parameters(config, ParallelLayout(world_size=1))) == num_parameters(config)
-    mixture = config.layers_with_experts == config.num_layers
+    shape = small_job(config).shape
+    assert shape.parameters == sum(stage_parameters(shape, ParallelLayout(world_size=1))) == num_parameters(config)
     own = sum(p.numel() for name, p in model.blocks[0].named_parameters() if ".experts." not in name)
-    assert layer_parameters(config, 1, mixture=mixture) == own
+    assert shape.layers[0].parameters.on(1) == own
     plan = gpt_plan(config, prefix="")
     parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
     for p in range(1, config.num_layers + 1):
         layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
         ranges = layer_ranges(model, parts=parts, layout=layout)
-        assert layers_by_stage(config, p) == tuple(stop - start for start, stop in ranges)
+        assert layers_by_stage(shape, p) == tuple(stop - start for start, stop in ranges)
         copies = config.tie_embeddings and p > 1
         table = config.vocabulary_size * config.hidden_size
-        assert sum(stage_parameters(config, layout)) == num_parameters(config) + (table if copies else 0)
+        assert sum(stage_parameters(shape, layout)) == num_parameters(config) + (table if copies else 0)
 
 
 def parameters_of_a_rank(rank: int) -> dict[str, int]:
@@ -62,7 +61,7 @@ def test_parameters_under_tensor_parallelism(pool: Pool) -> None:
     for found in pool.run(parameters_of_a_rank, world_size=2):
         assert len(found) == sum(config.num_heads % 2 == 0 for config in VARIANTS.values())
         for name, count in found.items():
-            assert stage_parameters(VARIANTS[name], layout) == (count,), name
+            assert stage_parameters(small_job(VARIANTS[name]).shape, layout) == (count,), name
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,193 @@
+"""The shape of our GPT, by formulas.
+
+Between the matrix products of a layer its operations read and write so many bytes, counted operation by operation: r bytes an element of
+the stream between blocks and w of what products read and write, h channels, f inner channels, 1 byte an element of a dropout's mask.
+"alike" are operations on the whole stream, which sequence parallelism divides by t::
+
+    forward                                         backward
+    2 norms        r + w, or 2 r + w                w + 2 r, or 3 w + 4 r; the stream's gradient added up, 3 r
+    2 sums         w + 2 r (+ mask)                 dropout 2 w + mask; the bias' gradient w
+    activation     2 w an inner channel (GELU)      3 w; the bias' gradient w
+    attention's    its result laid out              its gradients put together, 4 w a channel
+
+What is not fused into one pass is read and written once more for each further pass: a bias 2 w, a dropout 2 w, autocast's cast r + w.
+
+What a layer keeps for its backward is that of arXiv 2205.05198 (section 4 and table 2), ``s b h (34 + 5 a s / h)`` in 16 bits with dropout
+and without tensor parallelism, by what makes it up; n = b s / c tokens, q the width of the queries, in elements, and what the attention
+keeps (``attention.py``)::
+
+    everywhere alike, 1/t with sequence parallelism     split over t anyway
+    2 n h   inputs of the two norms                     n q          output of the attention
+    2 n h   their outputs                               2 n f        before and after GELU, or 3 n f: gate and up, their product
+    2 n h   masks of the two dropouts, 1 byte each
+
+On a CPU a dropout keeps a mask of the activation's dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from lightning_ptdp.models.config import GPTConfig, split_widths
+from lightning_ptdp.models.size import layer_matrices, norm_parameters, position_parameters
+from lightning_ptdp.planner.expert_shape import experts_of
+from lightning_ptdp.planner.precision import Precision
+from lightning_ptdp.planner.shapes import (
+    MASK,
+    Attention,
+    Bytes,
+    Divided,
+    EndShape,
+    LayerShape,
+    ModelShape,
+    Parameters,
+    Product,
+    is_fused,
+)
+from lightning_ptdp.planner.software import Software
+
+__all__ = ["gpt_shape"]
+
+_STATISTIC, _ID = 4, 8
+
+
+@functools.lru_cache(maxsize=64)
+def gpt_shape(config: GPTConfig, *, sequence_length: int, precision: Precision, software: Software, on_cpu: bool) -> ModelShape:
+    """The shape of a GPT or a Llama of ours.
+
+    Args:
+        config: The model.
+        sequence_length: s in tokens.
+        precision: What its bytes are in.
+        software: What its bytes are of.
+        on_cpu: Whether it runs on CPUs.
+    """
+    s, h, v = sequence_length, config.hidden_size, config.vocabulary_size
+    norm, mixtures = norm_parameters(config), config.layers_with_experts
+    dense, mixture = (_layer(config, s, precision, software, on_cpu=on_cpu, mixture=kind) for kind in (False, True))
+    stream, table = s * h * precision.residual, (v, h)
+    mask = (precision.residual if on_cpu else MASK) if config.dropout else 0
+    first = EndShape(
+        forward=Bytes(whole=2 * stream),
+        backward=Bytes(whole=4 * stream),
+        kept=Bytes(whole=s * _ID, alike=s * h * mask),
+        parameters=Parameters(whole=position_parameters(config)),
+        table=table,
+        cost=(v * h + position_parameters(config)) / 8,
+    )
+    head = EndShape(
+        products=(Product(rows=s, outputs=v, inputs=h, cut="outputs", enters=True),),
+        kept=Bytes(alike=s * h * (precision.residual + precision.compute)),
+        parameters=Parameters(whole=norm),
+        table=table,
+        cost=v * h,
+    )
+    return ModelShape(
+        runs=tuple((count, layer) for count, layer in ((config.num_layers - mixtures, dense), (mixtures, mixture)) if count),
+        input=first,
+        head=head,
+        tied=config.tie_embeddings,
+        sequence_length=s,
+        divided=(
+            Divided(name="num_heads", size=config.num_heads),
+            Divided(name="num_kv_heads", size=config.kv_heads, copied=True),
+            *(Divided(name=name, size=size) for name, size in split_widths(config).items()),
+        ),
+    )
+
+
+def _layer(config: GPTConfig, s: int, precision: Precision, software: Software, *, on_cpu: bool, mixture: bool) -> LayerShape:
+    h, norm, attention = config.hidden_size, norm_parameters(config), _attention(config, s)
+    (qkv, _), (_, q), (up, _), (_, f) = layer_matrices(config, mixture=mixture)
+    keys, bias = qkv - q, config.bias
+    products = [
+        Product(rows=s, outputs=qkv, inputs=h, cut="outputs", enters=True, copied=keys, least=2 * config.head_dim),
+        Product(rows=s, outputs=h, inputs=q, cut="inputs", bias=bias),
+    ]
+    if f:
+        products += [
+            Product(rows=s, outputs=up, inputs=h, cut="outputs", enters=True, whole=mixture),
+            Product(rows=s, outputs=h, inputs=f, cut="inputs", bias=bias, whole=mixture),
+        ]
+    fused = is_fused(attention, software=software, on_cpu=on_cpu)
+    forward, backward = _traffic(config, s, precision, software, fused=fused, mixture=mixture)
+    experts = experts_of(config) if mixture else None
+    router = 0 if experts is None else experts.number * h
+    return LayerShape(
+        products=tuple(products),
+        attentions=(attention,),
+        forward=forward,
+        backward=backward,
+        kept=_kept(config, s, precision, on_cpu=on_cpu, mixture=mixture),
+        crossing=s * h * precision.residual,
+        parameters=Parameters(
+            whole=2 * norm + router + (2 if f else 1) * h * bias,
+            split=(q + up) * (h + bias) + h * (q + f),
+            copied=keys * (h + bias),
+            heads=config.kv_heads,
+        ),
+        cost=sum(product.elements() for product in products)
+        + (0 if experts is None else router + experts.number * experts.parameters),
+        gated=config.mlp == "swiglu",
+        experts=experts,
+    )
+
+
+def _attention(config: GPTConfig, s: int) -> Attention:
+    return Attention(
+        queries=s,
+        keys=s,
+        heads=config.num_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        value_dim=config.head_dim,
+        causal=True,
+        dropout=config.dropout > 0,
+    )
+
+
+def _kept(config: GPTConfig, s: int, precision: Precision, *, on_cpu: bool, mixture: bool) -> Bytes:
+    _, (_, q), _, (_, f) = layer_matrices(config, mixture=mixture)
+    h, w = config.hidden_size, precision.compute
+    statistics = _STATISTIC * (1 if config.norm == "rms" else 2)
+    norm = h * precision.residual + statistics + h * w
+    masks = 2 * h * (w if on_cpu else MASK) if config.dropout else 0
+    inner = 2 * f if config.mlp == "gelu" else 3 * f
+    # Cosines and sines of half the channels at each position.
+    tables = s * config.head_dim * w if config.position == "rope" else 0.0
+    return Bytes(alike=s * (2 * norm + masks), split=s * (q + inner) * w, once=tables)
+
+
+def _traffic(
+    config: GPTConfig, s: int, precision: Precision, software: Software, *, fused: bool, mixture: bool
+) -> tuple[Bytes, Bytes]:
+    how, r, w = software.elementwise, precision.residual, precision.compute
+    (qkv, _), (_, q), _, (_, f) = layer_matrices(config, mixture=mixture)
+    eager, gated = how == "eager", config.mlp == "swiglu"
+    mask = MASK if config.dropout else 0
+
+    reads = software.norm_reads
+    norm = reads * r + w + (2 * r if eager and precision.casts else 0)
+    total = w + 2 * r + mask
+    if eager:
+        total += 2 * w if config.dropout else 0
+    back = (
+        (2 * reads - 1) * (w + r)
+        + r
+        + (0 if how == "compiled" else 3 * r)
+        + (2 * w + mask if config.dropout else 0)
+        + (w if config.bias else 0)
+    )
+    active = (5 if eager else 3) * w if gated else 2 * w
+    active_back = (9 if eager else 5) * w if gated else 3 * w
+    split = float(f * active)
+    split_back = float(f * (active_back + (w if config.bias else 0)) + qkv * (2 if fused else 4) * w)
+    if not fused:
+        split += 2 * w * q
+        split_back += 2 * w * q
+    if config.position == "rope":
+        turned = qkv - (qkv - q) / 2  # queries and keys
+        split += turned * w * (8 if eager else 2)
+        split_back += turned * w * (8 if eager else 2)
+    h = config.hidden_size
+    return Bytes(alike=s * 2 * h * (norm + total), split=s * split), Bytes(alike=s * 2 * h * back, split=s * split_back)
