@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads
 from lightning_ptdp.callbacks.expert_picture import draw_loads
@@ -33,7 +33,7 @@ class ExpertLoad(Callback):
 
     The layers' loads are also written as ``step-000100.png``, a row a layer, and ``step-000100.json``, which an MLflow logger keeps as
     artifacts. Counted are choices, on the device; it is read when something is logged. Known are modules that list their experts as
-    Hugging Face's do (the kind "experts"), whatever the strategy.
+    Hugging Face's do (the kind "experts"), whatever the strategy; of a model without them nothing is logged.
 
     Args:
         picture: Whether to write the files.
@@ -49,12 +49,8 @@ class ExpertLoad(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
-        counts = self._attached(trainer, pl_module)
+        self._attached(trainer, pl_module)
         self._step = trainer.global_step
-        if not counts.numbers:
-            rank_zero_info(
-                f"ExpertLoad: {type(pl_module).__name__} holds no experts that are known, so there is nothing to count"
-            )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Log, if it is time."""

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 # Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
 from lightning_ptdp import callbacks, data, loggers, strategy  # noqa: F401
 from lightning_ptdp.callbacks import (
+    ExpertLoad,
     ExportHuggingFace,
     GradientNorm,
     InitFrom,
@@ -136,7 +137,9 @@ class PTDPCLI(LightningCLI):
                 SaveResolvedConfig(resolved),
                 SaveOnSignal(),
             ]
-            if _wants_our_bar(self.config.trainer):
+            if not _has(self.config.trainer, ExpertLoad):
+                self.trainer_defaults["callbacks"].append(ExpertLoad())
+            if self.config.trainer.enable_progress_bar is not False and not _has(self.config.trainer, ProgressBar):
                 self.trainer_defaults["callbacks"].append(StepProgress())
             if self.config.init_from is not None:
                 self.trainer_defaults["callbacks"].append(InitFrom(self.config.init_from))
@@ -154,11 +157,10 @@ def _take_tokenizer(config: Namespace) -> None:
         config["data.init_args.tokenizer_dir"] = str(local_folder(path))
 
 
-def _wants_our_bar(trainer: Namespace) -> bool:
-    """Unless the configuration has no bar, or one of its own."""
+def _has(trainer: Namespace, kind: type[pl.Callback]) -> bool:
+    """Whether the configuration has such a callback."""
     entries = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks] if trainer.callbacks else []
-    has_one = any(issubclass(pkgutil.resolve_name(entry.class_path), ProgressBar) for entry in entries)
-    return trainer.enable_progress_bar is not False and not has_one
+    return any(issubclass(pkgutil.resolve_name(entry.class_path), kind) for entry in entries)
 
 
 class _ParsedOnly(PTDPCLI):
