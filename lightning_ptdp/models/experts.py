@@ -17,13 +17,14 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.expert_parallel import dispatch, usual_output
 from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.layers import NormalLinear
 from lightning_ptdp.models.lean import swiglu
+from lightning_ptdp.world.mesh import Group
 
 __all__ = ["AUXILIARY", "Experts", "Mixture", "Router", "SequenceMean"]
 
@@ -54,16 +55,9 @@ class Experts(nn.Module):
 
     def forward(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
         """For each token the weighted sum of what its experts make of it, (n, h); ``index_nk`` int64."""
-        chosen = index_nk.reshape(-1)
-        order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=self.num_experts).tolist()
-        rows = x_nh.index_select(0, order // index_nk.size(1)).split(counts)
-        made = [
-            F.linear(swiglu(F.linear(each, gate_up)), down)
-            for each, gate_up, down in zip(rows, self.gate_up_proj, self.down_proj, strict=True)
-        ]
-        outputs_nkh = torch.cat(made).index_select(0, order.argsort()).view(*index_nk.shape, -1)
-        return (outputs_nkh * weights_nk.unsqueeze(-1)).sum(1).to(outputs_nkh.dtype)
+        found = dispatch(x_nh, index_nk, weights_nk, num_experts=self.num_experts, group=Group())
+        ends = found.counts.cumsum(0, dtype=torch.int32)
+        return found.combine(usual_output(self, found.rows_rh, sizes=found.sizes, ends=ends), weights_nk)
 
 
 class SequenceMean(nn.Module):
