@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.expert_parallel import dispatch, usual_output
+from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.layers import NormalLinear
 from lightning_ptdp.models.lean import swiglu
+from lightning_ptdp.tensor_parallel.experts import ExpertError
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["AUXILIARY", "Experts", "Mixture", "Router", "SequenceMean"]
@@ -39,9 +41,10 @@ class Experts(nn.Module):
     has_bias = is_transposed = False
     _apply_gate = staticmethod(swiglu)
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         assert config.num_experts is not None
+        self.layer = layer
         self.num_experts, h, f = config.num_experts, config.hidden_size, config.expert_size
         self.std, self.std_down = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * f, h))
@@ -54,10 +57,16 @@ class Experts(nn.Module):
         nn.init.normal_(self.down_proj, std=self.std_down)
 
     def forward(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
-        """For each token the weighted sum of what its experts make of it, (n, h); ``index_nk`` int64."""
+        """For each token the weighted sum of what its experts make of it, (n, h); ``index_nk`` int64.
+
+        Raises:
+            ExpertError: A weight is NaN or infinite.
+        """
         found = dispatch(x_nh, index_nk, weights_nk, num_experts=self.num_experts, group=Group())
-        ends = found.counts.cumsum(0, dtype=torch.int32)
-        return found.combine(usual_output(self, found.rows_rh, sizes=found.sizes, ends=ends), weights_nk)
+        if found.faults.not_finite:
+            raise ExpertError(f"the router of layer {self.layer} gave {found.faults.not_finite} weights that are not finite")
+        ends, rows_rh = found.counts.cumsum(0, dtype=torch.int32), found.rows_rh
+        return found.combine(usual_output(self, rows_rh, sizes=found.sizes, ends=ends, dtype=autocast_dtype(rows_rh)), weights_nk)
 
 
 class SequenceMean(nn.Module):
@@ -213,12 +222,13 @@ class Mixture(nn.Module):
 
     Args:
         config: Of the model.
+        layer: Its number, for messages.
         shared: What all tokens visit.
     """
 
-    def __init__(self, config: GPTConfig, shared: nn.Module | None) -> None:
+    def __init__(self, config: GPTConfig, layer: int, shared: nn.Module | None) -> None:
         super().__init__()
-        self.router, self.experts, self.shared = Router(config), Experts(config), shared
+        self.router, self.experts, self.shared = Router(config), Experts(config, layer), shared
 
     def forward(self, x_bsh: Tensor) -> tuple[Tensor, Tensor]:
         index, weights, kept, aux_b3 = self.router(x_bsh)

@@ -114,21 +114,21 @@ class GPT(Transformer):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h)."""
+    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h). ``layer`` is its number."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int = 0) -> None:
         super().__init__()
         self.norm_1 = make_norm(config)
         self.attention = Attention(config)
         self.norm_2 = make_norm(config)
-        self._make_feed_forward(config)
+        self._make_feed_forward(config, layer)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         x_bsh = self._attended(x_bsh, position_ids, cache)
         return x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
 
-    def _make_feed_forward(self, config: GPTConfig) -> None:
+    def _make_feed_forward(self, config: GPTConfig, layer: int) -> None:
         self.mlp = gelu_mlp(config) if config.mlp == "gelu" else SwiGLU(config, config.ffn_size)
 
     def _attended(self, x_bsh: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None) -> Tensor:
@@ -154,15 +154,14 @@ class MixtureBlock(Block):
         y_bsh, of_layer = self.mixture(self.norm_2(x_bsh))
         return x_bsh + self.dropout(y_bsh), aux_b3 + of_layer
 
-    def _make_feed_forward(self, config: GPTConfig) -> None:
+    def _make_feed_forward(self, config: GPTConfig, layer: int) -> None:
         shared = SwiGLU(config, config.shared_experts * config.expert_size) if config.shared_experts else None
-        self.mixture = Mixture(config, shared)
+        self.mixture = Mixture(config, layer, shared)
 
 
 def _block(config: GPTConfig, layer: int) -> Block:
-    if config.num_experts is None:
-        return Block(config)
-    return DenseBlock(config) if layer < config.dense_layers else MixtureBlock(config)
+    kind = Block if config.num_experts is None else DenseBlock if layer < config.dense_layers else MixtureBlock
+    return kind(config, layer)
 
 
 class Attention(nn.Module):

@@ -80,7 +80,7 @@ class Recorder(L.Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         parameters = [parameter for name, parameter in module.named_parameters() if "experts" in name]
         states = [value for each in parameters for value in optimizer.state[each].values() if value.dim()]
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # a sharded optimizer has none
         found = {"parameters": parameters, "gradients": gradients, "states": states}
         self.held = {what: sum(tensor.numel() for tensor in tensors) for what, tensors in found.items()}
 
