@@ -238,11 +238,12 @@ def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
     from lightning_ptdp.models.config import BertConfig, GPTConfig
+    from lightning_ptdp.models.folder import config_of_sizes
     from lightning_ptdp.planner import gpt_sizes
 
     given = {field: getattr(options, field) for field, _ in _SIZES.values() if getattr(options, field) is not None}
     inner = _inner(config, "model")
-    folder = options.model or (inner.get("path") if "config" not in inner else None)
+    folder = options.model or (inner.get("path") if inner.get("config") is None else None)
     if folder is not None:
         return dataclasses.replace(_of_folder(Path(str(folder))), **given)
     if not config:
@@ -254,6 +255,8 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
     if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
         print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
         return dataclasses.replace(gpt_sizes(BertConfig(**sizes or {})), **given)
+    if isinstance(sizes, Mapping) and "model_type" in sizes:
+        return dataclasses.replace(gpt_sizes(config_of_sizes(sizes).to_dict()), **given)
     known = [field.name for field in dataclasses.fields(GPTConfig)]
     if not isinstance(sizes, Mapping):
         raise UserError(

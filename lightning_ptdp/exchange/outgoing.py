@@ -23,7 +23,7 @@ from lightning_ptdp.exchange.plain import common_prefix, converted
 from lightning_ptdp.exchange.tables import Model
 from lightning_ptdp.exchange.tokenizers import files_beside, tokenizer_of
 from lightning_ptdp.exchange.writer import Item
-from lightning_ptdp.models.folder import local_folder
+from lightning_ptdp.models.folder import config_of_sizes, local_folder
 
 __all__ = ["MODEL", "Described", "described_by_folder", "described_by_module", "described_by_state"]
 
@@ -95,7 +95,7 @@ def described_by_folder(path: Path, state: Mapping[str, Any] | None = None) -> D
 
 
 def described_by_state(state: Mapping[str, Any]) -> Described:
-    """By what a checkpoint says of itself: the Hugging Face folder that its model was built from, or one of our own models.
+    """By what a checkpoint says of itself: the Hugging Face folder or configuration that its model was built from, or one of ours.
 
     Raises:
         CheckpointError: Of ``model_of_hyper_parameters``; or the folder is not there any more.
@@ -106,6 +106,12 @@ def described_by_state(state: Mapping[str, Any]) -> Described:
             return described_by_folder(local_folder(given["path"]), state)
         except ValueError as error:
             raise CheckpointError(f"the checkpoint's model was built from {given['path']}: {error}") from error
+    sizes = given.get("config")
+    if isinstance(sizes, Mapping) and "architectures" in sizes:
+        try:
+            return Described(config=json.loads(config_of_sizes(sizes).to_json_string()), documents=tokenizer_of(state))
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint's model: {error}") from error
     model = model_of_hyper_parameters(given)
     return Described(config=model.write(), documents=tokenizer_of(state), ours=model)
 
@@ -119,6 +125,8 @@ def described_by_module(model: Any, state: Mapping[str, Any]) -> Described:
     if model.config.name_or_path:
         with contextlib.suppress(ValueError):
             documents |= files_beside(local_folder(model.config.name_or_path), state)
+    else:
+        documents |= tokenizer_of(state)
     return Described(config=config, documents=documents, kind=type(model))
 
 

@@ -179,7 +179,7 @@ class Router(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config, self.num_experts = config, config.num_experts
+        self.config, self.num_experts, self.top_k = config, config.num_experts, config.experts_per_token
         self.gate = NormalLinear(config.hidden_size, config.num_experts, bias=False, std=config.init_std)
         self.mean = SequenceMean()
         self.balancer = Balancer(config.num_experts, config.bias_rate) if config.balance == "bias" else None
@@ -190,7 +190,7 @@ class Router(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
         decisive = scores.detach() if self.balancer is None else self.balancer(scores.detach())
-        index = decisive.topk(config.experts_per_token, -1).indices
+        index = decisive.topk(self.top_k, -1).indices
         weights = scores.gather(-1, index)
         if config.experts_per_token > 1:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)

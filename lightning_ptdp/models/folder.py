@@ -1,16 +1,20 @@
-"""Where the files of a Hugging Face model are: a folder, or a name on the hub whose files are in the cache."""
+"""Where a Hugging Face model is described: a folder, a name on the hub whose files are in the cache, or sizes alone."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import inspect
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.models.tiny import make_tiny
+from lightning_ptdp.option_types import nearest
 
 __all__ = [
     "ADAPTER_NAMES",
@@ -18,6 +22,7 @@ __all__ = [
     "TOO_MANY_IDS",
     "InitialWeights",
     "check_tokenizer",
+    "config_of_sizes",
     "fingerprint",
     "local_folder",
     "read_model_config",
@@ -35,6 +40,7 @@ _TINY = "tiny:"
 _SAMPLES, _SAMPLE = 64, 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_WORD = re.compile(r"\w+")
 _CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
@@ -111,6 +117,38 @@ def read_model_config(path: str) -> Any:
         raise ValueError(
             f"path={path!r}: transformers {transformers.__version__} reads no model's configuration in {_CONFIG} ({reason})"
         ) from error
+
+
+def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
+    """The configuration of transformers that what a ``config.json`` holds makes; what it does not say is as that model has it by default.
+
+    Raises:
+        ValueError: Of an unknown model, with a name that its configuration does not know, or a value that it does not take.
+    """
+    import transformers
+
+    given = dict(sizes)
+    name = given.pop("model_type", "")
+    if name not in transformers.CONFIG_MAPPING:
+        known = list(transformers.CONFIG_MAPPING)
+        raise ValueError(
+            f"config.model_type={name!r} is no model of transformers {transformers.__version__}{nearest(str(name), known)}"
+        )
+    kind = transformers.CONFIG_MAPPING[name]
+    try:
+        config, known = kind(**given), vars(kind())
+    except Exception as error:  # whatever its own checks raise
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"config: {kind.__name__} does not take what is given: {reason}") from error
+    if others := [name for name in given if name in vars(config) and name not in known]:
+        # Some models read what their configuration does not declare (Qwen3-MoE: head_dim).
+        model = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+        read = set(_WORD.findall(inspect.getsource(model)))
+        if unknown := [name for name in others if name not in read]:
+            raise ValueError(
+                f"config.{unknown[0]} is no field of {kind.__name__}{nearest(unknown[0], [*known, *kind.attribute_map])}"
+            )
+    return config
 
 
 def check_tokenizer(path: str, rows: int) -> None:

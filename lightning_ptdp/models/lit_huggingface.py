@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal, get_args
 
@@ -18,6 +19,7 @@ from lightning_ptdp.models.folder import (
     TOO_MANY_IDS,
     InitialWeights,
     check_tokenizer,
+    config_of_sizes,
     fingerprint,
     local_folder,
     read_model_config,
@@ -36,14 +38,16 @@ class _LitHuggingFace(LitTokens):
     """What both have in common; arguments as of ``LitCausalLM``."""
 
     _auto_class: ClassVar[str]
+    _classes: ClassVar[str]
     _inputs: ClassVar[tuple[str, ...]]
     _ignores: ClassVar[tuple[str, ...]] = ()
     _task: ClassVar[str | None] = None
 
     def __init__(
         self,
-        path: str,
+        path: str | None = None,
         *,
+        config: Mapping[str, Any] | None = None,
         pretrained: bool = True,
         dtype: Dtype = "float32",
         attention: str | None = None,
@@ -53,12 +57,17 @@ class _LitHuggingFace(LitTokens):
         super().__init__(optimizer)
         if dtype not in get_args(Dtype):
             raise ValueError(f"dtype={dtype!r} must be one of {list(get_args(Dtype))}")
-        self.path, self.pretrained, self.dtype_name, self.attention = os.fspath(path), pretrained, dtype, attention
+        if (path is None) == (config is None):
+            raise ValueError("path, a model's folder or name, or config, its sizes: give one of the two")
+        self.path = os.fspath(path) if path is not None else None
+        self.pretrained, self.dtype_name, self.attention = pretrained, dtype, attention
+        self._sizes, self._weights = self._described(config) if config is not None else None, self.path if pretrained else None
         self.adapter = as_lora(adapter)
         self.strict_loading = self.adapter is None  # with one, a checkpoint has what is trained alone
         self.save_hyperparameters(
             {
                 "path": self.path,
+                "config": self._sizes,
                 "pretrained": pretrained,
                 "dtype": dtype,
                 "attention": attention,
@@ -77,24 +86,25 @@ class _LitHuggingFace(LitTokens):
             return
         import transformers
 
-        config = read_model_config(self.path)
+        config = self._model_config()
         config.use_cache = False
         kind = getattr(transformers, self._auto_class)
         options = {"dtype": _dtype(self.dtype_name, config), "attn_implementation": self.attention or _attention(config)}
         try:
-            if self.pretrained and torch.get_default_device().type != "meta":
+            if self._weights is not None and torch.get_default_device().type != "meta":
                 options |= {"config": config, "use_safetensors": True}
-                self.model = kind.from_pretrained(local_folder(self.path), **options).train()
+                self.model = kind.from_pretrained(local_folder(self._weights), **options).train()
             else:
                 self.model = kind.from_config(config, **options)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
             raise ValueError(
-                f"path={self.path!r} holds a model of type {config.model_type!r}, which is no {self._auto_class}: a causal language model "
+                f"{self._said} is of a model of type {config.model_type!r}, which is no {self._auto_class}: a causal language model "
                 "is for LitCausalLM, an encoder for LitMaskedLM, and any other goes into a LightningModule of yours"
             ) from None
-        check_tokenizer(self.path, self.model.get_input_embeddings().num_embeddings)
+        if self.path is not None:
+            check_tokenizer(self.path, self.model.get_input_embeddings().num_embeddings)
         if self.adapter is not None:
             self.adapter.inject(self.model, task_type=self._task)
 
@@ -104,7 +114,7 @@ class _LitHuggingFace(LitTokens):
         Raises:
             ValueError: It has not.
         """
-        sizes = read_model_config(self.path).get_text_config()
+        sizes = self._model_config().get_text_config()
         for name, limit, what in (
             ("vocabulary_size", "vocab_size", "rows of the model's embedding"),
             ("sequence_length", "max_position_embeddings", "positions of the model"),
@@ -113,19 +123,33 @@ class _LitHuggingFace(LitTokens):
             if isinstance(offered, int) and isinstance(there, int) and offered > there:
                 given = name == "vocabulary_size" and getattr(datamodule, "hparams", {}).get("tokenizer_dir")
                 mend = TOO_MANY_IDS.format(offered) if given else f"set --data.{name} {there}"
-                raise ValueError(f"data.{name}={offered} is more than the {there} {what} in {self.path}: {mend}")
+                raise ValueError(f"data.{name}={offered} is more than the {there} {what} in {self._said}: {mend}")
 
     def _check_adapter(self, adapter: LoraOptions) -> None:
         import transformers
 
         with torch.device("meta"):
-            adapter.check(getattr(transformers, self._auto_class).from_config(read_model_config(self.path)))
+            adapter.check(getattr(transformers, self._auto_class).from_config(self._model_config()))
+
+    def _described(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """With the name of the model's class, as in the ``config.json`` of an export."""
+        import transformers
+
+        kind = getattr(transformers, self._classes).get(type(config_of_sizes(sizes)), None)
+        return {**sizes, "architectures": [kind.__name__]} if kind is not None else dict(sizes)
+
+    def _model_config(self) -> Any:
+        return config_of_sizes(self._sizes) if self._sizes is not None else read_model_config(str(self.path))
+
+    @property
+    def _said(self) -> str:
+        return f"path={self.path!r}" if self.path is not None else "config"
 
     def flops_per_sample(self, sequence_length: int) -> int:
         """Model operations, forward and backward, of a sample of so many tokens, attention over all pairs of them; 0 where the model
         does not run without data."""
         if self._operations is None:
-            config = read_model_config(self.path)
+            config = self._model_config()
             positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sequence_length
             try:
                 self._operations = count_operations(self._build_eager, self._logits_of_zeros, longest=positions)
@@ -139,7 +163,7 @@ class _LitHuggingFace(LitTokens):
     def _build_eager(self) -> Any:
         import transformers
 
-        config = read_model_config(self.path)
+        config = self._model_config()
         config.use_cache = False
         model = getattr(transformers, self._auto_class).from_config(config, attn_implementation="eager")
         if self.adapter is not None:
@@ -153,18 +177,18 @@ class _LitHuggingFace(LitTokens):
 
     def initial_weights(self) -> InitialWeights | None:
         """What the strategy fills the model with; None: initial values are drawn."""
-        if not self.pretrained:
+        if self._weights is None:
             return None
-        return InitialWeights(self.path, may_lack=ADAPTER_NAMES if self.adapter is not None else (), ignores=self._ignores)
+        return InitialWeights(self._weights, may_lack=ADAPTER_NAMES if self.adapter is not None else (), ignores=self._ignores)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """With an adapter: save what is trained alone, and what the rest was."""
-        if self.adapter is None or not self.pretrained:
+        if self.adapter is None or self._weights is None:
             return
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
-        mark = fingerprint(local_folder(self.path))
-        checkpoint[BASE_WEIGHTS] = {"path": self.path, "fingerprint": mark, "task": self._task}
+        mark = fingerprint(local_folder(self._weights))
+        checkpoint[BASE_WEIGHTS] = {"path": self._weights, "fingerprint": mark, "task": self._task}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that the checkpoint's adapters are those of this module, beside the same weights.
@@ -177,7 +201,7 @@ class _LitHuggingFace(LitTokens):
             if _listed(value := saved.get(name, own[name])) != _listed(own[name]):
                 raise ValueError(f"the checkpoint has adapter.{name}={value}, and here it is {own[name]}: set it as it was")
         base = checkpoint.get(BASE_WEIGHTS)
-        if base is not None and base["fingerprint"] != fingerprint(local_folder(self.path)):
+        if base is not None and base["fingerprint"] != fingerprint(local_folder(str(self.path))):
             raise ValueError(
                 f"path={self.path!r} has other weights than those beside which the checkpoint's adapters were trained "
                 f"({base['path']}): give the folder as it was"
@@ -210,6 +234,8 @@ class LitCausalLM(_LitHuggingFace):
 
     Args:
         path: A folder with ``config.json`` (and the weights, as safetensors), or the name of a model on the hub.
+        config: In its place what such a ``config.json`` holds, of which ``model_type`` is needed: ``{"model_type": "mixtral",
+            "num_hidden_layers": 8}``. There are no weights then, and no tokenizer.
         pretrained: Begin with the weights of ``path``; else with initial values as the model draws them.
         dtype: Of the parameters; "auto": as the configuration says. A Trainer's precision may change it.
         attention: The model's attn_implementation; None: "sdpa", or "eager" where the model caps its attention scores, which only that
@@ -218,10 +244,11 @@ class LitCausalLM(_LitHuggingFace):
         optimizer: AdamW and its schedule.
 
     Raises:
-        ValueError: (when built) The folder holds no causal language model.
+        ValueError: ``config`` is none of a model that transformers knows, or (when built) it is no causal language model.
     """
 
     _auto_class = "AutoModelForCausalLM"
+    _classes = "MODEL_FOR_CAUSAL_LM_MAPPING"
     _task = "CAUSAL_LM"
     _inputs = ("input_ids", "position_ids")
 
@@ -235,6 +262,7 @@ class LitMaskedLM(_LitHuggingFace):
     """
 
     _auto_class = "AutoModelForMaskedLM"
+    _classes = "MODEL_FOR_MASKED_LM_MAPPING"
     _inputs = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
     _ignores = (r"(^|\.)pooler\.", r"(^|\.)cls\.seq_relationship\.")  # of pretraining with the order of sentences
 

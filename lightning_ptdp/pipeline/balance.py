@@ -64,4 +64,12 @@ _LOOKUP_COST = 1 / 8
 def _cost(module: nn.Module) -> float:
     """Multiply-adds a token, or what takes as long."""
     matrices = [(m, p.numel()) for m in module.modules() for p in m._parameters.values() if p is not None and p.dim() > 1]
-    return sum(elements * (_LOOKUP_COST if isinstance(m, nn.Embedding) else 1.0) for m, elements in matrices)
+    return sum(elements * (_LOOKUP_COST if isinstance(m, nn.Embedding) else _visited(m, module)) for m, elements in matrices)
+
+
+def _visited(module: nn.Module, layer: nn.Module) -> float:
+    """Which part of a module a token meets: of experts those that the layer's router chooses, which it calls ``top_k``, as all of
+    Hugging Face's do."""
+    number = getattr(module, "num_experts", None)
+    chosen = [k for one in layer.modules() if isinstance(k := getattr(one, "top_k", None), int)]
+    return chosen[0] / number if isinstance(number, int) and chosen else 1.0

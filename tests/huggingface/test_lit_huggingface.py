@@ -110,6 +110,32 @@ def test_logits_that_the_model_scales_or_caps(
     assert given.config._attn_implementation == ("eager" if model == "gemma2" else "sdpa")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "path, a model's folder or name, or config, its sizes: give one of the two"),
+        (
+            {"path": "x", "config": {"model_type": "llama"}},
+            "path, a model's folder or name, or config, its sizes: give one of the two",
+        ),
+        ({"config": {"model_type": "mixtrall"}}, "config.model_type='mixtrall' is no model of .*; did you mean 'mixtral'"),
+        ({"config": {"hidden_size": 8}}, "config.model_type='' is no model of transformers"),
+        (
+            {"config": {"model_type": "mixtral", "num_hidden_layer": 8}},
+            "config.num_hidden_layer is no field of MixtralConfig; did you mean 'num_hidden_layers'",
+        ),
+        (
+            {"config": {"model_type": "mixtral", "hidden_size": "8"}},
+            "config: MixtralConfig does not take .*'hidden_size' expected int",
+        ),
+    ],
+)
+def test_sizes_that_are_none_of_a_model(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        LitCausalLM(**given)
+    assert "\n" not in str(caught.value)
+
+
 def refused(folder: Path, **options: Any) -> str:
     """What is said before launch."""
     with pytest.raises(ValueError) as caught:

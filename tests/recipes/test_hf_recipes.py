@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_ptdp import PTDPStrategy
+from lightning_ptdp import ParallelLayout, PTDPStrategy
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.recipe_files import find_config, recipe_names
 from lightning_ptdp.models import LitCausalLM
+from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.world.placement import stages_of_rank
 
 pytest.importorskip("transformers")
 
@@ -39,6 +44,14 @@ PUBLISHED = {
     "hf/qwen3-8b": (sizes(_QWEN, 36, 4096, 12288, 32), "8.19 B"),
     "hf/qwen3-32b": (sizes(_QWEN, 64, 5120, 25600, 64), "32.8 B"),
 }
+# Whose sizes are in the recipe: parameters in all, those that a token meets, and sequences a batch, where that is told. Of Mixtral arXiv
+# 2401.04088, section 1 and the announcement; of Qwen3 the model's card, of DeepSeek-V3 arXiv 2412.19437, sections 4.2 and 2.1 (without the
+# layer that predicts a second token). All three count the embedding and the head; the last two cut digits off instead of rounding.
+MIXTURES = {
+    "hf/mixtral-8x7b": ("46.7 B", "12.9 B", None),
+    "hf/qwen3-30b-a3b": ("30.5 B", "3.3 B", None),
+    "hf/deepseek-v3": ("671 B", "37 B", 15360),
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -59,10 +72,48 @@ def test_the_layout_fits_the_model(name: str, tmp_path: Path, monkeypatch: pytes
     data = values["data"]["init_args"]
     assert data["num_microbatches"] == strategy.config.num_microbatches
     assert data["sequence_length"] <= module.model.config.max_position_embeddings
-    assert strategy.config.num_microbatches % layout.pipeline_parallel_size == 0
-    if published is not None:
-        count, said = sum(parameter.numel() for parameter in module.parameters()), published[1]
+    schedule = strategy.config.build_schedule(min(strategy.config.num_microbatches, 2 * layout.pipeline_parallel_size))
+    assert schedule.num_stages == layout.num_stages
+    assert strategy.config.num_microbatches % layout.pipeline_parallel_size == 0 or strategy.config.schedule == "dualpipe_v"
+    said = published[1] if published is not None else MIXTURES[name][0] if name in MIXTURES else None
+    if said is not None:
+        count = sum(parameter.numel() for parameter in module.parameters())
         assert f"{count / 1e9:.3g} B" == said
         first = find_config(name).read_text().partition("\n")[0]
         assert first.startswith(f"# {said} parameters: ")
         assert f"{data['num_microbatches'] * layout.data_parallel_size * data['sequence_length'] / 1e6:.1f} M tokens" in first
+    if name in MIXTURES:
+        assert data["vocabulary_size"] == module.model.config.vocab_size
+        check_mixture(name, module, strategy, layout)
+
+
+def check_mixture(name: str, module: LitCausalLM, strategy: PTDPStrategy, layout: ParallelLayout) -> None:
+    """What a token meets, the batch, and what the fullest rank holds."""
+    _, active, batch = MIXTURES[name]
+    experts = [child for child in module.modules() if type(child).__name__.endswith("Experts")]
+    config = module.model.config
+    assert {child.num_experts for child in experts} == {config.num_local_experts}
+    held = sum(parameter.numel() for child in experts for parameter in child.parameters())
+    count = sum(parameter.numel() for parameter in module.parameters())
+    met = count - held + held * config.num_experts_per_tok / config.num_local_experts
+    digits, last = Decimal(active.removesuffix(" B")), Decimal(1).scaleb(Decimal(active.removesuffix(" B")).as_tuple().exponent)
+    assert digits - last / 2 <= Decimal(met) / 10**9 < digits + last
+    assert f"{active} of them a token" in find_config(name).read_text().partition("\n")[0]
+    if batch is not None:
+        assert strategy.config.num_microbatches * layout.data_parallel_size == batch
+
+    # docs/layout.md, "Memory of weights and optimizer": with a sharded optimizer 6 bytes a parameter, and 12 of those that step on it.
+    e, d, p = layout.expert_parallel_size, layout.data_parallel_size, layout.pipeline_parallel_size
+    parts, layers = find_parts(module, blocks="model.model.layers"), module.model.model.layers
+    ranges = layer_ranges(module, parts=parts, layout=layout)
+    ends = [[module.get_submodule(one) for one in names] for names in (parts.before, parts.after)]
+    fullest = 0.0
+    for rank in range(p):
+        stages = stages_of_rank(p, layout.virtual_pipeline_size, rank, layout.placement)
+        mine: list[nn.Module] = [layer for stage in stages for layer in layers[slice(*ranges[stage])]]
+        mine += ends[0] * (0 in stages) + ends[1] * (layout.num_stages - 1 in stages)
+        every = [x for one in mine for x in one.parameters()]
+        of_experts = sum(x.numel() for x in every if x.dim() == 3)
+        others = sum(x.numel() for x in every) - of_experts
+        fullest = max(fullest, of_experts / e * (6 + 12 * e / d) + others * (6 + 12 / d))
+    assert fullest < 48e9, "the rest is for what blocks keep"

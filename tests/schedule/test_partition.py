@@ -154,6 +154,16 @@ def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(vocabular
     assert layer_ranges(model, parts=parts, layout=layout, partition=["0", "blocks.1", "2", "blocks.7"])[2] == (2, 7)
 
 
+def test_experts_cost_what_a_token_meets_of_them() -> None:
+    mixture = nn.Module()
+    mixture.top_k, mixture.experts = 2, nn.Module()
+    mixture.experts.num_experts, mixture.experts.up = 16, nn.Parameter(torch.empty(16, 8, 64, device="meta"))
+    model = Model(layers=[nn.Linear(8, 64), nn.Linear(8, 64), nn.Linear(8, 64), nn.Linear(8, 64), *[mixture] * 2])
+    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
+    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
+    assert counts(layer_ranges(model, parts=parts, layout=layout)) == [4, 2]
+
+
 def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
     shared = nn.Linear(8, 64)
     layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
