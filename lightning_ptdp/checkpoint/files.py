@@ -226,16 +226,18 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_replaceable(path: str | os.PathLike[str], *, marker: str) -> None:
-    """Refuse to replace a folder that is not a checkpoint.
+def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: bool = False) -> None:
+    """Refuse to replace a folder that is not a checkpoint, and a file unless ``or_file``.
 
     Raises:
-        CheckpointError: ``path`` is a URL, or a folder with content but without the file ``marker``.
+        CheckpointError: ``path`` is a URL, a file, or a folder with content but without the file ``marker``.
     """
     if "://" in str(path):
         raise CheckpointError(f"{path} is not a path of a mounted file system; checkpoints are written to folders only")
     if has_other_content(Path(path), marker=marker):
         raise CheckpointError(f"{Path(path)} is a folder with other content and would be lost: choose another path")
+    if Path(path).is_file() and not or_file:
+        raise CheckpointError(f"{Path(path)} is a file and would be lost, since a folder is made: choose another path")
 
 
 def has_other_content(path: Path, *, marker: str) -> bool:

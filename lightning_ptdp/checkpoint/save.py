@@ -108,7 +108,7 @@ def checked_content(path: str | os.PathLike[str], *, state: dict[str, Any], meta
     with same_outcome(_doing(path)):
         if not is_rank_zero():
             return b""
-        files.check_replaceable(path, marker=METADATA_FILE)
+        files.check_replaceable(path, marker=METADATA_FILE, or_file=True)  # such as Lightning's, of the same name
         check_json(metadata)
         return dump_state(state)
     raise AssertionError("same_outcome raises what it catches")

@@ -20,9 +20,9 @@ from lightning_ptdp.exchange.tokenizers import files_beside
 from lightning_ptdp.models.adapters import as_lora
 from lightning_ptdp.models.folder import BASE_WEIGHTS, fingerprint, local_folder
 
-__all__ = ["base_of_adapters", "merge_adapters", "to_adapters"]
+__all__ = ["ADAPTER_FILE", "base_of_adapters", "merge_adapters", "to_adapters"]
 
-_MARKER, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILE, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OURS, _THEIRS = "model/model.", "base_model.model."
 
 
@@ -51,7 +51,7 @@ def to_adapters(source: str | os.PathLike[str], destination: str | os.PathLike[s
     names = {_peft_name(name): name for name in reader.tensors if name.startswith(_OURS)}
     held = {new: reader.tensors[name] for new, name in sorted(names.items())}
     entries = {name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()}
-    files.check_replaceable(target, marker=_MARKER)
+    files.check_replaceable(target, marker=ADAPTER_FILE)
     with files.replacing(target) as part:
         part.mkdir()
         config.save_pretrained(str(part))

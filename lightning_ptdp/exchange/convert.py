@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, read_state, to_lightning_file
+from lightning_ptdp.checkpoint import CheckpointError, files, read_state, to_lightning_file
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
-from lightning_ptdp.exchange.adapters import base_of_adapters, merge_adapters, to_adapters
+from lightning_ptdp.exchange.adapters import ADAPTER_FILE, base_of_adapters, merge_adapters, to_adapters
 from lightning_ptdp.exchange.export import SHARD_BYTES, to_huggingface
-from lightning_ptdp.exchange.folder import reads_as_huggingface
+from lightning_ptdp.exchange.folder import CONFIG_FILE, reads_as_huggingface
 from lightning_ptdp.exchange.huggingface import Names, from_huggingface
 from lightning_ptdp.exchange.plain import from_state_dict, to_state_dict
 
 __all__ = ["Kind", "convert", "kind_of", "kind_of_result"]
 
 Kind = Literal["checkpoint", "huggingface", "adapter", "state_dict", "lightning"]
+_MARKERS: Mapping[Kind, str] = {"checkpoint": METADATA_FILE, "huggingface": CONFIG_FILE, "adapter": ADAPTER_FILE}
+"""By what folders of a kind are known."""
 _STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
@@ -51,7 +54,7 @@ def kind_of_result(
     """What ``convert`` makes of these.
 
     Raises:
-        CheckpointError: It cannot be made of ``source``.
+        CheckpointError: It cannot be made of ``source``, or would replace something else at ``destination``.
     """
     kind = kind_of(source)
     wanted = to or _wanted(kind, Path(destination))
@@ -67,6 +70,8 @@ def kind_of_result(
     if (kind == "checkpoint") == (wanted == "checkpoint"):
         hint = "there is nothing to convert" if kind == "checkpoint" else "convert to a checkpoint first, and that on"
         raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
+    if wanted in _MARKERS:
+        files.check_replaceable(destination, marker=_MARKERS[wanted], or_file=Path(destination).suffix == ".ckpt")
     return wanted
 
 

@@ -126,7 +126,7 @@ class FolderExport:
                 probe.rmdir()
                 if (free := shutil.disk_usage(self.target.parent).free) < plan.num_bytes:
                     raise CheckpointError(
-                        f"{self.target} will have {plan.num_bytes / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB left"
+                        f"{self.target} will have {plan.num_bytes / 1e6:,.1f} MB, but its disk has {free / 1e6:,.1f} MB left"
                     )
 
     def write(self, rectangles: Sequence[LocalRectangle]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, rectangles_of, save_checkpoint
 from lightning_ptdp.checkpoint.owners import Held, share_out
-from lightning_ptdp.exchange import FolderExport, described_by_state, open_huggingface, to_huggingface, writer
+from lightning_ptdp.exchange import FolderExport, convert, described_by_state, open_huggingface, to_huggingface, writer
 from lightning_ptdp.exchange.writer import FolderPlan
 from lightning_ptdp.models import BertConfig, GPTConfig, LitBert, LitGPT
 from lightning_ptdp.sharding import Sharding
@@ -159,6 +159,19 @@ def test_a_folder_that_cannot_be_made_is_told_before(tmp_path: Path) -> None:
     whole = [LocalRectangle.whole(name, value) for name, value in _whole(LLAMA).items()]
     with pytest.raises(CheckpointError, match=r"exporting .*file/out failed: .*Error"):
         _export(tmp_path / "file" / "out", LLAMA).check(whole)
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    tensors = {name: (value, Sharding.replicated(tuple(value.shape))) for name, value in _whole(LLAMA).items()}
+    save_checkpoint(tmp_path / "c", tensors=tensors, state={"hyper_parameters": {"config": asdict(LLAMA)}}, metadata={})
+    (tmp_path / "thesis.tex").write_text("years of work")
+    to_huggingface(tmp_path / "c", tmp_path / "out")
+    for make in (convert, to_huggingface):
+        with pytest.raises(CheckpointError, match=r"thesis.tex is a file and would be lost"):
+            make(tmp_path / "c", tmp_path / "thesis.tex")
+    with pytest.raises(CheckpointError, match=r"thesis.tex is a file and would be lost"):
+        convert(tmp_path / "out", tmp_path / "thesis.tex")
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
 def test_a_killed_writer_leaves_nothing(pool: Pool, tmp_path: Path) -> None:

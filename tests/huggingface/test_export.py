@@ -126,7 +126,7 @@ def _fit(rank: int, kind: type[LitHuggingFace], model: str, options: dict[str, A
     [
         (LitHuggingFace, "encoder", r"hyperparameters name no configuration of one of our models"),
         (LitTwo, "llama", r"LitTwo holds the Hugging Face models \['model', 'teacher'\]: name the one.*, such as prefix='model\.'"),
-        (LitFull, "llama", r"will have 0\.\d+ GB, but its disk has 0\.00 GB left"),
+        (LitFull, "llama", r"will have 0\.\d+ MB, but its disk has 0\.0 MB left"),
         (LitAdapted, "llama", r"adapter of 'model.model.layers.0.self_attn.q_proj' is more than a product of two matrices"),
     ],
 )  # fmt: skip
@@ -224,6 +224,8 @@ def test_a_callback_that_makes_no_sense(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="is a folder with other content"):
         ExportHuggingFace(tmp_path)
+    with pytest.raises(CheckpointError, match=r"thesis.tex is a file and would be lost"):
+        ExportHuggingFace(tmp_path / "thesis.tex")
     for options, words in (
         ({"when": "never"}, "when='never' must be one of"),
         ({"dtype": "int8"}, "dtype='int8' must be one of"),
