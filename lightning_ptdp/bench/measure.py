@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import resource
 import time
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ptdp.bench.memory import CountedMemory
 from lightning_ptdp.bench.prediction import predicted_seconds
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
@@ -27,7 +27,7 @@ class StepTimes(Callback):
     """Measure optimizer steps and end the fit; global rank 0 writes a ``BenchResult``.
 
     The clock runs from the end of one step to the end of the next; on a GPU the device is waited for there. After the measured steps
-    one more is recorded where there is a pipeline, for its bubble.
+    one more is recorded where there is a pipeline, for its bubble, and on a CPU, for the peak of its tensors' memory.
 
     Args:
         warmup: Steps before the measured ones.
@@ -40,14 +40,21 @@ class StepTimes(Callback):
         self._warmup, self._steps, self._file, self._peak_flops = warmup, steps, file, peak_flops
         self._ends: list[float] = []
         self._recorder: Recorder | None = None
+        self._counted: CountedMemory | None = None
+        self._peak = 0
         self._timeline: Timeline | None = None
         self._shape = (0, 0)
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         """After the measured steps, record."""
-        if self._measured and self._recorder is None:
-            self._recorder = Recorder(trainer.strategy.root_device)
+        if not self._measured or self._recorder is not None:
+            return
+        device = trainer.strategy.root_device
+        if has_pipeline(trainer):
+            self._recorder = Recorder(device)
             trainer.strategy.observers.add(self._recorder)
+        if device.type == "cpu" and self._counted is None:
+            self._counted = CountedMemory()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
@@ -61,16 +68,19 @@ class StepTimes(Callback):
         self._ends.append(time.perf_counter())
         if len(self._ends) == self._warmup and on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        if self._counted is not None:
+            self._peak = self._counted.peak_bytes()
         if self._recorder is not None:
             trainer.strategy.observers.remove(self._recorder)
             self._timeline = self._recorder.gather(trainer.strategy.mesh.group("pipeline"))
-        if self._recorder is not None or (self._measured and not has_pipeline(trainer)):
+        if self._recorder is not None or self._counted is not None or (on_gpu and self._measured and not has_pipeline(trainer)):
             self._shape = batch_shape(batch)
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was found."""
-        peaks = gather(_peak_memory(trainer.strategy.root_device))
+        device = trainer.strategy.root_device
+        peaks = gather(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self._peak)
         if trainer.is_global_zero:
             self._result(trainer, pl_module, peaks).write(self._file)
 
@@ -101,10 +111,3 @@ class StepTimes(Callback):
             ideal_bubble=None if measured is None else ideal_bubble(measured.schedule),
             predicted_s=predicted_seconds(trainer, module, samples=samples, length=length),
         )
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: of tensors on a GPU, of the whole process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

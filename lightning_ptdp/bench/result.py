@@ -25,11 +25,13 @@ class BenchResult:
         tokens: The same; 0 if the batches hold no tokens.
         flops: Model operations of a step, forward and backward, over all devices; 0 if the module does not tell.
         seconds: Of every measured step.
-        peak_memory_bytes: Of each rank: of the GPU, or of the process on a CPU.
+        peak_memory_bytes: Of each rank's tensors.
         peak_flops: Operations a second of which a device is capable; None if that is not known.
         bubble: Bubble time over ideal time of one step of the pipeline, as measured; None without a pipeline.
         ideal_bubble: The same of the schedule with equal stages and free messages.
         predicted_s: The planner's estimate of a step; None for what it does not know.
+        predicted_bytes: Its estimate of the fullest rank's peak.
+        predicted_by: Whose figures of the device these are.
     """
 
     layout: str
@@ -46,6 +48,8 @@ class BenchResult:
     bubble: float | None = None
     ideal_bubble: float | None = None
     predicted_s: float | None = None
+    predicted_bytes: float | None = None
+    predicted_by: str = ""
 
     @property
     def median_s(self) -> float:
