@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptdp.bench.memory import CountedMemory
-from lightning_ptdp.bench.prediction import predicted_seconds
+from lightning_ptdp.bench.prediction import predicted
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
 from lightning_ptdp.callbacks.timeline import has_pipeline
@@ -93,7 +93,7 @@ class StepTimes(Callback):
         rows, length = self._shape
         samples = rows * replicas(trainer) * trainer.accumulate_grad_batches
         device, precision = device_name(trainer.strategy.root_device), str(trainer.precision)
-        measured = self._timeline
+        measured, expected = self._timeline, predicted(trainer, module, samples=samples, length=length)
         layout = getattr(trainer.strategy, "layout", None)
         return BenchResult(
             layout=type(trainer.strategy).__name__ if layout is None else layout.describe(),
@@ -109,5 +109,7 @@ class StepTimes(Callback):
             peak_flops=self._peak_flops or known_peak_flops(device, precision),
             bubble=None if measured is None else float(measured.bubble_fraction),
             ideal_bubble=None if measured is None else ideal_bubble(measured.schedule),
-            predicted_s=predicted_seconds(trainer, module, samples=samples, length=length),
+            predicted_s=expected.seconds,
+            predicted_bytes=expected.nbytes,
+            predicted_by=expected.figures,
         )

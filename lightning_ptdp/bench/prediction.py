@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ptdp.callbacks.throughput import device_name
@@ -12,17 +14,34 @@ from lightning_ptdp.planner import (
     device_here,
     find_precision,
     find_software,
+    fullest_rank,
     gpt_sizes,
     simulated_step_time,
     step_time,
+    whose_figures,
 )
 from lightning_ptdp.schedule.generators import schedule_name
 
-__all__ = ["predicted_seconds"]
+__all__ = ["Prediction", "predicted"]
 
 
-def predicted_seconds(trainer: Trainer, module: LightningModule, *, samples: int, length: int) -> float | None:
-    """Seconds of an optimizer step; None where the planner does not know the model, the device or the schedule.
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the planner expects.
+
+    Attributes:
+        seconds: Of an optimizer step; None where it does not know the model, the device or the schedule.
+        nbytes: Of the fullest rank's tensors, at their peak.
+        figures: Whose figures of the device these are.
+    """
+
+    seconds: float | None = None
+    nbytes: float | None = None
+    figures: str = ""
+
+
+def predicted(trainer: Trainer, module: LightningModule, *, samples: int, length: int) -> Prediction:
+    """What the planner expects of an optimizer step.
 
     Args:
         trainer: With its strategy.
@@ -33,7 +52,7 @@ def predicted_seconds(trainer: Trainer, module: LightningModule, *, samples: int
     model, strategy, accumulated = getattr(module, "config", None), trainer.strategy, trainer.accumulate_grad_batches
     device, layout = device_here(device_name(strategy.root_device)), getattr(strategy, "layout", None)
     if not isinstance(model, TransformerConfig) or device is None or layout is None or not length:
-        return None
+        return Prediction()
     config, rows = strategy.config, samples // layout.num_replicas // accumulated
     microbatches = config.microbatches(rows)
     try:
@@ -55,6 +74,11 @@ def predicted_seconds(trainer: Trainer, module: LightningModule, *, samples: int
             distribute_saved_activations=config.distribute_saved_activations,
             shard_optimizer=config.shard_optimizer,
         )
-        return (simulated_step_time if layout.size("pipeline") > 1 else step_time)(job, choice).total * accumulated
+        timed = simulated_step_time if layout.size("pipeline") > 1 else step_time
+        return Prediction(
+            seconds=timed(job, choice).total * accumulated,
+            nbytes=fullest_rank(job, choice).total,
+            figures=whose_figures(device, job.processes),
+        )
     except (ValueError, KeyError):  # a precision or a schedule of its own
-        return None
+        return Prediction()

@@ -58,11 +58,13 @@ def _rows(one: BenchResult) -> Iterator[tuple[str, str]]:
     yield "step", f"{one.samples} samples, {one.tokens:,} tokens"
     yield "step time, median", _ms(one.median_s)
     yield "p10 to p90", f"{one.percentile_s(10) * 1e3:.1f} to {_ms(one.percentile_s(90))}"
-    yield "the planner's estimate", "-" if one.predicted_s is None else _ms(one.predicted_s)
+    yield "the planner's estimate", "-" if one.predicted_s is None else f"{_ms(one.predicted_s)} ({one.predicted_by})"
     yield "tokens/s", f"{one.tokens_per_s:,.0f}" if one.tokens else "-"
     yield "model TFLOP/s a device", f"{one.flops_per_s / 1e12:.4g}" if one.flops else "-"
     yield "MFU", _percent(one.mfu)
     yield "peak memory, by rank", f"{_memory(one)} GiB"
+    if one.predicted_bytes is not None:
+        yield "the planner's, fullest rank", f"{one.predicted_bytes / 2**30:.2f} GiB"
     if one.bubble is not None:
         yield "bubble, measured", _percent(one.bubble)
         yield "bubble of the schedule", _percent(one.ideal_bubble)

@@ -9,7 +9,14 @@ schedules, steps) has a file each; all of them read the model as the record in `
 """
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
-from lightning_ptdp.planner.calibration import MACHINE_FILE, Calibration, device_here, load_calibration, save_calibration
+from lightning_ptdp.planner.calibration import (
+    MACHINE_FILE,
+    Calibration,
+    device_here,
+    load_calibration,
+    save_calibration,
+    whose_figures,
+)
 from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
 from lightning_ptdp.planner.gpt_shape import gpt_shape
 from lightning_ptdp.planner.job import Choice, Job
@@ -79,4 +86,5 @@ __all__ = [
     "stage_parameters",
     "static_bytes",
     "step_time",
+    "whose_figures",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_ptdp.planner.devices import Cluster, Device, Link, known_device
 from lightning_ptdp.planner.measured import Measured
 
-__all__ = ["MACHINE_FILE", "Calibration", "device_here", "load_calibration", "machine", "save_calibration"]
+__all__ = ["MACHINE_FILE", "Calibration", "device_here", "load_calibration", "machine", "save_calibration", "whose_figures"]
 
 MACHINE_FILE = Path("ptdp-machine.json")
 """Where ``ptdp doctor --calibrate`` writes, and plan, bench and ``layout="auto"`` look."""
@@ -101,6 +101,16 @@ def device_here(name: str) -> Device | None:
         if found.device.name == name and not found.doubt():
             return found.device
     return known_device(name)
+
+
+def whose_figures(device: Device, processes: int) -> str:
+    """Where an estimate for so many processes of a node takes the device's figures from, and what would be better; in a few words."""
+    measured, mend = device.measured, f"ptdp doctor --calibrate --devices {processes}"
+    if measured is None:
+        return f"the figures of {device.name} by its data sheet, not calibrated here: {mend}"
+    if measured.processes != processes:
+        return f"calibrated with --devices {measured.processes}, here are {processes}: {mend}"
+    return f"calibrated with --devices {processes}"
 
 
 def _device(values: dict[str, Any]) -> Device:

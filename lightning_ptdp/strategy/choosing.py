@@ -21,6 +21,7 @@ from lightning_ptdp.planner import (
     find_software,
     gpt_sizes,
     search,
+    whose_figures,
 )
 from lightning_ptdp.world.layout import divisors
 
@@ -69,11 +70,13 @@ class Forecast:
         seconds: Of a step, expected.
         memory: Bytes of the fullest rank, expected.
         text: The choice, the runner-up and why.
+        figures: Whose figures of the device it was made with.
     """
 
     seconds: float
     memory: float
     text: str
+    figures: str = ""
     began: list[float] = field(default_factory=list)
 
     def batch_begins(self) -> None:
@@ -92,8 +95,8 @@ class Forecast:
         if measured is None or abs(self.seconds / measured - 1) <= _OFF:
             return ""
         return (
-            f"layout='auto' expected {self.seconds:.3g} s a step, and it took {measured:.3g} s: ptdp doctor --calibrate measures what this "
-            "machine reaches"
+            f"layout='auto' expected {self.seconds:.3g} s a step, and it took {measured:.3g} s; what it was made with: "
+            f"{self.figures}"
         )
 
 
@@ -134,7 +137,8 @@ def choose(training: Training, *, fits: Callable[[PTDPConfig], None]) -> tuple[P
             refusals.append(f"{candidate.choice.describe()}: {error}")
             continue
         text = _told(candidate, seconds, found[i + 1 :])
-        return chosen, Forecast(seconds=candidate.time.total, memory=candidate.memory.total, text=text)
+        figures = whose_figures(device, training.world_size)
+        return chosen, Forecast(seconds=candidate.time.total, memory=candidate.memory.total, text=text, figures=figures)
     raise ValueError(f"layout='auto': the model takes none of the {len(found)} fastest layouts; {refusals[0]}")
 
 
@@ -160,7 +164,7 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
             sequence_length=min(training.length or model.sequence_length, model.sequence_length),
         )
         space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
-        for candidate in search(job, space, count=_TRIED, simulate=False).best:
+        for candidate in search(job, space, count=_TRIED).best:
             degrees = replace(
                 candidate.choice.layout, virtual_pipeline_size=1, sequence_parallel=False, placement="loop"
             ).describe()
