@@ -184,10 +184,11 @@ def test_mistakes() -> None:
 
 
 def test_a_forecast_that_is_off_is_told() -> None:
-    forecast = Forecast(seconds=1.0, memory=1.0, text="")
+    forecast = Forecast(seconds=1.0, memory=1.0, text="", figures="calibrated with --devices 2")
     assert forecast.verdict() == "" and forecast.measured is None
     forecast.began = [0.0, 50.0, 60.0, 70.0, 71.1, 72.2, 173.3, 174.4]
     assert forecast.measured == pytest.approx(1.1)
     assert forecast.verdict() == ""
     forecast.seconds = 0.8
     assert "expected 0.8 s a step, and it took 1.1 s" in forecast.verdict()
+    assert forecast.verdict().endswith("calibrated with --devices 2")

@@ -33,6 +33,9 @@ def test_a_pipeline_is_measured_without_data_and_leaves_nothing(ptdp: Run, no_da
     assert (found["layout"], found["world_size"]) == ("t2 p2 v2 d1", 4)
     assert (found["samples"], found["tokens"], len(found["seconds"]), len(found["peak_memory_bytes"])) == (8, 128, 2, 4)
     assert found["bubble"] > 0
+    # On a CPU tensors are counted, not what the process has besides.
+    assert max(found["peak_memory_bytes"]) < 20 * 2**20
+    assert "ptdp doctor --calibrate --devices 4" in found["predicted_by"]
     assert found["mfu"] == pytest.approx(found["flops"] / found["median_s"] / 4 / 1e12)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 

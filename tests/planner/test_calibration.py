@@ -28,6 +28,7 @@ from lightning_ptdp.planner import (
     save_calibration,
     simulated_step_time,
     step_time,
+    whose_figures,
 )
 from lightning_ptdp.planner.calibration import MACHINE_FILE
 from lightning_ptdp.planner.communication import group_link
@@ -83,6 +84,12 @@ def test_stale_and_foreign_files_are_noticed(tmp_path: Path, monkeypatch: pytest
     assert "is 100 days old" in doubt(made=(datetime.now(UTC) - timedelta(days=100, hours=1)).isoformat())
     assert "was measured elsewhere (host 'there', here" in doubt(machine={**content["machine"], "host": "there"})
     assert "torch '1.0', here" in doubt(machine={**content["machine"], "torch": "1.0"})
+
+
+def test_an_estimate_says_whose_figures_it_has() -> None:
+    assert whose_figures(device(), 2) == "calibrated with --devices 2"
+    assert "with --devices 2, here are 4: ptdp doctor --calibrate --devices 4" in whose_figures(device(), 4)
+    assert "not calibrated here: ptdp doctor --calibrate --devices 8" in whose_figures(find_device("h100"), 8)
 
 
 @pytest.mark.parametrize(
