@@ -57,6 +57,9 @@ class TransformerConfig:
                 raise ValueError(f"{name}={value} must be at least 0 and below 1; use 0 for none")
             if name in ("init_std", "norm_eps", "rope_base") and not value > 0:
                 raise ValueError(f"{name}={value} must be greater than 0")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; use a num_heads of "

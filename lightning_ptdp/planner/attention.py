@@ -62,7 +62,8 @@ def attention_time(job: Job, choice: Choice, attention: Attention) -> tuple[floa
         queries = choice.micro_batch_size * attention.queries / c
         work = 2 * queries * attention.keys * heads * (attention.head_dim + attention.value_dim)
         work /= 2 if software.skips_masked and attention.causal else 1
-        forward = work / (device.peak(width) * device.attention_share * device.sustained)
+        share = min(1.0, device.attention_share * software.attention_speed)
+        forward = work / (device.peak(width) * share * device.sustained)
         backward = _FUSED_BACKWARD * forward
     else:
         batch, mine = choice.micro_batch_size * heads, round(attention.queries / c)

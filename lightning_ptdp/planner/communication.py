@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lightning_ptdp.planner.devices import Cluster, Link
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["GroupLink", "group_link", "pipeline_link"]
+__all__ = ["GroupLink", "group_link", "pipeline_link", "strided_link"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,11 @@ def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink
         cluster: What joins them.
         axis: ``"tensor"``, or ``"replica_sum"``, over which gradients are summed; those of experts over ``"expert_replicas"``.
     """
-    return _group(layout.size(axis), layout.stride(axis), cluster)
+    return strided_link(layout.size(axis), layout.stride(axis), cluster)
 
 
-def _group(size: int, stride: int, cluster: Cluster) -> GroupLink:
+def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
+    """Groups of ``size`` ranks that are ``stride`` apart."""
     inside, between = cluster.node, cluster.between
     if size * stride <= cluster.node_size:
         found = tuple((name, nbytes, seconds) for name, count, nbytes, seconds in cluster.collectives if count in (size, 0))
@@ -130,7 +131,7 @@ def _group(size: int, stride: int, cluster: Cluster) -> GroupLink:
 
 def pipeline_link(layout: ParallelLayout, cluster: Cluster) -> GroupLink:
     """Neighbours in the pipeline; the slowest hop counts, where all ranks of a stage that are in one node send to another."""
-    return _group(layout.pipeline_parallel_size, layout.world_size // layout.pipeline_parallel_size, cluster)
+    return strided_link(layout.pipeline_parallel_size, layout.world_size // layout.pipeline_parallel_size, cluster)
 
 
 def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:

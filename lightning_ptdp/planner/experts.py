@@ -16,13 +16,24 @@ kept           rows that came, 2 r h with the outputs that the weights' gradient
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.communication import GroupLink, strided_link
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.products import product_time
 
-__all__ = ["ExpertTime", "expert_buffers", "expert_kept", "expert_time", "expert_traffic", "local_experts", "rows"]
+__all__ = [
+    "ExpertTime",
+    "expert_buffers",
+    "expert_link",
+    "expert_kept",
+    "expert_shards",
+    "expert_time",
+    "expert_traffic",
+    "local_experts",
+    "rows",
+]
 
 _SCORE, _SCORES = 4, 3
 """Bytes of a score, and how many of each expert's are kept: logits, probabilities, those of the auxiliary losses."""
@@ -55,6 +66,21 @@ def local_experts(experts: ExpertShape, choice: Choice) -> int:
     return experts.number // choice.layout.expert_parallel_size
 
 
+def expert_link(job: Job, choice: Choice, axis: Literal["expert", "expert_replicas"]) -> GroupLink:
+    """The ranks that share a layer's experts, or those that hold the same ones: blocks of the ranks of data and context parallelism, each
+    in every tensor-parallel rank's place; or, folded, blocks of all ranks of a stage."""
+    layout, fold = choice.layout, job.software.folds_experts
+    e, first = layout.expert_parallel_size, 1 if fold else layout.tensor_parallel_size
+    size, stride = (e, first) if axis == "expert" else (expert_shards(job, choice), first * e)
+    return strided_link(size, stride, job.cluster)
+
+
+def expert_shards(job: Job, choice: Choice) -> int:
+    """Ranks that hold the same experts, and sum their gradients."""
+    folded = choice.layout.tensor_parallel_size if job.software.folds_experts else 1
+    return folded * choice.layout.size("expert_replicas")
+
+
 def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
     """Products and all-to-alls; what lies between them is in ``expert_traffic``."""
     device, width, r = job.device, job.precision.compute, rows(experts, job, choice)
@@ -66,7 +92,7 @@ def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
         gradient = product_time(device, width, outputs, inputs, each, here)
         backward += product_time(device, width, each, inputs, outputs, here) + gradient
         weight += gradient
-    group = group_link(choice.layout, job.cluster, "expert")
+    group = expert_link(job, choice, "expert")
     sent = job.imbalance * r * experts.hidden * width
     return ExpertTime(forward=forward, backward=backward, weight=weight, dispatch=2 * group.all_to_all(sent))
 

@@ -127,7 +127,7 @@ def _layer(config: GPTConfig, s: int, precision: Precision, software: Software, 
             heads=config.kv_heads,
         ),
         cost=sum(product.elements() for product in products)
-        + (0 if experts is None else router + experts.number * experts.parameters),
+        + (0 if experts is None else router + experts.chosen * experts.parameters),
         gated=config.mlp == "swiglu",
         experts=experts,
     )

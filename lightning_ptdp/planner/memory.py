@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from lightning_ptdp.planner.activations import LayerActivations, kept_on, layer_activations, logits_bytes
-from lightning_ptdp.planner.experts import expert_buffers, local_experts
+from lightning_ptdp.planner.experts import expert_buffers, expert_shards, local_experts
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
 from lightning_ptdp.planner.shapes import LayerShape
@@ -58,7 +58,7 @@ def static_bytes(job: Job, choice: Choice, parameters: float, experts: float = 0
     that are ``experts``, which d c / e ranks hold alike, of e/(d c).
     """
     precision, layout = job.precision, choice.layout
-    shards, of_experts = (layout.size(axes) if choice.shard_optimizer else 1 for axes in ("replica_sum", "expert_replicas"))
+    shards, of_experts = (layout.size("replica_sum"), expert_shards(job, choice)) if choice.shard_optimizer else (1, 1)
     gradient = job.gradient + job.software.gradient_copy
     stepped = (parameters - experts) / shards + experts / of_experts
     return parameters * precision.weight, parameters * gradient, precision.state * stepped

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.planner.communication import group_link, pipeline_link
+from lightning_ptdp.planner.experts import expert_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
@@ -236,10 +237,8 @@ def _message(job: Job, choice: Choice) -> float:
 def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidden_behind: float) -> float:
     """An all-reduce, or with a sharded optimizer a reduce-scatter and the gathering of the parameters: of ``experts`` among them over the
     ranks that hold them alike, and over the tensor-parallel ranks, each of which has had a part of the tokens.
-
-    The reductions start in the last microbatch's backward and hide behind half of it, the gathering behind as much of a forward.
     """
-    groups = [group_link(choice.layout, job.cluster, axes) for axes in ("replica_sum", "expert_replicas")]
+    groups = (group_link(choice.layout, job.cluster, "replica_sum"), expert_link(job, choice, "expert_replicas"))
     summed = list(zip(groups, (parameters - experts, experts), strict=True))
     weight, gradient = job.precision.weight, job.gradient
     tied = 0.0
@@ -248,13 +247,22 @@ def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidde
         rows, columns = job.shape.head.table
         # Two ranks exchange all of it, both ways at once.
         tied = pipeline_link(layout, job.cluster).send(rows / layout.tensor_parallel_size * columns * gradient)
-    if experts:
+    if experts and not job.software.folds_experts:
         tied += group_link(layout, job.cluster, "tensor").all_reduce(experts * gradient)
     if choice.shard_optimizer:
-        reduced = max(0.0, sum(group.all_gather(count * gradient) for group, count in summed) - hidden_behind / 2)
+        scattered = sum(group.all_gather(count * gradient) for group, count in summed)
         gathered = sum(group.all_gather(count * weight) for group, count in summed)
-        return tied + reduced + max(0.0, gathered - hidden_behind / 4)
-    return tied + max(0.0, sum(group.all_reduce(count * gradient) for group, count in summed) - hidden_behind / 2)
+        return tied + _exposed(scattered, choice, hidden_behind) + _exposed(gathered, choice, hidden_behind / 2)
+    return tied + _exposed(sum(group.all_reduce(count * gradient) for group, count in summed), choice, hidden_behind)
+
+
+def _exposed(seconds: float, choice: Choice, behind: float) -> float:
+    """What is left of a reduction that starts in the last microbatch's pass, of ``behind`` seconds, and hides behind half of it. Of several
+    chunks each runs its last p microbatches in front of another's, which hide it; that of the last one has only itself."""
+    p, v = choice.layout.pipeline_parallel_size, choice.layout.virtual_pipeline_size
+    if v == 1:
+        return max(0.0, seconds - behind / 2)
+    return max(seconds - behind * p * (v - 1) / v, seconds / v - behind / (2 * v), 0.0)
 
 
 def _optimizer(job: Job, choice: Choice, parameters: int, experts: int) -> float:

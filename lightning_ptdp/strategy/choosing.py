@@ -30,6 +30,7 @@ __all__ = ["Forecast", "LayoutChoice", "Training", "choose", "fastest_layouts", 
 LayoutChoice = Literal["auto"]
 _CHOSEN = (
     *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "context_parallel_size", "expert_parallel_size"),
+    "expert_tensor_parallel_size",
     *("sequence_parallel", "num_microbatches", "micro_batch_size", "schedule", "partition", "recompute", "recompute_layers"),
     *("distribute_saved_activations", "shard_optimizer", "channel_ctas", "tensor_overlap", "microbatch_group_size"),
 )
@@ -130,8 +131,8 @@ def choose(training: Training, *, fits: Callable[[PTDPConfig], None]) -> tuple[P
     refusals = []
     for i, (seconds, candidate) in enumerate(found):
         options: dict[str, Any] = candidate.choice.options()
-        chosen = replace(training.config, **options)
         try:
+            chosen = replace(training.config, **options)
             fits(chosen)
         except ValueError as error:
             refusals.append(f"{candidate.choice.describe()}: {error}")

@@ -177,13 +177,36 @@ LLAMA = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
+MIXTRAL = {**LLAMA, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3 = {
+    **LLAMA,
+    "vocab_size": 151936,
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 GPT2 = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inner": None}
 
 
-@pytest.mark.parametrize(("config", "size"), [(LLAMA, "8.0 B"), (GPT2, "124.0 M")], ids=["Llama 3 8B", "GPT-2"])
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (LLAMA, "8.0 B"),
+        (GPT2, "124.0 M"),
+        (MIXTRAL, "46.7 B parameters, 12.9 B of them active"),
+        (QWEN3, "30.5 B parameters, 3.4 B of them active"),  # 3.35, published as 3.3
+    ],
+    ids=["Llama 3 8B", "GPT-2", "Mixtral 8x7B", "Qwen3-30B-A3B"],
+)
 def test_a_model_of_hugging_faces(ptdp: Run, tmp_path: Path, config: dict[str, object], size: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ["--world", "8", "--batch", "16", "--sequence", "512"]
+    arguments = ["--world", "64", "--batch", "64", "--sequence", "512", "--pp", "1,2"]
     _, out, _ = ptdp("plan", "--model", str(tmp_path), *arguments)
     assert out.startswith(size)
     file = tmp_path / "mine.yaml"
@@ -194,8 +217,9 @@ def test_a_model_of_hugging_faces(ptdp: Run, tmp_path: Path, config: dict[str, o
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_local_experts": 8}, "num_local_experts=8: mixtures of experts are not planned yet"),
-        ({"head_dim": 256}, "head_dim=256 is not hidden_size / num_attention_heads = 128"),
+        ({"num_local_experts": 8}, "num_experts=8, and nothing says how many of them a token visits"),
+        ({"num_local_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2}, "decoder_sparse_step=2: experts in some"),
+        ({"layer_types": ["linear_attention"]}, "its layers are not all attention (linear_attention)"),
         ({"vocab_size": None}, "has no vocab_size"),
         (None, "has no config.json of a Hugging Face model (FileNotFoundError): give the sizes"),
     ],
@@ -205,3 +229,22 @@ def test_models_that_are_not_planned(ptdp: Run, tmp_path: Path, changes: dict[st
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     code, _, err = ptdp("plan", "--model", str(tmp_path), "--world", "8", "--batch", "16")
     assert code == 2 and words in err
+
+
+def test_experts(ptdp: Run, tmp_path: Path) -> None:
+    """Of sizes that are given, with the degrees that are asked for; what is printed can be pasted."""
+    sizes = ["--layers", "32", "--hidden", "4096", "--heads", "32", "--kv-heads", "8", "--ffn", "14336", "--sequence", "4096"]
+    arguments = ["plan", *sizes, "--experts", "8", "--world", "64", "--batch", "256", "--pp", "4", "--ep", "4,8"]
+    code, out, _ = ptdp(*arguments, "--picture", str(tmp_path / "plan.png"))
+    assert code == 0 and (tmp_path / "plan.png").stat().st_size > 0
+    line = next(line.strip() for line in out.splitlines() if line.strip().startswith("PTDPStrategy("))
+    options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in ast.parse(line, mode="eval").body.keywords}
+    assert options["expert_parallel_size"] in (4, 8) and PTDPStrategy(**options).config.layout(64).data_parallel_size == 16
+    assert "experts" in out.partition("time of a step")[2] and "d dispatch" in out
+    found = json.loads(ptdp(*arguments, "--json")[1])
+    assert found["job"]["active_parameters"] < found["job"]["parameters"] / 3
+    assert found["best"][0]["time"]["dispatch"] > 0
+    slower = json.loads(ptdp(*arguments, "--json", "--imbalance", "1.5")[1])
+    assert slower["best"][0]["time"]["experts"] > 1.2 * found["best"][0]["time"]["experts"]
+    code, _, err = ptdp(*arguments[:-1], "3")
+    assert code == 2 and "e3: num_experts=8 is not divisible by it" in err

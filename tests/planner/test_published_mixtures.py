@@ -1,0 +1,113 @@
+"""The planner beside published trainings of mixtures of experts, on which nothing is fitted: errors count in both directions.
+
+arXiv 2504.14960, tables 3 and 4, rows "MCore w/ Folding": H100s, bf16, 4,096 tokens, as many rows for each expert. Layouts are the
+paper's; chunks are of one layer, and microbatches of one sample, as in the mappings that its authors publish for two of these models
+(Megatron-LM, megatron/core/transformer/moe/README.md, "Reference Best Parallel Mapping"). The first row is of that page: 468 TFLOP/s.
+Rows whose layout has more experts' ranks than d c have no counterpart here.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import pytest
+
+from lightning_ptdp.models import GPTConfig
+from lightning_ptdp.planner import Choice, Job, find_device, find_software, fullest_rank, step_time
+from lightning_ptdp.world.layout import ParallelLayout
+
+PEAK = 989.5
+
+
+class Mixture(NamedTuple):
+    """A model, and the layout that it was trained in."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    experts: int
+    chosen: int
+    width: int
+    shared: int
+    vocabulary: int
+    degrees: tuple[int, int, int]  # t, e, p
+
+
+MIXTRAL_7B = Mixture(32, 4096, 32, 8, 8, 2, 14336, 0, 32000, (1, 8, 4))
+MIXTRAL_22B = Mixture(56, 6144, 48, 8, 8, 2, 16384, 0, 32000, (2, 8, 8))
+QWEN2_57B = Mixture(28, 3584, 28, 4, 64, 8, 2560, 8, 151936, (2, 4, 4))
+FINE_22B = Mixture(56, 6144, 48, 8, 64, 8, 2048, 0, 32000, (4, 8, 8))
+LLAMA_8_70B = Mixture(80, 8192, 64, 8, 8, 2, 28672, 0, 128256, (8, 8, 16))
+
+# Model, GPUs, batch, MFU in percent.
+ROWS = (
+    (MIXTRAL_7B, 64, 256, 100 * 468 / PEAK),
+    (MIXTRAL_22B, 128, 256, 49.3),
+    (MIXTRAL_22B, 128, 1024, 52.2),
+    (MIXTRAL_22B, 256, 1024, 50.7),
+    (MIXTRAL_22B, 512, 1024, 48.9),
+    (MIXTRAL_22B, 1024, 1024, 44.9),
+    (QWEN2_57B, 64, 256, 39.0),
+    (QWEN2_57B, 64, 1024, 39.9),
+    (QWEN2_57B, 128, 1024, 39.7),
+    (QWEN2_57B, 256, 1024, 38.1),
+    (QWEN2_57B, 512, 1024, 36.6),
+    (QWEN2_57B, 1024, 1024, 33.4),
+    (FINE_22B, 256, 1024, 29.3),
+    (FINE_22B, 512, 1024, 26.7),
+    (FINE_22B, 1024, 1024, 25.5),
+    (LLAMA_8_70B, 1024, 1024, 41.5),
+)
+
+
+def planned(one: Mixture, gpus: int, batch: int, **degrees: Any) -> tuple[Job, Choice]:
+    model = GPTConfig.llama(
+        vocabulary_size=one.vocabulary,
+        sequence_length=4096,
+        num_layers=one.layers,
+        hidden_size=one.hidden,
+        num_heads=one.heads,
+        num_kv_heads=one.kv_heads,
+        num_experts=one.experts,
+        experts_per_token=one.chosen,
+        expert_hidden_size=one.width,
+        shared_experts=one.shared,
+    )
+    job = Job(
+        model=model,
+        world_size=gpus,
+        global_batch_size=batch,
+        device=find_device("h100"),
+        software=find_software("megatron-2024"),
+    )
+    t, e, p = one.degrees
+    layout = ParallelLayout(
+        world_size=gpus,
+        tensor_parallel_size=t,
+        sequence_parallel=t > 1,
+        expert_parallel_size=e,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=-(-one.layers // p),
+    )
+    m = batch // layout.data_parallel_size
+    return job, Choice(layout=layout, micro_batch_size=1, num_microbatches=m, schedule="interleaved_1f1b", shard_optimizer=True)
+
+
+def test_mixtures() -> None:
+    """Where it is far off: the first row routed tokens as its router said, unevenly; of experts an eighth as wide the last rows, at t = 4
+    on 512 and 1,024 GPUs, are 16 and 18 % too fast, as if nothing that runs beside products slowed them; at t = 8 what Transformer Engine
+    hides behind products is not credited, 12 % too slow."""
+    errors = [100 * step_time(*planned(one, gpus, batch)).mfu / mfu - 1 for one, gpus, batch, mfu in ROWS]
+    assert len({error > 0 for error in errors}) == 2, errors
+    assert fmean(map(abs, errors)) <= 0.065 and max(map(abs, errors)) <= 0.18, errors
+    # Mixtral 8x22B and Qwen2-57B-A14B, from 64 to 1,024 GPUs.
+    assert fmean(map(abs, errors[1:12])) <= 0.03 and max(map(abs, errors[1:12])) <= 0.065, errors
+
+
+@pytest.mark.parametrize("row", ROWS[:-1], ids=lambda row: f"{row[1]} GPUs, {row[2]}")
+def test_they_fit(row: tuple[Mixture, int, int, float]) -> None:
+    """What ran on 80 GB fits there, within what is reserved; half of them fill more than half of it."""
+    job, how = planned(*row[:3])
+    assert 30 * 2**30 < fullest_rank(job, how).total < job.device.memory_bytes
