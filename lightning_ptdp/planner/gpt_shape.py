@@ -27,6 +27,7 @@ On a CPU a dropout keeps a mask of the activation's dtype.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 from lightning_ptdp.models.config import GPTConfig, split_widths
 from lightning_ptdp.models.size import layer_matrices, norm_parameters, position_parameters
@@ -44,6 +45,7 @@ from lightning_ptdp.planner.shapes import (
     Product,
     is_fused,
 )
+from lightning_ptdp.planner.sizes import Latent, PlannedGPT
 from lightning_ptdp.planner.software import Software
 
 __all__ = ["gpt_shape"]
@@ -97,34 +99,30 @@ def gpt_shape(config: GPTConfig, *, sequence_length: int, precision: Precision, 
 
 
 def _layer(config: GPTConfig, s: int, precision: Precision, software: Software, *, on_cpu: bool, mixture: bool) -> LayerShape:
-    h, norm, attention = config.hidden_size, norm_parameters(config), _attention(config, s)
-    (qkv, _), (_, q), (up, _), (_, f) = layer_matrices(config, mixture=mixture)
-    keys, bias = qkv - q, config.bias
-    products = [
-        Product(rows=s, outputs=qkv, inputs=h, cut="outputs", enters=True, copied=keys, least=2 * config.head_dim),
-        Product(rows=s, outputs=h, inputs=q, cut="inputs", bias=bias),
-    ]
+    h, norm, bias, part = config.hidden_size, norm_parameters(config), config.bias, _attention(config, s)
+    _, _, (up, _), (_, f) = layer_matrices(config, mixture=mixture)
+    products = [*part.products]
     if f:
         products += [
             Product(rows=s, outputs=up, inputs=h, cut="outputs", enters=True, whole=mixture),
             Product(rows=s, outputs=h, inputs=f, cut="inputs", bias=bias, whole=mixture),
         ]
-    fused = is_fused(attention, software=software, on_cpu=on_cpu)
-    forward, backward = _traffic(config, s, precision, software, fused=fused, mixture=mixture)
+    fused = is_fused(part.attention, software=software, on_cpu=on_cpu)
+    forward, backward = _traffic(config, part, s, precision, software, fused=fused, mixture=mixture)
     experts = experts_of(config) if mixture else None
     router = 0 if experts is None else experts.number * h
     return LayerShape(
         products=tuple(products),
-        attentions=(attention,),
+        attentions=(part.attention,),
         forward=forward,
         backward=backward,
-        kept=_kept(config, s, precision, on_cpu=on_cpu, mixture=mixture),
+        kept=_kept(config, part, s, precision, on_cpu=on_cpu, mixture=mixture),
         crossing=s * h * precision.residual,
         parameters=Parameters(
-            whole=2 * norm + router + (2 if f else 1) * h * bias,
-            split=(q + up) * (h + bias) + h * (q + f),
-            copied=keys * (h + bias),
-            heads=config.kv_heads,
+            whole=part.parameters.whole + 2 * norm + router + (h * bias if f else 0),
+            split=part.parameters.split + up * (h + bias) + h * f,
+            copied=part.parameters.copied,
+            heads=part.parameters.heads,
         ),
         cost=sum(product.elements() for product in products)
         + (0 if experts is None else router + experts.chosen * experts.parameters),
@@ -133,36 +131,109 @@ def _layer(config: GPTConfig, s: int, precision: Precision, software: Software, 
     )
 
 
-def _attention(config: GPTConfig, s: int) -> Attention:
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A layer's attention; widths in channels.
+
+    Attributes:
+        products: Around the scores.
+        attention: The scores.
+        parameters: Norms and biases among them.
+        made: Of queries, keys and values.
+        turned: Of them those that are turned by their positions.
+        results: Of what the scores weigh.
+        narrow: What queries, keys and values are made of, and normed, besides the stream.
+        table: Of the cosines and sines.
+    """
+
+    products: tuple[Product, ...]
+    attention: Attention
+    parameters: Parameters
+    made: int
+    turned: float
+    results: int
+    narrow: int = 0
+    table: int
+
+
+def _attention(config: GPTConfig, s: int) -> _Part:
+    if isinstance(config, PlannedGPT) and config.latent is not None:
+        return _latent(config, config.latent, s)
+    h, bias, ((qkv, _), (_, q), *_) = config.hidden_size, config.bias, layer_matrices(config)
+    keys = qkv - q
+    return _Part(
+        products=(
+            Product(rows=s, outputs=qkv, inputs=h, cut="outputs", enters=True, copied=keys, least=2 * config.head_dim),
+            Product(rows=s, outputs=h, inputs=q, cut="inputs", bias=bias),
+        ),
+        attention=_scores(config, s, config.kv_heads, config.head_dim, config.head_dim),
+        parameters=Parameters(whole=h * bias, split=q * (h + bias) + h * q, copied=keys * (h + bias), heads=config.kv_heads),
+        made=qkv,
+        turned=q + keys / 2,
+        results=q,
+        table=config.head_dim,
+    )
+
+
+def _latent(config: GPTConfig, latent: Latent, s: int) -> _Part:
+    h, a, width = config.hidden_size, config.num_heads, latent.plain + latent.turned
+    results, key_values = a * latent.values, a * (latent.plain + latent.values)
+    queries = [Product(rows=s, outputs=a * width, inputs=latent.queries or h, cut="outputs", enters=True)]
+    if latent.queries:
+        queries.insert(0, Product(rows=s, outputs=latent.queries, inputs=h))
+    products = (
+        *queries,
+        Product(rows=s, outputs=latent.keys + latent.turned, inputs=h),
+        Product(rows=s, outputs=key_values, inputs=latent.keys, cut="outputs", enters=True),
+        Product(rows=s, outputs=h, inputs=results, cut="inputs"),
+    )
+    narrow = (latent.queries or 0) + latent.keys
+    return _Part(
+        products=products,
+        attention=_scores(config, s, a, width, latent.values),
+        parameters=Parameters(
+            whole=narrow + sum(product.elements() for product in products if product.cut == "none"),
+            split=sum(product.elements() for product in products if product.cut != "none"),
+        ),
+        made=a * (2 * width + latent.values),
+        turned=(a + 1) * latent.turned,
+        results=results,
+        narrow=narrow,
+        table=latent.turned,
+    )
+
+
+def _scores(config: GPTConfig, s: int, kv_heads: int, head_dim: int, value_dim: int) -> Attention:
     return Attention(
         queries=s,
         keys=s,
         heads=config.num_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        value_dim=config.head_dim,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
         causal=True,
         dropout=config.dropout > 0,
     )
 
 
-def _kept(config: GPTConfig, s: int, precision: Precision, *, on_cpu: bool, mixture: bool) -> Bytes:
-    _, (_, q), _, (_, f) = layer_matrices(config, mixture=mixture)
+def _kept(config: GPTConfig, part: _Part, s: int, precision: Precision, *, on_cpu: bool, mixture: bool) -> Bytes:
+    *_, (_, f) = layer_matrices(config, mixture=mixture)
     h, w = config.hidden_size, precision.compute
     statistics = _STATISTIC * (1 if config.norm == "rms" else 2)
     norm = h * precision.residual + statistics + h * w
     masks = 2 * h * (w if on_cpu else MASK) if config.dropout else 0
     inner = 2 * f if config.mlp == "gelu" else 3 * f
     # Cosines and sines of half the channels at each position.
-    tables = s * config.head_dim * w if config.position == "rope" else 0.0
-    return Bytes(alike=s * (2 * norm + masks), split=s * (q + inner) * w, once=tables)
+    tables = s * part.table * w if config.position == "rope" else 0.0
+    return Bytes(alike=s * (2 * norm + masks + part.narrow * 2 * w), split=s * (part.results + inner) * w, once=tables)
 
 
 def _traffic(
-    config: GPTConfig, s: int, precision: Precision, software: Software, *, fused: bool, mixture: bool
+    config: GPTConfig, part: _Part, s: int, precision: Precision, software: Software, *, fused: bool, mixture: bool
 ) -> tuple[Bytes, Bytes]:
     how, r, w = software.elementwise, precision.residual, precision.compute
-    (qkv, _), (_, q), _, (_, f) = layer_matrices(config, mixture=mixture)
+    *_, (_, f) = layer_matrices(config, mixture=mixture)
+    qkv, q = part.made, part.results
     eager, gated = how == "eager", config.mlp == "swiglu"
     mask = MASK if config.dropout else 0
 
@@ -186,8 +257,8 @@ def _traffic(
         split += 2 * w * q
         split_back += 2 * w * q
     if config.position == "rope":
-        turned = qkv - (qkv - q) / 2  # queries and keys
-        split += turned * w * (8 if eager else 2)
-        split_back += turned * w * (8 if eager else 2)
+        split += part.turned * w * (8 if eager else 2)
+        split_back += part.turned * w * (8 if eager else 2)
     h = config.hidden_size
-    return Bytes(alike=s * 2 * h * (norm + total), split=s * split), Bytes(alike=s * 2 * h * back, split=s * split_back)
+    alike, alike_back = 2 * h * (norm + total) + part.narrow * norm, 2 * h * back + part.narrow * ((2 * reads - 1) * 2 * w)
+    return Bytes(alike=s * alike, split=s * split), Bytes(alike=s * alike_back, split=s * split_back)

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_ptdp.models.config import GPTConfig, TransformerConfig
 from lightning_ptdp.option_types import Size
 
-__all__ = ["PlannedGPT", "gpt_sizes"]
+__all__ = ["Latent", "PlannedGPT", "gpt_sizes"]
 
 _NAMES = {
     "vocabulary_size": ("vocab_size",),
@@ -32,14 +32,35 @@ _GATED = ("silu", "swish")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Latent attention (arXiv 2405.04434, section 2.1): queries, keys and values are made of something narrower.
+
+    Attributes:
+        queries: Channels of what queries are made of; None: of the stream itself.
+        keys: Of what keys and values are made of.
+        plain: Channels of a head's query and key that are not turned.
+        turned: Those that are; of a key all heads share them.
+        values: Channels of a head's values.
+    """
+
+    queries: Size | None
+    keys: Size
+    plain: Size
+    turned: Size
+    values: Size
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedGPT(GPTConfig):
     """A GPT that is planned, not built.
 
     Attributes:
         head_size: Channels of a head that are not ``hidden_size / num_heads``; None: they are.
+        latent: How its attention is made; None: as a GPT's.
     """
 
     head_size: Size | None = None
+    latent: Latent | None = None
 
     @property
     def head_dim(self) -> int:
@@ -73,10 +94,6 @@ def gpt_sizes(config: object) -> GPTConfig:
     if missing := [_NAMES[field][0] for field in _NEEDED if found[field] is None]:
         raise ValueError(f"its configuration has no {', '.join(missing)}: give the sizes as options, such as --layers 24")
     given = {field: value for field, value in found.items() if value is not None}
-    if values.get("kv_lora_rank"):
-        raise ValueError(
-            f"kv_lora_rank={values['kv_lora_rank']!r}: latent attention has other products than a GPT of ours; give sizes that are near"
-        )
     kinds = sorted({str(kind) for kind in values.get("layer_types") or ()} - _ATTENTION)
     if kinds := kinds or sorted(name for name in values if name.startswith("mamba_"))[:1]:
         raise ValueError(
@@ -85,12 +102,22 @@ def gpt_sizes(config: object) -> GPTConfig:
     given |= _mixture(values)
     tied = bool(values.get("tie_word_embeddings", True))
     if found["num_kv_heads"] is not None or "num_experts" in given:
-        return PlannedGPT.llama(**given, tie_embeddings=tied, head_size=values.get("head_dim"))
+        head, latent = values.get("head_dim"), _latent(values)
+        return PlannedGPT.llama(**given, tie_embeddings=tied, head_size=head, latent=latent)
     return GPTConfig.gpt2(**given, tie_embeddings=tied, mlp="swiglu" if values.get("hidden_act") in _GATED else "gelu")
 
 
 def _found(values: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     return {field: next((values[name] for name in every if values.get(name)), None) for field, every in names.items()}
+
+
+def _latent(values: Mapping[str, Any]) -> Latent | None:
+    if not values.get("kv_lora_rank"):
+        return None
+    names = {"keys": "kv_lora_rank", "plain": "qk_nope_head_dim", "turned": "qk_rope_head_dim", "values": "v_head_dim"}
+    if missing := [name for name in names.values() if not values.get(name)]:
+        raise ValueError(f"its configuration has kv_lora_rank={values['kv_lora_rank']!r}, and no {', '.join(missing)}")
+    return Latent(queries=values.get("q_lora_rank"), **{field: values[name] for field, name in names.items()})
 
 
 def _mixture(values: Mapping[str, Any]) -> dict[str, Any]:
