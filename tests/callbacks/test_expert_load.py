@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from PIL import Image
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ptdp.callbacks import ExpertLoad
@@ -86,6 +88,16 @@ class OwnGPT(LitGPT):
     def configure_model(self) -> None:
         super().configure_model()
         self.double()
+
+
+class LitGrouped(LitHuggingFace):
+    """Experts as grouped products, which a compiler can look into."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.model.config._experts_implementation = "grouped_mm"
+            self.float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +190,23 @@ def test_own_gpt_same_as_one_process(pool: Pool, tmp_path: Path) -> None:
     layout = {E: 2, P: 2, M: 2}
     (expected,) = pool.run(fit, world_size=1, args=(OwnRun(), str(tmp_path)))
     _same(pool.run(fit, world_size=4, args=(OwnRun(world_size=4, layout=layout), str(tmp_path))), expected)
+
+
+def _fit_compiled(rank: int, compiled: bool, folder: str) -> dict[str, Any]:
+    layout = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}} if compiled else {}
+    torch._dynamo.reset()
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "LitHuggingFace", LitGrouped)
+        found = fit(rank, unseen.Run(architecture="mixtral", layout=layout), folder)
+    return {**found, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+def test_compiled_blocks_count_in_their_one_graph(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    expected, found = (pool.run(_fit_compiled, world_size=1, args=(compiled, str(tmp_path)))[0] for compiled in (False, True))
+    assert (found["graphs"], found["breaks"]) == (2, 0), "one of training, one of evaluation"
+    assert found["logged"] == {step: pytest.approx(values, rel=1e-5) for step, values in expected["logged"].items()}
 
 
 def test_one_expert_gets_everything(pool: Pool, tmp_path: Path) -> None:
