@@ -52,11 +52,16 @@ def draw_run(draw: Draw) -> Run:
     layout |= _recomputation(draw, t)
     if c > 1:
         layout["context_parallel_attention"] = draw.choice(("ring", "all_to_all"))
+    experts = 4 if draw.random() < 0.3 else None
+    if experts is not None:
+        layout["expert_parallel_size"] = draw.choice([e for e in (1, 2, 4) if c * d % e == 0])
     run = Run(
         world_size=t * p * c * d,
         layout=layout,
         layers=draw.randrange(p * v, p * v + 6) if p > 1 else draw.randrange(1, 5),
-        llama=draw.random() < 0.4,
+        llama=experts is not None or draw.random() < 0.4,
+        experts=experts,
+        precision="32-true" if experts is None else "64-true",  # rounding would decide which expert is chosen
         accumulate=draw.choice((1, 1, 2, 3)),
         clip=draw.choice((None, 0.05)),
         global_batch=d * m * draw.choice((1, 1, 2, 3)),

@@ -27,6 +27,7 @@ class Run:
     layers: int = 4
     hidden: int = 16
     llama: bool = False
+    experts: int | None = None
     steps: int = 20
     accumulate: int = 1
     clip: float | None = 0.05
@@ -78,7 +79,7 @@ def gpt_config(run: Run) -> GPTConfig:
         "dropout": run.dropout,
     }
     if run.llama:
-        return GPTConfig.llama(**sizes, num_kv_heads=2)
+        return GPTConfig.llama(**sizes, num_kv_heads=2, num_experts=run.experts, init_std=0.02 if run.experts is None else 0.3)
     return GPTConfig.gpt2(**sizes)
 
 

@@ -51,7 +51,10 @@ _WRITE = ("lightning_ptdp.checkpoint.sums:SummingFile.write", "lightning_ptdp.ch
 _METADATA = ("lightning_ptdp.checkpoint.save:write_index", "lightning_ptdp.checkpoint.save:write_metadata")
 _RENAME = ("os:rename",)
 _LATEST = ("os:symlink", "os:replace")
-_FORWARD = "lightning_ptdp.models.gpt:Block.forward"
+_FORWARD = (
+    "lightning_ptdp.models.gpt:Block.forward",
+    "torch.distributed:all_to_all_single",
+)  # the latter where there are experts
 
 KINDS = {
     "absent": Kind(calls=("lightning_ptdp.strategy.world:meeting_store",), armed="start", alone=True),
@@ -60,9 +63,9 @@ KINDS = {
     ),
     "setup": Kind(calls=("lightning_ptdp.strategy.ptdp:parallelize",), armed="start"),
     "data": Kind(calls=("fault_campaign.training:Tokens.__getitems__",), most=2),
-    "validation": Kind(calls=(_FORWARD,), most=8, armed="validation"),
+    "validation": Kind(calls=_FORWARD, most=8, armed="validation"),
     "load": Kind(calls=("lightning_ptdp.checkpoint.reader:read_rectangle",), most=30, armed="start"),
-    "forward": Kind(calls=(_FORWARD,), most=8),
+    "forward": Kind(calls=_FORWARD, most=8),
     "backward": Kind(calls=("parameters:gradient",), most=12),
     "reduction": Kind(
         calls=(
@@ -81,7 +84,7 @@ KINDS = {
     "save: removal": Kind(calls=("os:unlink", "os:rmdir"), most=12, anyone=False, saves="while"),
     "async: copy": Kind(calls=("lightning_ptdp.checkpoint.background:rectangles_of",), most=2, saves="beside"),
     "async: blocks": Kind(calls=_WRITE, most=60, saves="beside"),
-    "async: training": Kind(calls=(_FORWARD,), most=4, saves="beside", armed="saving"),
+    "async: training": Kind(calls=_FORWARD, most=4, saves="beside", armed="saving"),
     "async: renames": Kind(calls=_RENAME, most=5, anyone=False, saves="beside"),
     "async: latest": Kind(calls=_LATEST, most=10, anyone=False, saves="beside"),
     "any time": Kind(),

@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "p2": (2, _PIPELINE),
     "t2": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     "d2 ZeRO": (2, {"shard_optimizer": True}),
+    "e2": (2, {"expert_parallel_size": 2}),
     "p2 d2 ZeRO": (4, {**_PIPELINE, "num_microbatches": 2, "shard_optimizer": True}),
 }
 
@@ -153,7 +154,10 @@ def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> Non
         enable_model_summary=False,
     )
     sizes = {"vocabulary_size": _VOCABULARY, "sequence_length": _LENGTH, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
-    module = LitGPT(GPTConfig.gpt2(**sizes, dropout=0.1), AdamWConfig(learning_rate=5e-3, warmup_steps=5, decay_steps=100))
+    experts = {"num_experts": 4, "mlp": "swiglu", "bias": False} if "expert_parallel_size" in options else {}
+    module = LitGPT(
+        GPTConfig.gpt2(**sizes, **experts, dropout=0.1), AdamWConfig(learning_rate=5e-3, warmup_steps=5, decay_steps=100)
+    )
     place = strategy.distributed_sampler_kwargs
     loaders = [
         TokenLoader(

@@ -48,6 +48,7 @@ from lightning_ptdp.strategy.checks import (
     on_meta,
     open_initial_weights,
     plan_of,
+    warn_of_balance_losses,
     warn_of_batch_norm,
 )
 from lightning_ptdp.strategy.choosing import LayoutChoice
@@ -199,6 +200,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         self.model = convert(self, self.mesh)
         if fits(self.lightning_module.trainer) and self.is_global_zero:
             warn_of_batch_norm(self.model, self.config)
+            warn_of_balance_losses(self.model, self.config, self.layout)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizer: one, except under manual optimization."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.strategy.checks import warn_of_balance_losses
+from tests.huggingface.architectures import build
+from tests.huggingface.unseen import Run, differences, fit, refusal
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
@@ -20,26 +27,82 @@ T, P, V, M, C, SP = (
     "sequence_parallel",
 )
 E, ET = "expert_parallel_size", "expert_tensor_parallel_size"
+STEPS, CLIP = 6, 0.1
+
+
+@pytest.fixture(scope="module")
+def expected(pool: Pool) -> Callable[[Run], dict[str, Any]]:
+    """What one process makes of a run."""
+
+    @functools.cache
+    def of(name: str, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+        run = Run(architecture=name, steps=STEPS, clip=CLIP, options=dict(options))
+        return pool.run(fit, world_size=1, args=(run,))[0]
+
+    return lambda run: of(run.architecture, tuple(run.options.items()))
+
+
+def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -> Run:
+    return Run(architecture=name, layout=layout, world_size=world_size, steps=STEPS, clip=CLIP, options=options)
 
 
 @pytest.mark.parametrize(
     ("name", "world_size", "layout"),
     [
         ("mixtral", 2, {E: 2}),
-        ("mixtral", 4, {E: 2, "shard_optimizer": True}),
+        ("qwen3_moe", 4, {E: 4}),
         ("mixtral", 4, {E: 2, T: 2}),
-        ("qwen3_moe", 4, {E: 2, T: 2, SP: True}),
+        ("mixtral", 4, {E: 2, P: 2, V: 2, M: 2}),
         ("qwen3_moe", 4, {E: 2, P: 2, V: 2, M: 2}),
+        ("qwen3_moe", 4, {E: 2, "shard_optimizer": True}),
         ("mixtral", 2, {E: 2, C: 2}),
+        ("qwen3_moe", 2, {E: 2, C: 2}),
+        ("qwen3_moe", 8, {E: 2, T: 2, SP: True, P: 2, M: 2}),
         ("gpt_oss", 2, {E: 2, M: 2}),
         ("gpt_oss", 2, {T: 2, ET: 2}),
         ("gpt_oss", 4, {T: 2, ET: 2, E: 2, SP: True, "shard_optimizer": True}),
         ("mixtral", 4, {T: 2, ET: 2, P: 2, M: 2}),
     ],
 )
-def test_same_weights_as_one_process(name: str, world_size: int, layout: dict[str, Any], pool: Pool) -> None:
-    run = Run(architecture=name, layout=layout, world_size=world_size, steps=2)
+def test_same_losses_and_weights_as_one_process(
+    name: str, world_size: int, layout: dict[str, Any], pool: Pool, expected: Callable[[Run], dict[str, Any]]
+) -> None:
+    run = run_of(name, world_size, layout)
     assert pool.run(refusal, world_size=1, args=(run,)) == [None]
-    expected = pool.run(fit, world_size=1, args=(one_process(run),))[0]
     for found in pool.run(fit, world_size=run.world_size, args=(run,)):
-        assert differences(found, expected) == []
+        assert differences(found, expected(run), tolerance=1e-5) == []
+
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, {P: 2, M: 1}), (2, {T: 2})], ids=["p2", "t2"])
+def test_the_models_own_balance_loss_is_that_of_one_process_where_a_forward_sees_the_batch(
+    world_size: int, layout: dict[str, Any], pool: Pool, expected: Callable[[Run], dict[str, Any]]
+) -> None:
+    run = run_of("mixtral", world_size, layout, **BALANCED)
+    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
+        assert differences(found, expected(run), tolerance=1e-5) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "told"),
+    [({}, 1, False), ({P: 2, M: 1}, 1, False), ({M: 2}, 1, True), ({E: 2}, 2, True), ({C: 2}, 2, True)],
+    ids=["one process", "p2", "m2", "e2", "c2"],
+)
+def test_elsewhere_it_is_told(layout: dict[str, Any], replicas: int, told: bool) -> None:
+    strategy = PTDPStrategy(**layout)
+    found = strategy.config.layout(replicas * layout.get(P, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_balance_losses(build("mixtral", **BALANCED), strategy.config, found)
+        warn_of_balance_losses(build("mixtral"), strategy.config, found)
+    said = f"output_router_logits=True.* here of a microbatch on one of {replicas} replicas"
+    assert [bool(re.match(said, str(one.message))) for one in caught] == [True] * told
+
+
+def test_slices_of_a_sequence_have_no_balance_loss(pool: Pool) -> None:
+    run = run_of("mixtral", 2, {T: 2, SP: True}, **BALANCED)
+    (said,) = pool.run(refusal, world_size=1, args=(run,))
+    assert said is not None
+    assert said.startswith("output_router_logits=True with sequence_parallel=True")

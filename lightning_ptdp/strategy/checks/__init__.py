@@ -1,7 +1,14 @@
 """What can be known to be wrong before a process is started: a sentence that names the field, the value and what would work."""
 
 from lightning_ptdp.strategy.checks.data import check_data
-from lightning_ptdp.strategy.checks.model import CUT_MARK, check_model, on_meta, plan_of, warn_of_batch_norm
+from lightning_ptdp.strategy.checks.model import (
+    CUT_MARK,
+    check_model,
+    on_meta,
+    plan_of,
+    warn_of_balance_losses,
+    warn_of_batch_norm,
+)
 from lightning_ptdp.strategy.checks.packing import check_packing
 from lightning_ptdp.strategy.checks.saved import check_hyperparameters, check_optimizer_state
 from lightning_ptdp.strategy.checks.trainer import check_trainer
@@ -19,5 +26,6 @@ __all__ = [
     "on_meta",
     "open_initial_weights",
     "plan_of",
+    "warn_of_balance_losses",
     "warn_of_batch_norm",
 ]

@@ -28,7 +28,7 @@ from lightning_ptdp.strategy.surroundings import check_surroundings
 from lightning_ptdp.tensor_parallel import SPLIT_AXES, Alias, Kind, ParallelPlan, Partial, Region, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["CUT_MARK", "check_model", "on_meta", "plan_of", "warn_of_batch_norm", "whole_model"]
+__all__ = ["CUT_MARK", "check_model", "on_meta", "plan_of", "warn_of_balance_losses", "warn_of_batch_norm", "whole_model"]
 
 CUT_MARK = "_ptdp_layout"
 _LIGHTNING = tuple(name.partition(".")[0] for name in NAMESPACES)
@@ -142,6 +142,19 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig) -> None:
         warnings.warn(
             f"{', '.join(names[:3])}{more} normalize over the batch, which here is one microbatch: the model is not quite that of one "
             "device. Use num_microbatches=1 where nothing is cut into stages, or a normalization that does not look at other samples",
+            stacklevel=2,
+        )
+
+
+def warn_of_balance_losses(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
+    """Say that a Hugging Face mixture's own load-balancing loss is that of fewer tokens than in one process."""
+    asked = any(getattr(getattr(module, "config", None), "output_router_logits", False) for module in model.modules())
+    replicas = layout.data_parallel_size * layout.context_parallel_size
+    if asked and (config.has_microbatches or replicas > 1):
+        warnings.warn(
+            "output_router_logits=True: the model's load-balancing loss is a product of means over the tokens of one forward, here of a "
+            f"microbatch on one of {replicas} replicas; the mean of these is trained, as under DDP, and not quite the loss of one process. "
+            "It is with num_microbatches=1 and one replica; a GPTConfig with num_experts has a loss that is the same in every layout",
             stacklevel=2,
         )
 
