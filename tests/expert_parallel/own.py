@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
+from lightning_ptdp import ParallelPlan, PTDPStrategy
+from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig, LitGPT, gpt_plan
 
 VOCABULARY, LENGTH, SAMPLES, BATCH = 29, 8, 48, 8
 
@@ -23,6 +25,7 @@ class Run:
     """One training."""
 
     model: dict[str, Any] = field(default_factory=dict)
+    usual: bool = False
     layout: dict[str, Any] = field(default_factory=dict)
     world_size: int = 1
     steps: int = 6
@@ -33,13 +36,15 @@ class Run:
 
 
 class Labelled(Dataset):
-    """Tokens of which the first few have labels, how many differs; of one sequence none."""
+    """Tokens of which the first few have labels, how many differs; of one sequence none. Or all."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, all_labelled: bool) -> None:
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
         self.lengths = torch.randint(1, LENGTH + 1, (SAMPLES,), generator=generator)
         self.lengths[5] = 0
+        if all_labelled:
+            self.lengths[:] = LENGTH
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -55,7 +60,36 @@ def config_of(run: Run) -> GPTConfig:
     return GPTConfig.llama(**sizes, num_kv_heads=2, ffn_hidden_size=24, init_std=0.3, **EXPERTS | run.model)
 
 
-def module_of(run: Run) -> LitGPT:
+class LitUsual(L.LightningModule):
+    """What somebody would write around a GPT with experts, who knows nothing of labelled tokens' shares."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def configure_model(self) -> None:
+        self.model = GPT(self.config)
+
+    def configure_parallel(self) -> ParallelPlan:
+        return gpt_plan(self.config)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits, aux_b3 = self.model(batch["input_ids"], auxiliary=True)
+        balance, square, _ = aux_b3.mean(0)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.log("train_loss", loss)
+        return loss + 0.2 * balance + 0.02 * square
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.model.balance(partial(self.trainer.strategy.reduce, reduce_op="sum"))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+def module_of(run: Run) -> L.LightningModule:
+    if run.usual:
+        return LitUsual(config_of(run))
     return LitGPT(config_of(run), AdamWConfig(learning_rate=1e-2, warmup_steps=1, eps=1e-3))
 
 
@@ -98,7 +132,7 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     recorder = Recorder()
     trainer, module = trainer_of(run, recorder), module_of(run)
-    sampler = DistributedSampler(Labelled(), **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
+    sampler = DistributedSampler(Labelled(all_labelled=run.usual), **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
     loader = DataLoader(sampler.dataset, batch_size=BATCH // run.accumulate // sampler.num_replicas, sampler=sampler)
     trainer.fit(module, loader, loader, ckpt_path=run.resume)
     if run.save is not None:

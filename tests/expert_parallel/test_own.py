@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptdp import ParallelPlan, PTDPStrategy
-from lightning_ptdp.models import GPT
+from lightning_ptdp import ParallelPlan, PTDPStrategy, Sampling, generate
+from lightning_ptdp.models import GPT, LitGPT
 from lightning_ptdp.models.experts import Capacity, Router
 from tests.expert_parallel import toy
 from tests.expert_parallel.own import Run, config_of, fit, module_of, trainer_of
@@ -96,6 +96,12 @@ def test_a_bias_is_moved_as_in_one_process(name: str, score: str, pool: Pool, al
     assert all(value.any() for value in biases)
 
 
+@pytest.mark.parametrize(("name", "balance"), [("c2 e2", "loss"), ("p2 v2 e2", "bias")])
+def test_a_module_of_the_kind_that_people_write(name: str, balance: str, pool: Pool, alone: Alone) -> None:
+    world_size, layout = LAYOUTS[name]
+    check(pool, alone, Run(world_size=world_size, layout=layout, model={"balance": balance}, usual=True))
+
+
 @pytest.mark.parametrize("name", ["e2", "t2 e2"])
 def test_what_is_more_than_an_expert_takes_is_dropped_as_in_one_process(name: str, pool: Pool, alone: Alone) -> None:
     world_size, layout = LAYOUTS[name]
@@ -156,6 +162,16 @@ def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, alone: Alone, tmp_pa
     assert initial.keys() == saved["final"].keys()
     assert all(torch.equal(initial[key], value) for key, value in saved["final"].items())
     assert all(value.any() for key, value in initial.items() if key.endswith("bias_nano"))
+
+
+def test_text_is_written_with_a_cache_as_without() -> None:
+    module = LitGPT(config_of(Run(model={"capacity_factor": 1.0, "shared_experts": 1, "dense_layers": 1})))
+    module.configure_model()
+    ids = [3, 4, 5]
+    (written,) = generate(module.eval(), [ids], Sampling(temperature=0.0, max_new_tokens=5))
+    for _ in range(5):
+        ids = [*ids, int(module(torch.tensor([ids]))[0, -1].argmax())]
+    assert written == ids[3:]
 
 
 def test_a_router_without_numbers_is_named() -> None:
