@@ -55,6 +55,7 @@ _SIZES = {
 # option: Space's field
 _SPACE = {
     **{f"{axis.letter}p": f"{axis.name}_parallel_sizes" for axis in AXES},
+    "etp": "expert_tensor_parallel_sizes",
     "vpp": "virtual_pipeline_sizes",
     "micro-batch": "micro_batch_sizes",
 }

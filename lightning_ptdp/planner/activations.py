@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_ptdp.planner.attention import core_bytes, input_bytes
-from lightning_ptdp.planner.experts import expert_kept, local_experts
+from lightning_ptdp.planner.experts import expert_kept
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import Bytes, LayerShape
 
@@ -50,7 +50,7 @@ def layer_activations(job: Job, choice: Choice, layer: LayerShape | None = None)
     if layer.experts is not None:
         everything += expert_kept(layer.experts, job, choice)
         if job.precision.casts:
-            cast += local_experts(layer.experts, choice) * layer.experts.parameters * job.precision.compute
+            cast += layer.experts.local(choice.layout) * job.precision.compute
     if choice.recompute == "full":
         return LayerActivations(kept=_block_input(choice, layer), recomputed=everything + cast, cast_weights=0.0)
     if choice.recompute == "offload":

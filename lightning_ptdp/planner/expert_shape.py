@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ptdp.models.config import GPTConfig
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["ExpertShape", "experts_of"]
 
@@ -38,6 +39,11 @@ class ExpertShape:
     def parameters(self) -> int:
         """Of one expert."""
         return sum(outputs * (inputs + self.bias) for outputs, inputs in self.matrices)
+
+    def local(self, layout: ParallelLayout) -> int:
+        """Parameters of experts that a rank has of a layer; their last biases are whole."""
+        width = self.width // layout.expert_tensor_parallel_size
+        return self.number // layout.expert_parallel_size * replace(self, width=width).parameters
 
     @property
     def flops(self) -> int:

@@ -15,7 +15,7 @@ kept           rows that came, 2 r h with the outputs that the weights' gradient
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_ptdp.planner.communication import GroupLink, strided_link
@@ -57,8 +57,11 @@ class ExpertTime:
 
 
 def rows(experts: ExpertShape, job: Job, choice: Choice) -> float:
-    """r of one rank, were the experts equally busy: each of the tensor-parallel ranks sends its part of the tokens."""
-    return experts.chosen * choice.tokens(job) / choice.layout.tensor_parallel_size
+    """r of one rank, were the experts equally busy: each of the tensor-parallel ranks sends its part of the tokens, or all of them where
+    it has a part of each expert."""
+    layout = choice.layout
+    senders = layout.tensor_parallel_size // layout.expert_tensor_parallel_size
+    return experts.chosen * choice.tokens(job) / senders
 
 
 def local_experts(experts: ExpertShape, choice: Choice) -> int:
@@ -87,7 +90,7 @@ def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
     here = local_experts(experts, choice)
     each = max(1, round(job.imbalance * r / here))
     forward = backward = weight = 0.0
-    for outputs, inputs in experts.matrices:
+    for outputs, inputs in _split(experts, choice).matrices:
         forward += product_time(device, width, each, outputs, inputs, here)
         gradient = product_time(device, width, outputs, inputs, each, here)
         backward += product_time(device, width, each, inputs, outputs, here) + gradient
@@ -95,6 +98,11 @@ def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
     group = expert_link(job, choice, "expert")
     sent = job.imbalance * r * experts.hidden * width
     return ExpertTime(forward=forward, backward=backward, weight=weight, dispatch=2 * group.all_to_all(sent))
+
+
+def _split(experts: ExpertShape, choice: Choice) -> ExpertShape:
+    """As a tensor-parallel rank has them."""
+    return replace(experts, width=experts.width // choice.layout.expert_tensor_parallel_size)
 
 
 def expert_traffic(experts: ExpertShape, job: Job, choice: Choice) -> tuple[float, float]:
@@ -106,14 +114,14 @@ def expert_traffic(experts: ExpertShape, job: Job, choice: Choice) -> tuple[floa
     gated = (5, 9) if eager else (3, 5)
     active, active_back = gated if experts.gated else (2, 3)
     scores = 2 * _SCORES * _SCORE * experts.number * r / experts.chosen
-    inner = r * experts.width * w
+    inner = r * _split(experts, choice).width * w
     return moved + active * inner + scores, moved + active_back * inner + scores
 
 
 def expert_kept(experts: ExpertShape, job: Job, choice: Choice) -> float:
     """Bytes kept for the backward on the fullest rank."""
     w, r = job.precision.compute, rows(experts, job, choice)
-    inner = (3 if experts.gated else 2) * experts.width
+    inner = (3 if experts.gated else 2) * _split(experts, choice).width
     came = job.imbalance * r * (experts.hidden + inner) * w
     return came + r * experts.hidden * w + _SCORES * _SCORE * experts.number * r / experts.chosen
 
@@ -122,4 +130,4 @@ def expert_buffers(experts: ExpertShape, job: Job, choice: Choice) -> float:
     """Bytes that exist for a moment while rows travel: as they leave, and as they arrive; and the widest gradients between products."""
     w, r = job.precision.compute, rows(experts, job, choice)
     travelling = (1 + job.imbalance) * r * experts.hidden * w if choice.layout.expert_parallel_size > 1 else 0.0
-    return travelling + 2 * job.imbalance * r * experts.matrices[0][0] * w
+    return travelling + 2 * job.imbalance * r * _split(experts, choice).matrices[0][0] * w

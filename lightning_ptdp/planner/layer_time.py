@@ -198,7 +198,7 @@ def _accumulation(job: Job, choice: Choice, layer: LayerShape) -> float:
     """Seconds to add the gradients of a layer's weights to those of earlier microbatches: of all experts here, few tokens or many."""
     elements = layer.elements(choice.layout.tensor_parallel_size)
     if layer.experts is not None:
-        elements += local_experts(layer.experts, choice) * layer.experts.parameters
+        elements += layer.experts.local(choice.layout)
     return elements * job.software.accumulation / job.device.stream
 
 
@@ -218,8 +218,8 @@ def _tensor_collectives(job: Job, choice: Choice, layer: LayerShape, products: S
     gradient where the software does that. With it an all-gather and a reduce-scatter; in the backward the gradient is gathered first, while
     the input's gather and the reduce-scatter run beside products (tensor_parallel/linear.py).
 
-    A mixture has the whole sequence on each rank, which sends a part of the tokens to the experts and gathers what comes back
-    (tensor_parallel/experts.py).
+    A mixture has the whole sequence on each rank, which sends a part of the tokens to the experts and gathers what comes back; or, where
+    each expert is split, all of them, and what comes back is summed (tensor_parallel/experts.py).
     """
     group = group_link(choice.layout, job.cluster, "tensor")
     if group.size == 1:
@@ -244,7 +244,8 @@ def _tensor_collectives(job: Job, choice: Choice, layer: LayerShape, products: S
     if layer.experts is not None:
         split = choice.layout.sequence_parallel
         nbytes = choice.samples * layer.products[0].rows * layer.experts.hidden * width
-        joined = (2 if split else 1) * group.all_gather(nbytes)
+        whole = choice.layout.expert_tensor_parallel_size == 1
+        joined = (group.all_gather(nbytes) if whole else group.all_reduce(nbytes)) + split * group.all_gather(nbytes)
         forward, backward, count = forward + joined, backward + joined, 4
     return forward, backward, count
 

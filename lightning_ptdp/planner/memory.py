@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from lightning_ptdp.planner.activations import LayerActivations, kept_on, layer_activations, logits_bytes
-from lightning_ptdp.planner.experts import expert_buffers, expert_shards, local_experts
+from lightning_ptdp.planner.experts import expert_buffers, expert_shards
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
 from lightning_ptdp.planner.shapes import LayerShape
@@ -138,6 +138,6 @@ def _between_operations(job: Job, choice: Choice, layer: LayerShape) -> float:
     dense = choice.samples * (2 * widest + 2 * stream) * width + layer.elements(t) / 3 * width
     if layer.experts is None:
         return dense
-    outputs, inputs = layer.experts.matrices[0]
-    largest = local_experts(layer.experts, choice) * outputs * inputs * width
+    (outputs, inputs), _ = layer.experts.matrices
+    largest = layer.experts.local(choice.layout) * outputs * inputs / layer.experts.parameters * width
     return max(dense, expert_buffers(layer.experts, job, choice) + largest)

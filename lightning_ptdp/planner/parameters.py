@@ -39,7 +39,7 @@ def expert_parameters(model: ModelShape, layout: ParallelLayout, *, balanced: bo
     """Of ``stage_parameters`` those of experts, of which a rank has 1/e: what only the ranks with the same ones hold alike."""
 
     def held(layer: LayerShape) -> int:
-        return 0 if layer.experts is None else layer.experts.number // layout.expert_parallel_size * layer.experts.parameters
+        return 0 if layer.experts is None else layer.experts.local(layout)
 
     stages = stage_layers(model, layout.num_stages, balanced=balanced)
     return tuple(sum(count * held(layer) for count, layer in runs) for runs in stages)

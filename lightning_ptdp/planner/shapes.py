@@ -275,6 +275,11 @@ class ModelShape:
         return self._parameters(active=True)
 
     @property
+    def expert_width(self) -> int | None:
+        """Inner channels of one of its experts; None if it has none."""
+        return next((layer.experts.width for _, layer in self.runs if layer.experts is not None), None)
+
+    @property
     def num_experts(self) -> int | None:
         """Of its mixtures; None if it has none."""
         return next((layer.experts.number for _, layer in self.runs if layer.experts is not None), None)

@@ -30,6 +30,7 @@ class Space:
         virtual_pipeline_sizes: Default: 1, and up to 8 that give every stage the same number of layers.
         context_parallel_sizes: Default: 1, and from 8192 tokens on also 2, 4 and 8.
         expert_parallel_sizes: Default: 1, and for a mixture all that divide its experts and d c.
+        expert_tensor_parallel_sizes: Default: 1 and, for a mixture, t.
         data_parallel_sizes: Default: what remains of the world.
         micro_batch_sizes: Default: powers of two up to 32.
         schedules: Names of the package's.
@@ -47,6 +48,7 @@ class Space:
     virtual_pipeline_sizes: Sequence[Size] | None = None
     context_parallel_sizes: Sequence[Size] | None = None
     expert_parallel_sizes: Sequence[Size] | None = None
+    expert_tensor_parallel_sizes: Sequence[Size] | None = None
     data_parallel_sizes: Sequence[Size] | None = None
     micro_batch_sizes: Sequence[Size] | None = None
     schedules: Sequence[str] = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
@@ -155,12 +157,29 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
         yield Misfit(what=f"t{t} c{c} p{p}", reason=reason)
 
 
+def _expert_splits(job: Job, space: Space, layout: ParallelLayout) -> Iterator[ParallelLayout | Misfit]:
+    """With whole experts, and with each of them split over the tensor-parallel ranks."""
+    t, width = layout.tensor_parallel_size, job.shape.expert_width
+    for size in (1, t) if space.expert_tensor_parallel_sizes is None else space.expert_tensor_parallel_sizes:
+        if size == 1 or (size == t and width is not None and width % t == 0):
+            yield replace(layout, expert_tensor_parallel_size=size)
+        elif space.expert_tensor_parallel_sizes is not None:
+            why = (
+                "the model has no experts"
+                if width is None
+                else f"experts of {width} channels are whole, or split over all t = {t}"
+            )
+            yield Misfit(what=f"{layout.describe()} expert_tensor_parallel_size={size}", reason=why)
+        if t == 1 and space.expert_tensor_parallel_sizes is None:
+            return
+
+
 def _expert_sizes(job: Job, space: Space, layout: ParallelLayout) -> Iterator[ParallelLayout | Misfit]:
     ranks, experts = layout.size("replica_sum"), job.shape.num_experts
     every = divisors(math.gcd(ranks, experts or 1))
     for e in every if space.expert_parallel_sizes is None else space.expert_parallel_sizes:
         if e in every:
-            yield replace(layout, expert_parallel_size=e)
+            yield from _expert_splits(job, space, replace(layout, expert_parallel_size=e))
         elif experts is None:
             yield Misfit(what=f"e{e}", reason="the model has no experts")
         elif experts % e:

@@ -236,7 +236,7 @@ def _message(job: Job, choice: Choice) -> float:
 
 def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidden_behind: float) -> float:
     """An all-reduce, or with a sharded optimizer a reduce-scatter and the gathering of the parameters: of ``experts`` among them over the
-    ranks that hold them alike, and over the tensor-parallel ranks, each of which has had a part of the tokens.
+    ranks that hold them alike, and over the tensor-parallel ranks, if each of them has had a part of the tokens.
     """
     groups = (group_link(choice.layout, job.cluster, "replica_sum"), expert_link(job, choice, "expert_replicas"))
     summed = list(zip(groups, (parameters - experts, experts), strict=True))
@@ -247,7 +247,7 @@ def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidde
         rows, columns = job.shape.head.table
         # Two ranks exchange all of it, both ways at once.
         tied = pipeline_link(layout, job.cluster).send(rows / layout.tensor_parallel_size * columns * gradient)
-    if experts and not job.software.folds_experts:
+    if experts and layout.expert_tensor_parallel_size == 1 and not job.software.folds_experts:
         tied += group_link(layout, job.cluster, "tensor").all_reduce(experts * gradient)
     if choice.shard_optimizer:
         scattered = sum(group.all_gather(count * gradient) for group, count in summed)

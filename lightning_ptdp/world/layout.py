@@ -269,7 +269,8 @@ class ParallelLayout(Stages):
         """Short form for logs: ``t2 p2 v2 d1``."""
         chunks = {"pipeline": f" v{self.virtual_pipeline_size}"} if self.virtual_pipeline_size > 1 else {}
         text = " ".join(f"{axis.letter}{self.size(axis.name)}{chunks.get(axis.name, '')}" for axis in self.told())
-        return text + (" sp" if self.sequence_parallel else "")
+        split = f" et{self.expert_tensor_parallel_size}" if self.expert_tensor_parallel_size > 1 else ""
+        return text + split + (" sp" if self.sequence_parallel else "")
 
     @property
     def _order(self) -> list[str]:

