@@ -160,7 +160,9 @@ before launch; all else is equal to one process. Plans: *declared* by the model 
 ([Mixtures of experts](experts.md)).
 
 folder: a folder of transformers is trained by `LitCausalLM` at t2 p2 v2, written as a folder and trained on in one process: losses, files
-and weights are to 1e-5 those of one process throughout. It is tried where it says yes.
+and weights are to 1e-5 those of one process throughout. It is tried where it says yes. AdamW's epsilon is 1e-3 there: with 1e-8 a gradient
+whose true value is zero, such as that of a key's bias, is divided by itself, so that its rounding becomes a step (StarCoder2, GPT-NeoX and
+GPT-2: up to 3e-4 of such a bias in float32, 1e-12 in float64).
 
 | model | class | plan | {columns} | folder |
 |---|---|---|{rules}|---|

@@ -196,7 +196,18 @@ class _LitHuggingFace(LitTokens):
         Raises:
             ValueError: They are not.
         """
-        saved, own = checkpoint.get("hyper_parameters", {}).get("adapter"), self.hparams["adapter"]
+        given = checkpoint.get("hyper_parameters", {})
+        saved, own = given.get("adapter"), self.hparams["adapter"]
+        if saved and not own:
+            raise ValueError(
+                "the checkpoint has adapters and no other weights: set model.adapter as it was, or make a folder of it once "
+                "(ptdp convert --merge)"
+            )
+        if own and not saved and "adapter" in given:
+            raise ValueError(
+                "the checkpoint has all weights and no adapters: make a folder of it (ptdp convert), and put them beside that "
+                "(model.path)"
+            )
         for name in [name for name in own if name not in ("dropout", "init")] if saved and own else ():
             if _listed(value := saved.get(name, own[name])) != _listed(own[name]):
                 raise ValueError(f"the checkpoint has adapter.{name}={value}, and here it is {own[name]}: set it as it was")

@@ -190,6 +190,14 @@ def test_a_checkpoint_of_other_adapters_is_refused(change: dict[str, Any], folde
         LitCausalLM(str(folder), adapter=LoraOptions(**{"r": 8, **change})).on_load_checkpoint(checkpoint)
 
 
+def test_a_checkpoint_with_adapters_and_one_without_do_not_load_each_other(folder: Path) -> None:
+    plain, adapted = LitCausalLM(str(folder)), LitCausalLM(str(folder), adapter=LoraOptions())
+    for lit, other, said in ((plain, adapted, "set model.adapter as it was"), (adapted, plain, "make a folder of it")):
+        with pytest.raises(ValueError, match=said):
+            lit.on_load_checkpoint({"hyper_parameters": dict(other.hparams)})
+        lit.on_load_checkpoint({"hyper_parameters": dict(lit.hparams)})
+
+
 def count(rank: int, folder: str) -> dict[str, int]:
     """Elements that training keeps beside the weights, in half precision with float32 masters."""
     module = LitCausalLM(folder, adapter=LoraOptions(r=3), dtype="bfloat16", optimizer=OPTIMIZER)
