@@ -13,7 +13,7 @@ from lightning_ptdp.world.layout import ParallelLayout
 if TYPE_CHECKING:
     from lightning_ptdp.generation import Sampling, generate
     from lightning_ptdp.models import LitCausalLM, LitMaskedLM
-    from lightning_ptdp.strategy import PTDPStrategy
+    from lightning_ptdp.strategy import PTDPStrategy, plan
     from lightning_ptdp.tensor_parallel import ParallelPlan
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Sampling",
     "__version__",
     "generate",
+    "plan",
 ]
 
 _install()
@@ -39,6 +40,7 @@ def __getattr__(name: str) -> object:
         "ParallelPlan": "tensor_parallel",
         "Sampling": "generation",
         "generate": "generation",
+        "plan": "strategy",
     }
     if name not in rooms:
         raise AttributeError(f"module 'lightning_ptdp' has no attribute '{name}'")

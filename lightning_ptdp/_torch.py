@@ -39,6 +39,7 @@ __all__ = [
     "set_gradient_dtype",
     "start_traced",
     "unscale_before_step",
+    "storage_key",
     "untraced",
     "wait_traced",
     "with_late_waits",
@@ -143,6 +144,11 @@ def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
     of_mode = {} if mode is None else list_mode_options(mode, arguments.get("dynamic"))
     rest = {name: value for name, value in arguments.items() if name != "mode"}
     return {**rest, "options": {**late, **of_mode, **(arguments.get("options") or {})}}
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for all views of a tensor, and another for each storage that is alive; also where there are no addresses."""
+    return tensor.untyped_storage()._cdata
 
 
 def without_data() -> AbstractContextManager[object]:

@@ -38,6 +38,7 @@ from lightning_ptdp._torch import (
     resolve_group,
     set_gradient_dtype,
     start_traced,
+    storage_key,
     unscale_before_step,
     untraced,
     wait_traced,
@@ -288,6 +289,12 @@ def test_grouped_products(dtype: torch.dtype, width: int, sizes: list[int]) -> N
     grad = torch.randn_like(found)
     for one, other in zip(*(torch.autograd.grad(y, (x, stored), grad) for y in (found, expected)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_storages_have_keys_without_addresses() -> None:
+    with without_data():
+        one, other = torch.zeros(4), torch.zeros(4)
+    assert storage_key(one) == storage_key(one.view(2, 2)) != storage_key(other)
 
 
 def test_without_data_there_are_sizes_alone() -> None:

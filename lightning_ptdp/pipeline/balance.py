@@ -11,7 +11,7 @@ from lightning_ptdp.pipeline.stage import ModelParts
 from lightning_ptdp.schedule.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["layer_ranges"]
+__all__ = ["layer_ranges", "multiply_adds"]
 
 
 def layer_ranges(
@@ -50,9 +50,9 @@ def layer_ranges(
         virtual_pipeline_size=layout.virtual_pipeline_size,
     )
     before, between, after = (
-        sum(_cost(module.get_submodule(name)) for name in names) for names in (parts.before, parts.between, parts.after)
+        sum(multiply_adds(module.get_submodule(name)) for name in names) for names in (parts.before, parts.between, parts.after)
     )
-    costs = [_cost(module.get_submodule(layer.name)) or 1.0 for layer in layers]
+    costs = [multiply_adds(module.get_submodule(layer.name)) or 1.0 for layer in layers]
     costs = [cost + between * (layer.is_first and layer.container > 0) for cost, layer in zip(costs, layers, strict=True)]
     return partition_layers(costs, num_stages=layout.num_stages, first_cost=before, last_cost=after)
 
@@ -61,7 +61,7 @@ _LOOKUP_COST = 1 / 8
 """Of one multiply-add, for an element of an embedding (``layer_ranges``)."""
 
 
-def _cost(module: nn.Module) -> float:
+def multiply_adds(module: nn.Module) -> float:
     """Multiply-adds a token, or what takes as long."""
     matrices = [(m, p.numel()) for m in module.modules() for p in m._parameters.values() if p is not None and p.dim() > 1]
     return sum(elements * (_LOOKUP_COST if isinstance(m, nn.Embedding) else _visited(m, module)) for m, elements in matrices)

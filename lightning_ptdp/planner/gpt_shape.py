@@ -104,7 +104,7 @@ def _layer(config: GPTConfig, s: int, precision: Precision, software: Software, 
     products = [*part.products]
     if f:
         products += [
-            Product(rows=s, outputs=up, inputs=h, cut="outputs", enters=True, whole=mixture),
+            Product(rows=s, outputs=up, inputs=h, cut="outputs", enters=True, bias=bias, whole=mixture),
             Product(rows=s, outputs=h, inputs=f, cut="inputs", bias=bias, whole=mixture),
         ]
     fused = is_fused(part.attention, software=software, on_cpu=on_cpu)
@@ -163,7 +163,7 @@ def _attention(config: GPTConfig, s: int) -> _Part:
     keys = qkv - q
     return _Part(
         products=(
-            Product(rows=s, outputs=qkv, inputs=h, cut="outputs", enters=True, copied=keys, least=2 * config.head_dim),
+            Product(rows=s, outputs=qkv, inputs=h, cut="outputs", enters=True, copied=keys, least=2 * config.head_dim, bias=bias),
             Product(rows=s, outputs=h, inputs=q, cut="inputs", bias=bias),
         ),
         attention=_scores(config, s, config.kv_heads, config.head_dim, config.head_dim),

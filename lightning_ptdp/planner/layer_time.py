@@ -186,6 +186,8 @@ def head_time(job: Job, choice: Choice) -> PassTime:
 def _products(job: Job, choice: Choice, product: Product) -> _Products:
     """(rows, inputs) times (inputs, outputs), and its gradients."""
     device, width, rows = job.device, job.precision.compute, max(1, round(choice.samples * product.rows))
+    if product.cut == "rows":
+        rows = max(1, rows // choice.layout.tensor_parallel_size)
     outputs, inputs = product.local(choice.layout.tensor_parallel_size)
     return _Products(
         forward=product_time(device, width, rows, outputs, inputs),

@@ -25,23 +25,26 @@ class Product:
         rows: Of a sample: its tokens, in most layers.
         outputs: Columns of the result.
         inputs: Terms of each sum.
-        cut: What t divides: "outputs" (a column layer), "inputs" (a row layer, whose results are summed over the ranks) or nothing.
+        cut: What t divides: "outputs" (a column layer), "inputs" (a row layer, whose results are summed over the ranks), "rows" (of
+            heads, where two activations are multiplied) or nothing.
         enters: Whether it is the first of the column layers that read one tensor, whose gradient is summed over the ranks.
         copied: Of the outputs, the channels of key and value heads, of which a rank has ``least`` at least.
         least: Outputs that are not divided further.
         bias: Whether one is added.
         whole: Whether it sees the whole sequence in spite of sequence parallelism, as in a mixture of experts.
+        weighted: Whether its second operand is a parameter.
     """
 
     rows: int
     outputs: int
     inputs: int
-    cut: Literal["outputs", "inputs", "none"] = "none"
+    cut: Literal["outputs", "inputs", "rows", "none"] = "none"
     enters: bool = False
     copied: int = 0
     least: int = 0
     bias: bool = False
     whole: bool = False
+    weighted: bool = True
 
     def local(self, t: int) -> tuple[int, int]:
         """(outputs, inputs) on one of t ranks; outputs that t does not divide, such as a vocabulary, are padded."""
@@ -50,7 +53,9 @@ class Product:
         return self.outputs, self.inputs // t if self.cut == "inputs" else self.inputs
 
     def elements(self, t: int = 1) -> int:
-        """Elements of the matrix on one of t ranks."""
+        """Elements of the matrix on one of t ranks; 0 if it is no parameter."""
+        if not self.weighted:
+            return 0
         outputs, inputs = self.local(t)
         return outputs * inputs
 
@@ -245,6 +250,8 @@ class ModelShape:
         tied: Whether the head's table is the input's.
         sequence_length: s, tokens of a sample for which it was made.
         divided: What t has to divide.
+        splits_sequence: Whether sequence parallelism is possible.
+        uncut: Why a pipeline cannot cut it.
     """
 
     runs: tuple[tuple[int, LayerShape], ...]
@@ -253,6 +260,8 @@ class ModelShape:
     tied: bool
     sequence_length: int
     divided: tuple[Divided, ...] = ()
+    splits_sequence: bool = True
+    uncut: str = ""
 
     @property
     def layers(self) -> list[LayerShape]:

@@ -84,7 +84,7 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
             yield misfit
             continue
         for c in _context_sizes(job, space):
-            if job.world_size % (t * c) or job.sequence_length % (2 * c):
+            if job.world_size % (t * c) or (c > 1 and job.sequence_length % (2 * c)):
                 yield Misfit(
                     what=f"t{t} c{c}", reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the sequence"
                 )
@@ -96,7 +96,7 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
     """All schedules, chunks and microbatches for (t, c, p, e), and why some of them are none."""
     t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
     of_replica = job.global_batch_size // layout.data_parallel_size
-    split = t > 1 and job.sequence_length % (t * layout.context_parallel_size) == 0
+    split = t > 1 and job.shape.splits_sequence and job.sequence_length % (t * layout.context_parallel_size) == 0
     if space.sequence_parallel is not None:
         if space.sequence_parallel and t > 1 and not split:
             yield Misfit(what=f"t{t}", reason=f"sequence parallelism: {t} does not divide {job.sequence_length} tokens")
@@ -139,6 +139,8 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
     for p in divisors(rest) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes:
         if rest % p:
             reason = f"it does not divide the world of {job.world_size}"
+        elif p > 1 and job.shape.uncut:
+            reason = f"a pipeline cannot cut it: {job.shape.uncut}"
         elif p > job.shape.num_layers:
             reason = f"{job.shape.num_layers} layers cannot fill {p} stages"
         elif space.data_parallel_sizes is not None and rest // p not in space.data_parallel_sizes:

@@ -4,6 +4,7 @@
 reduce values and write checkpoints; ``checks`` refuses before launch, ``launch.py`` starts processes.
 """
 
+from lightning_ptdp.strategy.planning import plan
 from lightning_ptdp.strategy.ptdp import PTDPStrategy, strategy_class
 
-__all__ = ["PTDPStrategy", "strategy_class"]
+__all__ = ["PTDPStrategy", "plan", "strategy_class"]

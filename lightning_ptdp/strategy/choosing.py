@@ -11,7 +11,6 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.planner import (
     Candidate,
     Device,
@@ -19,10 +18,10 @@ from lightning_ptdp.planner import (
     Space,
     find_precision,
     find_software,
-    gpt_sizes,
     search,
     whose_figures,
 )
+from lightning_ptdp.strategy.planning import described
 from lightning_ptdp.world.layout import divisors
 
 __all__ = ["Forecast", "LayoutChoice", "Training", "choose", "fastest_layouts", "refuse_given", "replica_rows"]
@@ -149,8 +148,16 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
     Raises:
         ValueError: The model's sizes are not known.
     """
-    model, best = _sizes(training.module), dict[str, tuple[float, Candidate]]()
-    software = find_software("ours-compiled" if training.config.compile == "blocks" else "ours")
+    software = "ours-compiled" if training.config.compile == "blocks" else "ours"
+    model = described(
+        training.module,
+        training.config,
+        length=training.length,
+        precision=training.precision,
+        software=software,
+        device=training.device,
+    )
+    best = dict[str, tuple[float, Candidate]]()
     for replicas in divisors(training.world_size):
         size = training.rows(replicas)
         if size is None:
@@ -161,7 +168,7 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
             global_batch_size=size * replicas,
             device=training.device,
             precision=find_precision(training.precision),
-            software=software,
+            software=find_software(software),
             sequence_length=min(training.length or model.sequence_length, model.sequence_length),
         )
         space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
@@ -173,20 +180,6 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
             if degrees not in best or seconds < best[degrees][0]:
                 best[degrees] = seconds, candidate
     return sorted(best.values(), key=lambda pair: pair[0])[:_TRIED]
-
-
-def _sizes(module: nn.Module) -> GPTConfig:
-    reasons = []
-    for child in module.modules():
-        if (config := getattr(child, "config", None)) is not None:
-            try:
-                return gpt_sizes(config)
-            except (ValueError, TypeError) as error:
-                reasons.append(str(error))
-    said = f": {reasons[0]}" if reasons else ", since no part of it has a config with sizes that the planner knows"
-    raise ValueError(
-        f"the sizes of {type(module).__name__} are not known{said}; give the layout's options, as ptdp plan prints them"
-    )
 
 
 def _told(candidate: Candidate, seconds: float, others: Sequence[tuple[float, Candidate]]) -> str:

@@ -1,0 +1,90 @@
+"""What a model is called with when it is run without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_ptdp.planner.trace import Run
+
+__all__ = ["Example", "call_with", "longest_sample"]
+
+Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""What a module's forward takes: an argument, several, or several by name; the first dimension of each tensor is the batch's."""
+
+_LENGTHS = ("sequence_length", "max_position_embeddings", "n_positions")
+
+
+def call_with(module: nn.Module, example: Example | None, *, sequence_length: int) -> Run:
+    """How to call ``module`` with a batch: with ``example`` at another batch size, or the module's ``example_input_array``; else a Hugging
+    Face model inside with what it takes, or a model of tokens with their ids.
+
+    Args:
+        module: The whole model.
+        example: What its forward takes.
+        sequence_length: s in tokens.
+
+    Raises:
+        ValueError: It cannot be known what the module takes.
+    """
+    given = example if example is not None else getattr(module, "example_input_array", None)
+    if given is not None:
+        return lambda model, samples: _call(model, _sized(given, samples))
+    for name, child in module.named_modules():
+        if isinstance(getattr(child, "dummy_inputs", None), Mapping):
+            return lambda model, samples: model.get_submodule(name)(**_inputs(child, samples, sequence_length))
+    if any(isinstance(child, nn.Embedding) for child in module.modules()):
+        return lambda model, samples: model(torch.zeros(samples, sequence_length, dtype=torch.long))
+    raise ValueError(
+        f"it is not known what {type(module).__name__} is called with: give plan an example= of what its forward takes, or the module an "
+        "example_input_array"
+    )
+
+
+def longest_sample(module: nn.Module, example: Example | None = None) -> int | None:
+    """Tokens of the longest sample that the module says that it takes, or of the ids in the example; None: it does not say."""
+    given = example if example is not None else getattr(module, "example_input_array", None)
+    ids = next((leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and not leaf.is_floating_point()), None)
+    if ids is not None and ids.dim() > 1:
+        return ids.size(1)
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        if config is not None:
+            sizes = config.get_text_config() if hasattr(config, "get_text_config") else config
+            for name in _LENGTHS:
+                if isinstance(length := getattr(sizes, name, None), int) and length > 0:
+                    return length
+    return None
+
+
+def _call(model: nn.Module, example: Example) -> object:
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple) else model(example)
+
+
+def _sized(example: Any, samples: int) -> Any:
+    return tree_map(
+        lambda leaf: torch.zeros((samples, *leaf.shape[1:]), dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, example
+    )
+
+
+def _inputs(model: nn.Module, samples: int, length: int) -> dict[str, Any]:
+    """Of a Hugging Face model."""
+    config: Any = model.config
+    main = getattr(model, "main_input_name", "input_ids")
+    found: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    if main == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.zeros(samples, getattr(config, "num_channels", 3), height, width)}
+    if main != "input_ids":
+        raise ValueError(f"{type(model).__name__} takes {main}: give plan an example= of it")
+    found["input_ids"] = torch.zeros(samples, length, dtype=torch.long)
+    if getattr(config, "is_encoder_decoder", False):
+        found["decoder_input_ids"] = found["input_ids"]
+    return found

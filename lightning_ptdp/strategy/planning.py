@@ -1,0 +1,124 @@
+"""``plan(module, …)``: the best layouts for any module, from what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models.config import GPTConfig
+from lightning_ptdp.option_types import Size
+from lightning_ptdp.planner import (
+    Device,
+    Job,
+    ModelShape,
+    Plan,
+    Space,
+    find_device,
+    find_precision,
+    find_software,
+    gpt_sizes,
+    search,
+)
+from lightning_ptdp.planner.examples import Example, call_with, longest_sample
+from lightning_ptdp.planner.trace import trace_shape
+from lightning_ptdp.strategy.checks.model import plan_of, whole_model
+
+__all__ = ["described", "plan"]
+
+
+def plan(
+    module: nn.Module,
+    *,
+    world_size: Size,
+    batch: Size,
+    device: str | Device = "h100",
+    sequence_length: Size | None = None,
+    example: Example | None = None,
+    precision: str = "bf16-true",
+    software: str = "ours",
+    config: PTDPConfig | None = None,
+    space: Space | None = None,
+    count: int = 10,
+) -> Plan:
+    """The fastest layouts of a module that fit in memory, as ``ptdp plan`` finds them; nothing is computed, and no device is needed.
+
+    Of a GPT of ours the sizes are known; of any other module a forward is followed on tensors without data.
+
+    Args:
+        module: A LightningModule, or a plain module; on the meta device, with values, or built by its ``configure_model``.
+        world_size: Number of processes, one a device.
+        batch: Samples in an optimizer step, over all replicas.
+        device: Name of a known one, or a ``Device``.
+        sequence_length: s in tokens; None: as long as the module says that it takes, or its example is.
+        example: What the module's forward takes: a tensor, a tuple, or a mapping of names to tensors, whose first dimension is the batch's;
+            None: its ``example_input_array``, or ids of tokens.
+        precision: Lightning's.
+        software: "ours", or "ours-compiled" for ``compile="blocks"``.
+        config: The strategy's options, for a plan of the modules that is given there.
+        space: What may be tried.
+        count: How many of the best to return.
+
+    Returns:
+        The candidates, best first, with memory and time of each by part; ``plan.best[0].choice.options()`` are the strategy's arguments.
+
+    Raises:
+        ValueError: The module cannot be followed (says where it stopped), or a name is unknown.
+    """
+    on = find_device(device) if isinstance(device, str) else device
+    whole = whole_model(cast(Any, module), config or PTDPConfig()) if hasattr(module, "configure_model") else module
+    model = described(
+        whole, config or PTDPConfig(), length=sequence_length, precision=precision, software=software, device=on, example=example
+    )
+    job = Job(
+        model=model,
+        world_size=world_size,
+        global_batch_size=batch,
+        device=on,
+        precision=find_precision(precision),
+        software=find_software(software),
+        sequence_length=min(sequence_length or model.sequence_length, model.sequence_length),
+    )
+    return search(job, space, count=count)
+
+
+def described(
+    module: nn.Module,
+    config: PTDPConfig,
+    *,
+    length: int | None,
+    precision: str,
+    software: str,
+    device: Device,
+    example: Example | None = None,
+) -> GPTConfig | ModelShape:
+    """What the planner reads of a whole module: the sizes of a GPT of ours, else its shape by a trace; where that stops, the sizes that
+    a configuration inside tells.
+
+    Raises:
+        ValueError: It cannot be followed, and there is no such configuration.
+    """
+    configs = [child.config for child in module.modules() if not isinstance(getattr(child, "config", None), Mapping | None)]
+    for one in configs:
+        if isinstance(one, GPTConfig):
+            return one
+    tokens = length or longest_sample(module, example) or 1
+    try:
+        return trace_shape(
+            module,
+            plan_of(cast(Any, module), config),
+            call_with(module, example, sequence_length=tokens),
+            precision=find_precision(precision),
+            software=find_software(software),
+            on_cpu=device.kind == "cpu",
+            sequence_length=tokens,
+        )
+    except ValueError as error:
+        for one in configs:
+            try:
+                return gpt_sizes(one)
+            except (ValueError, TypeError):
+                continue  # the trace's reason is the better one
+        raise ValueError(f"the sizes of {type(module).__name__} are not known: {error}") from error

@@ -1,0 +1,192 @@
+"""Any model's shape, read off its forward, beside our formulas and torch's own counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import lightning_ptdp
+from lightning_ptdp._torch import without_data
+from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
+from lightning_ptdp.models.plans import find_plan
+from lightning_ptdp.planner import ModelShape, Space, find_precision, find_software, layer_activations, stage_parameters
+from lightning_ptdp.planner.examples import call_with
+from lightning_ptdp.planner.trace import trace_shape
+from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.world.layout import ParallelLayout
+from tests.planner.jobs import choice, small_job
+
+SIZES: dict[str, Any] = {"vocabulary_size": 64, "sequence_length": 48, "num_layers": 3, "hidden_size": 64, "num_heads": 4}
+OURS = {
+    "gpt2": GPTConfig.gpt2(**SIZES),
+    "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
+    "gpt2, dropout": GPTConfig.gpt2(**SIZES, dropout=0.1),
+}
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "device"),
+    [
+        ("gpt2", "32-true", "cpu"),
+        ("llama", "bf16-mixed", "cpu"),
+        ("llama", "bf16-true", "h100"),
+        ("gpt2, dropout", "bf16-true", "h100"),
+    ],
+)
+def test_our_own_is_what_the_formulas_say(name: str, precision: str, device: str) -> None:
+    config = OURS[name]
+    with torch.device("meta"):
+        model = GPT(config)
+    job = small_job(config, precision=precision, device=device, world_size=4)
+    traced = trace_shape(
+        model,
+        gpt_plan(config, prefix=""),
+        call_with(model, None, sequence_length=48),
+        precision=job.precision,
+        software=job.software,
+        on_cpu=device == "cpu",
+        sequence_length=48,
+    )
+    assert [count for count, _ in traced.runs] == [3]
+    ours, own = job.shape.layers[0], traced.layers[0]
+    assert own.products == ours.products
+    assert own.crossing == ours.crossing
+    assert traced.parameters == job.shape.parameters
+    assert traced.flops() == job.shape.flops()
+    for t in (1, 2, 4):
+        layout = ParallelLayout(world_size=4, tensor_parallel_size=t, pipeline_parallel_size=4 // t)
+        assert t == 1 or stage_parameters(traced, layout) == stage_parameters(job.shape, layout)
+        for sequence_parallel in {False, t > 1}:
+            how = choice(world_size=4, tensor_parallel_size=t, sequence_parallel=sequence_parallel)
+            kept = layer_activations(replace(job, model=traced), how).held
+            assert kept == pytest.approx(layer_activations(job, how).held, rel=0.02)
+
+
+class Own(nn.Module):
+    """Somebody's encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 32)
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.1), 3)
+        self.head = nn.Linear(32, 96)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(ids)))
+
+
+def _of_hugging_face(kind: str, config: str, **sizes: Any) -> Callable[[str], nn.Module]:
+    def build(attention: str) -> nn.Module:
+        import transformers
+
+        model: nn.Module = getattr(transformers, kind)._from_config(
+            getattr(transformers, config)(**sizes), attn_implementation=attention
+        )
+        return model
+
+    return build
+
+
+MODELS: dict[str, Callable[[str], nn.Module]] = {
+    "llama": _of_hugging_face("LlamaForCausalLM", "LlamaConfig", **SMALL, num_key_value_heads=2),
+    "gpt2": _of_hugging_face("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=64),
+    "bert": _of_hugging_face("BertForMaskedLM", "BertConfig", **SMALL),
+    "t5": _of_hugging_face(
+        "T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, vocab_size=96
+    ),
+    "vit": _of_hugging_face(
+        "ViTForImageClassification", "ViTConfig", hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+        image_size=32, patch_size=8,
+    ),
+    "own": lambda attention: Own(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_operations_of_any_model(name: str) -> None:
+    with torch.device("meta"):
+        model, plain = MODELS[name]("sdpa"), MODELS[name]("eager")
+    run = call_with(model, None, sequence_length=48)
+    before = {key: (p.shape, p.is_meta) for key, p in model.named_parameters()}
+    shape = trace_shape(
+        model,
+        find_plan(model) or ParallelPlan(),
+        run,
+        precision=find_precision("bf16-true"),
+        software=find_software("ours"),
+        on_cpu=False,
+        sequence_length=48,
+    )
+    assert {key: (p.shape, p.is_meta) for key, p in model.named_parameters()} == before
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    with without_data(), torch.device("meta"), FlopCounterMode(display=False) as counter:
+        run(plain.train(), 2)
+    forward = sum(count * layer.flops for count, layer in shape.runs) + shape.input.flops + shape.head.flops
+    assert 2 * forward == counter.get_total_flops()
+    assert shape.num_layers == (6 if name == "t5" else 3)
+    if name == "t5":  # an encoder's layers are others than a decoder's, and the first have a table of positions
+        assert [count for count, _ in shape.runs] == [1, 2, 1, 2]
+    assert all(layer.products[-1].cut == "inputs" for layer in shape.layers)
+
+
+class Stubborn(Own):
+    """Looks at values."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids if ids.sum().item() else ids + 1)
+
+
+class Lit(L.LightningModule):
+    """A user's, with an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: nn.Module | None = None
+        self.example_input_array = torch.zeros(1, 24, dtype=torch.long)
+
+    def configure_model(self) -> None:
+        self.net = self.net or Own()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert self.net is not None
+        out: Tensor = self.net(ids)
+        return out
+
+
+def test_plan_of_a_module() -> None:
+    module = Lit()
+    plan = lightning_ptdp.plan(module, world_size=4, batch=16, device="a100")
+    assert module.net is None
+    assert isinstance(plan.job.model, ModelShape)
+    assert plan.best[0].choice.options()["num_microbatches"] >= 1
+    assert {candidate.choice.layout.tensor_parallel_size for candidate in plan.best} > {1}
+    given = lightning_ptdp.plan(
+        Own(), world_size=4, batch=16, example=torch.zeros(1, 24, dtype=torch.long), space=Space(pipeline_parallel_sizes=(2,))
+    )
+    assert given.job.shape.runs[0][1].products == plan.job.shape.runs[0][1].products
+    assert given.job.sequence_length == 24
+    assert isinstance(lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4).job.model, GPTConfig)
+
+
+def test_what_cannot_be_followed() -> None:
+    with pytest.raises(
+        ValueError, match=r"forward of Stubborn could not be followed without data: it stopped in ''.*--layers 24"
+    ):
+        lightning_ptdp.plan(Stubborn(), world_size=4, batch=16)
+    with pytest.raises(ValueError, match=r"what Sequential is called with: give plan an example="):
+        lightning_ptdp.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), world_size=4, batch=16)
