@@ -97,10 +97,10 @@ def check_adapters(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
         if not isinstance(kind, Column | Row | Vocabulary | Position) or (
             isinstance(kind, Column) and isinstance(base, nn.Embedding)
         ):
-            _refuse(f"'{name}' has an adapter on a {type(base).__name__} that is sharded as {kind}")
+            _refuse(f"'{name}' has an adapter on a {type(base).__name__} that is sharded as {kind}", axis=kind.axis)
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str, *, axis: str = "tensor") -> None:
     raise ValueError(
-        f"{what}, which tensor_parallel_size > 1 cannot split; use plain LoRA on linear layers, or tensor_parallel_size=1"
+        f"{what}, which {axis}_parallel_size > 1 cannot split; use plain LoRA on linear layers, or {axis}_parallel_size=1"
     )

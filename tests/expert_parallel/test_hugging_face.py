@@ -13,7 +13,7 @@ import pytest
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.strategy.checks import warn_of_balance_losses
 from tests.huggingface.architectures import build
-from tests.huggingface.unseen import Run, differences, fit, refusal
+from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
@@ -106,3 +106,25 @@ def test_slices_of_a_sequence_have_no_balance_loss(pool: Pool) -> None:
     (said,) = pool.run(refusal, world_size=1, args=(run,))
     assert said is not None
     assert said.startswith("output_router_logits=True with sequence_parallel=True")
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"target_modules": ["q_proj", "v_proj"]}, {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}],
+    ids=["attention", "router"],
+)
+def test_adapters_beside_experts(lora: dict[str, Any], pool: Pool) -> None:
+    pytest.importorskip("peft")
+    run = Run(architecture="mixtral", layout={E: 2}, world_size=2, steps=2, lora={"r": 2, **lora})
+    alone = pool.run(fit, world_size=1, args=(one_process(run),))[0]
+    for found in pool.run(fit, world_size=2, args=(run,)):
+        assert differences(found, alone) == []
+
+
+def test_adapters_on_experts_that_are_shared_out_are_refused_before_launch(pool: Pool) -> None:
+    pytest.importorskip("peft")
+    lora = {"r": 2, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
+    run = Run(architecture="mixtral", layout={E: 2}, world_size=2, lora=lora)
+    (said,) = pool.run(refusal, world_size=1, args=(run,))
+    assert "layers.0.mlp.experts' has an adapter on a MixtralExperts" in said
+    assert "which expert_parallel_size > 1 cannot split" in said

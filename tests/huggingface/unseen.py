@@ -36,6 +36,7 @@ class Run:
         padded: Labels are ignored behind another length in each sample, and the step returns their number.
         hidden: A hidden state of the middle is in the loss.
         eager: Built in ``__init__``.
+        lora: Options of an adapter of peft's around the model; none: no adapter.
     """
 
     architecture: str
@@ -49,6 +50,7 @@ class Run:
     padded: bool = False
     hidden: bool = False
     eager: bool = False
+    lora: dict[str, Any] = field(default_factory=dict)
 
     @property
     def task(self) -> str:
@@ -62,11 +64,19 @@ class LitUnseen(L.LightningModule):
         super().__init__()
         self.run = run
         early = run.eager or ARCHITECTURES[run.architecture].eager
-        self.model: Any = build(run.architecture, **run.options) if early else None
+        self.model: Any = self._built() if early else None
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = build(self.run.architecture, **self.run.options)
+            self.model = self._built()
+
+    def _built(self) -> Any:
+        model = build(self.run.architecture, **self.run.options)
+        if not self.run.lora:
+            return model
+        import peft
+
+        return peft.get_peft_model(model, peft.LoraConfig(**self.run.lora, init_lora_weights="gaussian"))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         output = self.model(**batch, output_hidden_states=True) if self.run.hidden else self.model(**batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -31,7 +31,7 @@ class Experts(Kind):
         split_over: Tensor-parallel ranks over which each expert's inner width is split, too; the layout says it.
     """
 
-    split_over: Size = 1
+    split_over: Size = field(default=1, repr=False)
 
     name = "experts"
     axis = "expert"
