@@ -68,6 +68,7 @@ def test_a_mixture_says_what_a_token_visits() -> None:
     assert render(summary).splitlines()[-1] == "parameters  10.0 K a rank; 18.0 K in all, of which a token visits 4.0 K"
 
 
+ETP = "expert_tensor_parallel_size"
 GPT_MOE = GPTConfig(
     vocabulary_size=51, sequence_length=8, num_layers=3, hidden_size=16, num_heads=4, num_kv_heads=1, mlp="swiglu", bias=False,
     num_experts=8, experts_per_token=3, shared_experts=1, expert_hidden_size=24, dense_layers=1,
@@ -91,7 +92,7 @@ def _summary(rank: int, layout: dict[str, Any], module: type[L.LightningModule])
     return told.summary
 
 
-@pytest.mark.parametrize("layout", [{}, {E: 4, Z: True}, {T: 2, E: 2}, {P: 2, E: 2, M: 2}, {T: 2, P: 2, M: 2}])
+@pytest.mark.parametrize("layout", [{}, {E: 4, Z: True}, {T: 2, E: 2, ETP: 2}, {P: 2, E: 2, M: 2}, {T: 2, P: 2, M: 2}])
 def test_parameters_are_counted_once_wherever_they_are(layout: dict[str, Any], pool: Pool) -> None:
     for found in pool.run(_summary, world_size=4 if layout else 1, args=(layout, LitGPT)):
         assert (found.parameters, found.active_parameters) == (num_parameters(GPT_MOE), active_parameters(GPT_MOE))

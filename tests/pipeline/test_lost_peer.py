@@ -19,7 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ptdp.callbacks import ExpertLoad
 from lightning_ptdp.checkpoint.sums import SummingFile
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.watchdog import Watchdog
@@ -28,6 +30,7 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
+from tests.expert_parallel.toy import LENGTH, VOCABULARY, LitMixture, Run
 from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD
 
@@ -112,6 +115,30 @@ def _train_sharded(rank: int, parent: Connection, victim: int, where: str) -> No
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     place = Place(world_size=2, layout={"shard_optimizer": True, "timeout_s": 8.0})
     make_trainer(place, default_root_dir=where, max_steps=1).fit(_LosesBetweenSteps(victim, "norm"), loader())
+
+
+class _LosesInExperts(LitMixture):
+    """In the second step one rank dies where the other one has come to the exchange of a layer's gradients."""
+
+    def __init__(self, victim: int) -> None:
+        super().__init__(Run())
+        self.victim = victim
+
+    def on_fit_start(self) -> None:
+        if self.trainer.global_rank == self.victim:
+            self.layers[2].experts.register_forward_hook(self._after)
+
+    def _after(self, module: Any, args: Any, output: torch.Tensor) -> None:
+        if self.trainer.global_step == 1:
+            output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _train_experts(rank: int, parent: Connection, victim: int, where: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    place = Place(world_size=2, layout={"expert_parallel_size": 2, "timeout_s": 8.0})
+    ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    trainer = make_trainer(place, default_root_dir=where, callbacks=[ExpertLoad()])
+    trainer.fit(_LosesInExperts(victim), DataLoader(TensorDataset(ids), batch_size=4))
 
 
 def _save(rank: int, parent: Connection, victim: int, in_background: bool, where: str) -> None:
@@ -199,6 +226,12 @@ def test_collectives_outside_the_steps_name_the_lost_rank_too(hook: str, place: 
     said = _said_by_survivor(_train_between, 1, hook, str(tmp_path))
     assert re.match(rf"PeerError: rank 0 \(.*\) lost another rank \({place}\):", said), said
     assert re.search(rf"rank 0: {place} since \d", said)
+
+
+def test_in_the_exchange_of_experts_too(tmp_path: Path) -> None:
+    said = _said_by_survivor(_train_experts, 1, str(tmp_path))
+    assert re.match(r"PeerError: rank 0 \(.*\) lost another rank \(step 1\):", said), said
+    assert re.search(r"  rank 1: \S", said), said
 
 
 def test_parameters_that_are_gathered_behind_the_optimizer_step_too(tmp_path: Path) -> None:
