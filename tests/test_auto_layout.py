@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_ptdp.models import GPTConfig, LitGPT
 from lightning_ptdp.planner import find_device
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.auto import ChosenLayout
@@ -116,6 +117,35 @@ def test_a_layout_that_the_model_does_not_take_is_passed_over() -> None:
 
     with pytest.raises(ValueError, match=r"takes none of the 3 fastest layouts; .*: no"):
         choose(training, fits=nothing)
+
+
+def test_a_mixture_is_shared_out() -> None:
+    """Where all experts do not fit on a rank: over as few as will do."""
+    module = LitGPT(
+        GPTConfig.llama(
+            vocabulary_size=64, sequence_length=16, num_layers=2, hidden_size=64, num_heads=4, num_experts=8, ffn_hidden_size=256
+        )
+    )
+    module.configure_model()
+    whole = sum(p.numel() for p in module.parameters())
+    experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
+    training = Training(
+        module=module,
+        config=PTDPStrategy().config,
+        world_size=4,
+        rows=lambda replicas: 4,
+        length=16,
+        device=replace(find_device("cpu"), memory_bytes=16.0 * (whole - experts / 2) + 2e6),
+        precision="32-true",
+    )
+
+    def stays_whole(config: Any) -> None:
+        if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+            raise ValueError("this model is not cut")
+
+    config, forecast = choose(training, fits=stays_whole)
+    assert config.expert_parallel_size > 1
+    assert f" e{config.expert_parallel_size}" in forecast.text.partition(";")[0]
 
 
 class Stop(Exception):

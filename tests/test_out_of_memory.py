@@ -112,6 +112,13 @@ def test_what_is_said(options: dict[str, Any], found: dict[str, float], words: l
         assert word in note, note
 
 
+def test_experts_are_shared_out_before_anything_else() -> None:
+    config = PTDPConfig(expert_parallel_size=2)
+    found = {**EXPECTED, "parameters": 3 * GIB}
+    note = memory_note(EXPECTED, found, config=config, layout=config.layout(4), mixture=True)
+    assert "parameters: more than expected; use a larger expert_parallel_size (it is 2), tensor_parallel_size (it is 1)" in note
+
+
 CUDA_12 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100a", "sm_120", "compute_120")
 
 

@@ -5,7 +5,7 @@ Read on the host alone, from sizes and the allocator's own counts: the device th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,10 @@ Parts = dict[str, float]
 def explain_memory(strategy: RunningStrategy) -> str:
     """What an error of a rank that is out of memory says beside itself."""
     config, layout, engine = strategy.config, strategy.layout, strategy._engine
+    mixture = any(_experts(strategy.model))
     if engine is None:
-        return f"out of memory while the model was set up: use {_larger_layout(layout)}, so that a rank has less of it"
+        larger = _larger_layout(layout, mixture=mixture)
+        return f"out of memory while the model was set up: use {larger}, so that a rank has less of it"
     trainer = strategy.lightning_module.trainer
     batch = getattr(trainer.train_dataloader, "batch_size", None) if fits(trainer) else None
     b = config.micro_batch_size or (-(-batch // config.microbatches(batch)) if isinstance(batch, int) else None)
@@ -44,7 +46,7 @@ def explain_memory(strategy: RunningStrategy) -> str:
     optimizers: Sequence[torch.optim.Optimizer] = strategy.optimizers
     found = _found(strategy.model, engine.gradients.local(), optimizers, device=strategy.root_device)
     rows = batch if isinstance(batch, int) else (b or 1) * (config.usual_microbatches or 1)
-    note = memory_note(expected, found, config=config, layout=layout)
+    note = memory_note(expected, found, config=config, layout=layout, mixture=mixture)
     return note + _what_fits(strategy, rows=rows, precision=str(trainer.precision))
 
 
@@ -79,17 +81,25 @@ def _expected(
     except ValueError:
         sizes = find_precision("32-true")
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    shards = layout.size("replica_sum") if config.shard_optimizer else 1
+    experts = sum(p.numel() for p in _experts(module) if p.requires_grad)
+    shards, alike = (layout.size(axes) if config.shard_optimizer else 1 for axes in ("replica_sum", "expert_replicas"))
     parts: Parts = {
         "parameters": sum(p.nbytes for p in module.parameters()),
         "gradients": trained * sizes.gradient,
-        "optimizer": trained * sizes.state / shards,
+        "optimizer": sizes.state * ((trained - experts) / shards + experts / alike),
     }
     model = next((child.config for child in module.modules() if isinstance(getattr(child, "config", None), GPTConfig)), None)
     schedule = schedule_name(config.schedule, config.virtual_pipeline_size)
     if isinstance(model, GPTConfig) and micro_batch_size is not None and schedule in FAMILIES:
         parts[_ACTIVATIONS] = _activations(model, config, layout, rank, sizes, micro_batch_size, schedule)
     return parts
+
+
+def _experts(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that list experts, as those that are shared out do."""
+    for child in module.modules():
+        number = getattr(child, "num_experts", None)
+        yield from (p for p in child.parameters(recurse=False) if isinstance(number, int) and p.dim() > 1 and p.size(0) == number)
 
 
 def _activations(
@@ -134,7 +144,14 @@ def _found(
     return parts
 
 
-def memory_note(expected: Mapping[str, float], found: Mapping[str, float], *, config: PTDPConfig, layout: ParallelLayout) -> str:
+def memory_note(
+    expected: Mapping[str, float],
+    found: Mapping[str, float],
+    *,
+    config: PTDPConfig,
+    layout: ParallelLayout,
+    mixture: bool = False,
+) -> str:
     """What was expected and what is held of each part, which is larger than expected or else the largest, and what makes it smaller.
 
     Args:
@@ -142,6 +159,7 @@ def memory_note(expected: Mapping[str, float], found: Mapping[str, float], *, co
         found: Bytes that were held, likewise.
         config: The strategy's options.
         layout: Degrees.
+        mixture: Whether there are experts to share out.
     """
     names = list(dict.fromkeys((*expected, *found)))
     rows = [[name, *(f"{part[name] / _GIB:.2f}" if name in part else "?" for part in (expected, found))] for name in names]
@@ -153,10 +171,10 @@ def memory_note(expected: Mapping[str, float], found: Mapping[str, float], *, co
         every = {_ACTIVATIONS: found.get(_ACTIVATIONS, float("inf")), **expected}
         part, how = max(every, key=lambda name: every[name]), "the largest part"
     table = columns([["GiB on this rank", "expected", "held"], *rows], words=(0,))
-    return f"{table}\n{part}: {how}; use {', or '.join(_remedies(part, config, layout))}"
+    return f"{table}\n{part}: {how}; use {', or '.join(_remedies(part, config, layout, mixture=mixture))}"
 
 
-def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout) -> list[str]:
+def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout, *, mixture: bool) -> list[str]:
     found = []
     if part == _ACTIVATIONS:
         if config.recompute == "none":
@@ -166,12 +184,13 @@ def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout) -> list[str
             found.append("sequence_parallel=True")
     if part == "optimizer" and not config.shard_optimizer and layout.size("replica_sum") > 1:
         found.append("shard_optimizer=True")
-    return [*found, _larger_layout(layout)]
+    return [*found, _larger_layout(layout, mixture=mixture)]
 
 
-def _larger_layout(layout: ParallelLayout) -> str:
-    t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
-    return f"a larger tensor_parallel_size (it is {t}) or pipeline_parallel_size (it is {p})"
+def _larger_layout(layout: ParallelLayout, *, mixture: bool) -> str:
+    t, p, e = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.expert_parallel_size
+    experts = f"expert_parallel_size (it is {e}), " if mixture else ""
+    return f"a larger {experts}tensor_parallel_size (it is {t}) or pipeline_parallel_size (it is {p})"
 
 
 def _smaller_microbatches(config: PTDPConfig) -> str:
