@@ -201,6 +201,8 @@ class GPTConfig(TransformerConfig):
                 )
             if name == "capacity_factor" and value <= 0:
                 raise ValueError(f"{name}={value} must be greater than 0; None drops nothing")
+            if name == "bias_rate" and not 1e-9 <= value <= 1:
+                raise ValueError(f"bias_rate={value} must be from 1e-9 to 1: scores are at most 1; balance='none' moves nothing")
             if isinstance(value, float) and value < 0:
                 raise ValueError(f"{name}={value} must be at least 0")
         if self.num_experts is None:

@@ -48,6 +48,7 @@ def test_defaults_filled_in() -> None:
         ({"num_experts": 4}, ["num_experts=4", "mlp='gelu'", "bias=True", "mlp='swiglu' and bias=False"]),
         ({"shared_experts": 1}, ["shared_experts=1", "give num_experts"]),
         ({"num_experts": 4, "balance": "bias", "balance_coefficient": 0.1}, ["balance_coefficient=0.1", "balance='loss'"]),
+        ({"num_experts": 4, "balance": "bias", "bias_rate": 0.0}, ["bias_rate=0.0", "from 1e-9 to 1", "balance='none'"]),
         ({"num_experts": 4, "capacity_factor": 0.0}, ["capacity_factor=0.0", "greater than 0"]),
         ({"num_experts": 4, "z_loss_coefficient": -1.0}, ["z_loss_coefficient=-1.0", "at least 0"]),
         ({"init_std": 0.0}, ["init_std=0.0", "greater than 0"]),
