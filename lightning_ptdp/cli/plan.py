@@ -21,14 +21,14 @@ from lightning_ptdp.world.layout import AXES
 
 if TYPE_CHECKING:
     from lightning_ptdp.models.config import GPTConfig
-    from lightning_ptdp.planner import Candidate, Device, Job, Space
+    from lightning_ptdp.planner import Candidate, Device, Job, ModelShape, Space
 
 __all__ = ["run"]
 
 _DESCRIPTION = """\
 Estimate memory and time of every layout that fits, and print the best with the strategy options to paste.
 
-The model is that of a recipe or a configuration file, or is given by its sizes; sizes that are given change those of the file. Times
+The model is that of a recipe or a configuration file, any LightningModule, or is given by its sizes, which change those of the file. Times
 are estimates from data sheets: trust the order more than the numbers, and measure the first few with ptdp fit."""
 
 _EPILOG = """\
@@ -221,20 +221,58 @@ def _integers(text: str) -> list[int]:
 def _job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
     from lightning_ptdp.planner import Job, find_precision, find_software
 
-    model = _model(options, config)
     trainer = config.get("trainer") or {}
     device = _device(options)
-    precision = options.precision or trainer.get("precision") or ("32-true" if device.kind == "cpu" else "bf16-true")
+    precision = str(options.precision or trainer.get("precision") or ("32-true" if device.kind == "cpu" else "bf16-true"))
+    model: GPTConfig | ModelShape
+    if _is_foreign(options, config):
+        model = _followed(options, config, device=device, precision=precision)
+    else:
+        model = _model(options, config)
     return Job(
         model=model,
         world_size=options.world,
         global_batch_size=_batch(options, config),
         device=device,
-        precision=find_precision(str(precision)),
+        precision=find_precision(precision),
         software=find_software(options.software),
         sequence_length=min(model.sequence_length, _inner(config, "data").get("sequence_length") or model.sequence_length),
         imbalance=options.imbalance,
     )
+
+
+def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
+    """Whether the configuration names a class of somebody's, of which no sizes are given."""
+    given = {field for field, _ in _SIZES.values() if getattr(options, field) is not None} - {"sequence_length"}
+    path = str((config.get("model") or {}).get("class_path", ""))
+    return "." in path and not path.startswith("lightning_ptdp.") and not given
+
+
+def _followed(
+    options: argparse.Namespace, config: Mapping[str, Any], *, device: Device, precision: str
+) -> GPTConfig | ModelShape:
+    """The configuration's LightningModule, built without values, as its forward is without data."""
+    import torch
+    from jsonargparse import ArgumentError, ArgumentParser
+    from lightning.pytorch import LightningModule
+
+    from lightning_ptdp.config import PTDPConfig
+    from lightning_ptdp.strategy.checks.model import whole_model
+    from lightning_ptdp.strategy.planning import described
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningModule, "model")
+    given = {"model": {key: value for key, value in config["model"].items() if key in ("class_path", "init_args")}}
+    try:
+        parsed = parser.parse_object(given)
+        with torch.device("meta"):
+            module = parser.instantiate_classes(parsed).model
+        whole = whole_model(module, PTDPConfig())
+    except (ArgumentError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise UserError(f"{options.config}: {config['model']['class_path']} cannot be built without values: {reason}") from error
+    length = options.sequence_length or _inner(config, "data").get("sequence_length")
+    return described(whole, PTDPConfig(), length=length, precision=precision, software=options.software, device=device)
 
 
 def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
@@ -253,6 +291,8 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
             raise UserError(f"there is no model: give --recipe, --config or --model, or also {', '.join(missing)}")
         return GPTConfig.llama(**given) if options.llama or "num_experts" in given else GPTConfig.gpt2(**given)
     sizes = inner.get("config")
+    if sizes is None and all(_SIZES[name][0] in given for name in ("layers", "hidden", "heads", "sequence")):
+        return GPTConfig.llama(**given) if options.llama else GPTConfig.gpt2(**given)
     if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
         print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
         return dataclasses.replace(gpt_sizes(BertConfig(**sizes or {})), **given)

@@ -248,3 +248,19 @@ def test_experts(ptdp: Run, tmp_path: Path) -> None:
     assert slower["best"][0]["time"]["experts"] > 1.2 * found["best"][0]["time"]["experts"]
     code, _, err = ptdp(*arguments[:-1], "3")
     assert code == 2 and "e3: num_experts=8 is not divisible by it" in err
+
+
+def test_any_module_of_a_configuration(ptdp: Run, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    model = {"class_path": "tests.planner.test_trace.Lit", "init_args": {}}
+    path.write_text(yaml.safe_dump({"model": model, "trainer": {"devices": 2}}))
+    code, out, err = ptdp("plan", "--config", str(path), "--world", "8", "--batch", "16", "--device", "a100")
+    assert (code, err) == (0, "")
+    assert "8 x a100" in out.splitlines()[0] and "batch 16 x 24 tokens" in out.splitlines()[0]
+    model["class_path"] = "tests.planner.test_trace.Absent"
+    path.write_text(yaml.safe_dump({"model": model}))
+    code, _, err = ptdp("plan", "--config", str(path), "--world", "8", "--batch", "16")
+    assert code == 2
+    assert "tests.planner.test_trace.Absent cannot be built without values: " in err
+    sizes = ["--layers", "4", "--hidden", "64", "--heads", "4", "--sequence", "64", "--vocabulary", "128"]
+    assert ptdp("plan", "--config", str(path), *sizes, "--world", "8", "--batch", "16")[0] == 0
