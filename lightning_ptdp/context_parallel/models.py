@@ -56,6 +56,8 @@ def _why_not_attend(module: Any) -> str | None:
             f"was built with attn_implementation={attention!r}, but calls of scaled_dot_product_attention are replaced: build it with "
             "attn_implementation='sdpa'"
         )
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        return "has layers of linear attention, which hand a state along time; a rank has a slice of the sequence only"
     if getattr(config, "alibi", False):
         return "adds biases of positions to its attention scores (alibi=True), which a slice knows only for its own tokens"
     return None

@@ -23,6 +23,7 @@ REFUSED = {
     "llama classes": "LlamaForSequenceClassification picks each sample's last token",
     "gpt2 classes": "GPT2ForSequenceClassification picks each sample's last token",
     "bert question": "BertForQuestionAnswering compares all tokens",
+    "minimax": "MiniMaxForCausalLM has layers of linear attention",
     "vit": "ViT.* makes its sequence from pixel_values",
     "t5": "T5.* cross-attention",
 }

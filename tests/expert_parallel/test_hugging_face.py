@@ -59,6 +59,8 @@ def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -
         ("qwen3_moe", 2, {E: 2, C: 2}),
         ("qwen3_moe", 8, {E: 2, T: 2, SP: True, P: 2, M: 2}),
         ("gpt_oss", 2, {E: 2, M: 2}),
+        ("glm4_moe", 2, {E: 2}),
+        ("nemotron_h", 2, {E: 2}),
         ("gpt_oss", 2, {T: 2, ET: 2}),
         ("gpt_oss", 4, {T: 2, ET: 2, E: 2, SP: True, "shard_optimizer": True}),
         ("mixtral", 4, {T: 2, ET: 2, P: 2, M: 2}),

@@ -53,6 +53,7 @@ _GPT2 = {
     "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
 }  # fmt: skip
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_CHOSEN = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts": True}
 _PATCHES = {
     "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16, "patch_size": 4, **_NO_DROPOUT,
 }  # fmt: skip
@@ -130,6 +131,35 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             topk_group=1,
             first_k_dense_replace=1,
             experts=True,
+        ),
+        "glm4_moe": _causal("Glm4Moe", _WIDE_HEADS, n_routed_experts=4, **_CHOSEN, n_group=2, first_k_dense_replace=1),
+        "ernie4_5_moe": _causal("Ernie4_5_Moe", _LLAMA, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, experts=True),
+        "granitemoe": _causal("GraniteMoe", _LLAMA, num_local_experts=4, experts=True),
+        "minimax": _causal("MiniMax", _WIDE_HEADS, num_local_experts=4, block_size=8, experts=True),
+        "minimax_m2": _causal("MiniMaxM2", _WIDE_HEADS, num_local_experts=4, num_experts_per_tok=2, experts=True),
+        "qwen3_next": _causal(
+            "Qwen3Next",
+            _WIDE_HEADS,
+            num_experts=4,
+            **_CHOSEN,
+            shared_expert_intermediate_size=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+        "nemotron_h": _causal(
+            "NemotronH",
+            _WIDE_HEADS,
+            n_routed_experts=4,
+            **_CHOSEN,
+            moe_shared_expert_intermediate_size=16,
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            ssm_state_size=4,
+            n_groups=2,
+            chunk_size=4,
+            layers_block_type=["mamba", "moe", "attention", "moe"],
         ),
         # Decoders that declare none.
         "gpt2": _causal("GPT2", _GPT2, model="GPT2LMHeadModel", layers="n_layer"),
