@@ -31,7 +31,6 @@ __all__ = [
     "is_communication_error",
     "is_compiled",
     "keep_padded",
-    "memory_changes",
     "nccl_options",
     "reduce_scatter_product",
     "reduce_scatter_single",
@@ -54,14 +53,6 @@ _GLOO_ERROR = re.compile(r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]|^A
 def untraced(function: Function) -> Function:
     """A function that a compiler calls, but does not look into (``torch.compiler.disable``, which imports the compiler at once)."""
     return cast(Function, torch._disable_dynamo(function))
-
-
-def memory_changes(profile: torch.profiler.profile) -> list[int]:
-    """Bytes that a CPU's allocator gave, and took back, in order, while a profile with ``profile_memory`` ran."""
-    found: Any = profile.profiler
-    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
-    cpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
-    return [event.nbytes() for event in sorted(cpu, key=lambda event: event.start_ns())]
 
 
 def keep_padded(model: nn.Module) -> None:

@@ -41,7 +41,6 @@ class StepTimes(Callback):
         self._ends: list[float] = []
         self._recorder: Recorder | None = None
         self._counted: CountedMemory | None = None
-        self._peak = 0
         self._timeline: Timeline | None = None
         self._shape = (0, 0)
 
@@ -54,7 +53,7 @@ class StepTimes(Callback):
             self._recorder = Recorder(device)
             trainer.strategy.observers.add(self._recorder)
         if device.type == "cpu" and self._counted is None:
-            self._counted = CountedMemory()
+            self._counted = CountedMemory().__enter__()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
@@ -69,7 +68,7 @@ class StepTimes(Callback):
         if len(self._ends) == self._warmup and on_gpu:
             torch.cuda.reset_peak_memory_stats()
         if self._counted is not None:
-            self._peak = self._counted.peak_bytes()
+            self._counted.__exit__(None, None, None)
         if self._recorder is not None:
             trainer.strategy.observers.remove(self._recorder)
             self._timeline = self._recorder.gather(trainer.strategy.mesh.group("pipeline"))
@@ -80,7 +79,8 @@ class StepTimes(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was found."""
         device = trainer.strategy.root_device
-        peaks = gather(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self._peak)
+        counted = 0 if self._counted is None else self._counted.peak_bytes
+        peaks = gather(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else counted)
         if trainer.is_global_zero:
             self._result(trainer, pl_module, peaks).write(self._file)
 

@@ -3,33 +3,59 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import warnings
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ptdp._torch import memory_changes
+from lightning_ptdp.nested import iterate_tensors
 
 __all__ = ["CountedMemory"]
 
+_LEAST = 1024
 
-class CountedMemory:
-    """From when it is made to ``peak_bytes``: the tensors that are there, and all that torch allocates. Made in front of a step: gradients
-    that have a memory of their own, which the step begins with giving up, do not count as there."""
+
+class CountedMemory(TorchDispatchMode):
+    """While it is entered, looks after each operation which memory of tensors is still there; ``peak_bytes`` is the most that was.
+
+    Tensors of less than 1 KiB are left out. Some are freed by threads that communicate, of which torch's profiler does not know.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
+        self._there: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._held = self.peak_bytes = 0
+
+    def __enter__(self) -> CountedMemory:
         gc.collect()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # isinstance looks at lazy attributes of modules
             tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-        gradients = {id(one.grad) for one in tensors if one.is_leaf and one.grad is not None}
-        kept = [one.untyped_storage() for one in tensors if id(one) not in gradients and one.device.type == "cpu"]
-        self._there = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        self._profile.start()
+        self._see(tensors)
+        super().__enter__()
+        return self
 
-    def peak_bytes(self) -> int:
-        """Ends the count."""
-        self._profile.stop()
-        changes = memory_changes(self._profile)
-        return self._there + max(0, *itertools.accumulate(changes), 0)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation's result."""
+        result = func(*args, **(kwargs or {}))
+        self._see(iterate_tensors(result))
+        return result
+
+    def _see(self, tensors: Any) -> None:
+        for tensor in tensors:
+            if (
+                tensor.device.type != "cpu"
+                or tensor.layout != torch.strided
+                or (nbytes := tensor.untyped_storage().nbytes()) < _LEAST
+            ):
+                continue
+            found = StorageWeakRef(tensor.untyped_storage())
+            if found.cdata not in self._there:
+                self._there[found.cdata] = found, nbytes
+                self._held += nbytes
+        if self._held > self.peak_bytes:  # only then it matters what has gone
+            for key in [key for key, (storage, _) in self._there.items() if storage.expired()]:
+                self._held -= self._there.pop(key)[1]
+            self.peak_bytes = max(self.peak_bytes, self._held)

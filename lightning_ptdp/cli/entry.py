@@ -91,7 +91,6 @@ def _run(arguments: list[str]) -> int:
             rest = ["--help"]
         # Of a rank that is lost, its peers' C++ has forty frames to show; what happened is the last line.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's, by which bench counts a CPU's tensors
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # --model my_module.LitMine; behind what is installed
         rest = resolve_configs(rest)  # before the seconds that an import of torch takes
