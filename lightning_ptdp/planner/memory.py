@@ -82,7 +82,8 @@ def _kinds(job: Job, choice: Choice) -> dict[int, LayerActivations]:
 def rank_memory(job: Job, choice: Choice, pipeline_rank: int, kinds: Mapping[int, LayerActivations] | None = None) -> RankMemory:
     """Peak memory of one pipeline rank (its tensor, context and data peers hold the same).
 
-    The stages of a rank are taken to be as large as the largest of them, and the parts to peak at once: an upper bound.
+    The stages of a rank are taken to be as large as the largest of them; on the last stage the peak is in the head's backward, or in that of
+    the layer behind it.
     """
     layout, balanced = choice.layout, job.software.balances_stages
     mine = layout.stages_of(pipeline_rank)
@@ -98,7 +99,11 @@ def rank_memory(job: Job, choice: Choice, pipeline_rank: int, kinds: Mapping[int
     if layout.num_stages - 1 in mine:
         kept, besides = logits_bytes(job, choice)
         # The last stage's backward follows its forward, except where all forwards come first.
-        logits = kept * (choice.num_microbatches if choice.schedule == "gpipe" else 1) + besides
+        # The head's backward, with its matrix' gradient, is over before that of the last layer.
+        besides += job.shape.head.table_elements(layout.tensor_parallel_size) * job.precision.weight
+        waiting = kept * (choice.num_microbatches - 1) if choice.schedule == "gpipe" else 0.0
+        logits = waiting + kept + besides
+        working = max(0.0, working - kept - besides)
     return RankMemory(
         pipeline_rank=pipeline_rank,
         parameters=parameters,
