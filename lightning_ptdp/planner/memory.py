@@ -82,8 +82,8 @@ def _kinds(job: Job, choice: Choice) -> dict[int, LayerActivations]:
 def rank_memory(job: Job, choice: Choice, pipeline_rank: int, kinds: Mapping[int, LayerActivations] | None = None) -> RankMemory:
     """Peak memory of one pipeline rank (its tensor, context and data peers hold the same).
 
-    The stages of a rank are taken to be as large as the largest of them; on the last stage the peak is in the head's backward, or in that of
-    the layer behind it.
+    The stages of a rank are taken to be as large as the largest of them. On the last one the peak is in the backward of the head, or of the
+    last layer.
     """
     layout, balanced = choice.layout, job.software.balances_stages
     mine = layout.stages_of(pipeline_rank)
