@@ -44,6 +44,7 @@ from lightning_ptdp.strategy.checks import (
     check_model,
     check_optimizer_state,
     check_packing,
+    check_quantized,
     check_trainer,
     on_meta,
     open_initial_weights,
@@ -169,6 +170,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         module = self.lightning_module
         if self.layout.divides_model and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
+        check_quantized(module)  # what nobody builds before launch, where nothing is cut
         built_without_values = awaits_values(module)
         with same_outcome("reading the headers of the initial weights"):
             weights = open_initial_weights(module) if self.config.meta_init else None

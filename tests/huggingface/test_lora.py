@@ -20,6 +20,7 @@ from lightning_ptdp.models import AdamWConfig, LitCausalLM, LoraOptions
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model
 from tests.huggingface.runs import SAMPLES, LitHuggingFace, Run, Samples, check, fit, make_model
+from tests.models.fits import quiet_trainer
 from tests.pool import Pool, WorkerFailure
 
 pytest.importorskip("peft")
@@ -259,10 +260,22 @@ def test_what_all_ranks_hold_stays_the_same_where_adapters_drop(model: str, layo
         assert torch.equal(value, other[name]), name
 
 
-def test_quantized_weights_are_refused_before_launch() -> None:
+def test_quantized_weights_are_refused_before_launch(tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     module = LitHuggingFace(Run(model="llama", eager=True))
     quantization.quantize_(module.model.model.layers, quantization.Int8WeightOnlyConfig())
     strategy = PTDPStrategy()
     with pytest.raises(ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"):
         check_model(module, strategy.config, strategy.config.layout(2))
+
+    class Late(LitHuggingFace):
+        def configure_model(self) -> None:
+            super().configure_model()
+            quantization.quantize_(self.model.model.layers, quantization.Int8WeightOnlyConfig())
+
+    strategy = PTDPStrategy(pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"):
+        check_model(Late(Run(model="llama")), strategy.config, strategy.config.layout(2))
+    trainer = quiet_trainer(tmp_path, strategy=PTDPStrategy(), max_steps=1)
+    with pytest.raises(ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"):
+        trainer.fit(Late(Run(model="llama")), DataLoader(Samples("llama"), batch_size=2))

@@ -4,6 +4,7 @@ from lightning_ptdp.strategy.checks.data import check_data
 from lightning_ptdp.strategy.checks.model import (
     CUT_MARK,
     check_model,
+    check_quantized,
     on_meta,
     plan_of,
     warn_of_balance_losses,
@@ -20,6 +21,7 @@ __all__ = [
     "check_data",
     "check_initial_weights",
     "check_model",
+    "check_quantized",
     "check_optimizer_state",
     "check_packing",
     "check_trainer",

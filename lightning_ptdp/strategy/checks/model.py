@@ -28,7 +28,16 @@ from lightning_ptdp.strategy.surroundings import check_surroundings
 from lightning_ptdp.tensor_parallel import SPLIT_AXES, Alias, Kind, ParallelPlan, Partial, Region, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["CUT_MARK", "check_model", "on_meta", "plan_of", "warn_of_balance_losses", "warn_of_batch_norm", "whole_model"]
+__all__ = [
+    "CUT_MARK",
+    "check_model",
+    "check_quantized",
+    "on_meta",
+    "plan_of",
+    "warn_of_balance_losses",
+    "warn_of_batch_norm",
+    "whole_model",
+]
 
 CUT_MARK = "_ptdp_layout"
 _LIGHTNING = tuple(name.partition(".")[0] for name in NAMESPACES)
@@ -77,7 +86,7 @@ def check_model(
     Raises:
         ValueError: Names the field, the value and what would work.
     """
-    _check_quantized(module)
+    check_quantized(module)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
     if not layout.divides_model and blocks_stay:
         return
@@ -87,6 +96,7 @@ def check_model(
             "checkpoint) to run it under another Trainer"
         )
     whole = whole_model(module, config) if whole is None else whole
+    check_quantized(whole)
     if convert is not None:
         late = config.meta_init and whole is not module
         whole = _converted(whole, convert, config, late=late)
@@ -190,7 +200,12 @@ def _check_late(model: nn.Module, *, built: Collection[str]) -> None:
                 raise ValueError(why_without_values(name, module))
 
 
-def _check_quantized(model: nn.Module) -> None:
+def check_quantized(model: nn.Module) -> None:
+    """Check that the parameters that are there have plain elements.
+
+    Raises:
+        ValueError: One is of a library that quantizes.
+    """
     for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
         package = type(parameter).__module__.partition(".")[0]
         if package in ("bitsandbytes", "torchao"):
