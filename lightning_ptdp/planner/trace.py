@@ -157,7 +157,7 @@ class _Tracing:
             ValueError: It does not run, or not through all layers in order.
         """
         with ExitStack() as stack:
-            mode = stack.enter_context(without_data())
+            stack.enter_context(without_data())
             model = self._without_values()
             weights = _weights(self._module, self._plan)
             own = {id(p): name for name, p in self._module.named_parameters()}
@@ -178,6 +178,9 @@ class _Tracing:
             try:
                 with recorder.keeping(self.input), recorder.keeping(self.head):
                     run(model, self._samples)
+                recorder.trace = None
+                for layer in self.layers:
+                    self._alone(layer, recorder)
             except Exception as error:
                 raise ValueError(
                     f"the forward of {type(self._module).__name__} could not be followed without data: it stopped in "
@@ -189,9 +192,6 @@ class _Tracing:
                     f"the forward of {type(self._module).__name__} called {len(self.order)} of its {len(self.names)} layers: give an "
                     "example= that goes through all of them"
                 )
-            for layer in self.layers:
-                self._alone(layer, recorder)
-            del mode
 
     def _without_values(self) -> nn.Module:
         model = without_tensors(self._module).train()

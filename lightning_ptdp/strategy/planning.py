@@ -24,7 +24,7 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.planner.examples import Example, call_with, longest_sample
 from lightning_ptdp.planner.trace import trace_shape
-from lightning_ptdp.strategy.checks.model import plan_of, whole_model
+from lightning_ptdp.strategy.checks.model import CUT_MARK, plan_of, whole_model
 
 __all__ = ["described", "plan"]
 
@@ -106,6 +106,8 @@ def described(
             return one
     tokens = length or longest_sample(module, example) or 1
     try:
+        if CUT_MARK in vars(module):
+            raise ValueError("it was cut for a layout already, and its forward is that of a part")
         return trace_shape(
             module,
             plan_of(cast(Any, module), config),

@@ -19,6 +19,7 @@ from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.planner import ModelShape, Space, find_precision, find_software, layer_activations, stage_parameters
 from lightning_ptdp.planner.examples import call_with
 from lightning_ptdp.planner.trace import trace_shape
+from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import choice, small_job
@@ -190,3 +191,7 @@ def test_what_cannot_be_followed() -> None:
         lightning_ptdp.plan(Stubborn(), world_size=4, batch=16)
     with pytest.raises(ValueError, match=r"what Sequential is called with: give plan an example="):
         lightning_ptdp.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), world_size=4, batch=16)
+    module = Own()
+    vars(module)[CUT_MARK] = "t2"
+    with pytest.raises(ValueError, match="the sizes of Own are not known: it was cut for a layout already"):
+        lightning_ptdp.plan(module, world_size=4, batch=16)
