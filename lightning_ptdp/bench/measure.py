@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
 from lightning_ptdp.bench.memory import CountedMemory
 from lightning_ptdp.bench.prediction import predicted
@@ -15,10 +16,13 @@ from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
 from lightning_ptdp.callbacks.timeline import has_pipeline
 from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.initial_values.shadow import without_tensors
 from lightning_ptdp.pipeline.recorder import Recorder
 from lightning_ptdp.planner import known_peak_flops
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.spans import Timeline
+from lightning_ptdp.strategy.checks.model import whole_model
 
 __all__ = ["StepTimes"]
 
@@ -43,6 +47,13 @@ class StepTimes(Callback):
         self._counted: CountedMemory | None = None
         self._timeline: Timeline | None = None
         self._shape = (0, 0)
+        self._whole: nn.Module | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remember what the whole model is, without its values: what is measured may be a part."""
+        config = getattr(trainer.strategy, "config", None)
+        if isinstance(config, PTDPConfig):
+            self._whole = without_tensors(whole_model(pl_module, config))
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         """After the measured steps, record."""
@@ -93,7 +104,7 @@ class StepTimes(Callback):
         rows, length = self._shape
         samples = rows * replicas(trainer) * trainer.accumulate_grad_batches
         device, precision = device_name(trainer.strategy.root_device), str(trainer.precision)
-        measured, expected = self._timeline, predicted(trainer, module, samples=samples, length=length)
+        measured, expected = self._timeline, predicted(trainer, self._whole, samples=samples, length=length)
         layout = getattr(trainer.strategy, "layout", None)
         return BenchResult(
             layout=type(trainer.strategy).__name__ if layout is None else layout.describe(),

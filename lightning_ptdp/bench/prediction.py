@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
+from torch import nn
 
 from lightning_ptdp.callbacks.throughput import device_name
-from lightning_ptdp.models.config import TransformerConfig
 from lightning_ptdp.planner import (
     Choice,
     Job,
@@ -15,12 +15,12 @@ from lightning_ptdp.planner import (
     find_precision,
     find_software,
     fullest_rank,
-    gpt_sizes,
     simulated_step_time,
     step_time,
     whose_figures,
 )
 from lightning_ptdp.schedule.generators import schedule_name
+from lightning_ptdp.strategy.planning import described
 
 __all__ = ["Prediction", "predicted"]
 
@@ -40,30 +40,32 @@ class Prediction:
     figures: str = ""
 
 
-def predicted(trainer: Trainer, module: LightningModule, *, samples: int, length: int) -> Prediction:
+def predicted(trainer: Trainer, module: nn.Module | None, *, samples: int, length: int) -> Prediction:
     """What the planner expects of an optimizer step.
 
     Args:
         trainer: With its strategy.
-        module: What is trained.
+        module: What is trained, before it was cut; None: it is not known.
         samples: Of a step, over all replicas.
         length: Tokens of a sample.
     """
-    model, strategy, accumulated = getattr(module, "config", None), trainer.strategy, trainer.accumulate_grad_batches
+    strategy, accumulated = trainer.strategy, trainer.accumulate_grad_batches
     device, layout = device_here(device_name(strategy.root_device)), getattr(strategy, "layout", None)
-    if not isinstance(model, TransformerConfig) or device is None or layout is None or not length:
+    if module is None or device is None or layout is None:
         return Prediction()
     config, rows = strategy.config, samples // layout.num_replicas // accumulated
     microbatches = config.microbatches(rows)
+    precision, software = str(trainer.precision), "ours" if config.compile == "none" else "ours-compiled"
     try:
+        model = described(module, config, length=length or None, precision=precision, software=software, device=device)
         job = Job(
-            model=gpt_sizes(model),
+            model=model,
             world_size=layout.world_size,
             global_batch_size=samples // accumulated,
             device=device,
-            precision=find_precision(str(trainer.precision)),
-            software=find_software("ours" if config.compile == "none" else "ours-compiled"),
-            sequence_length=length,
+            precision=find_precision(precision),
+            software=find_software(software),
+            sequence_length=length or model.sequence_length,
         )
         choice = Choice(
             layout=layout,
