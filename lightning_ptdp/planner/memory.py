@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from lightning_ptdp.planner.activations import LayerActivations, kept_on, layer_activations, logits_bytes
 from lightning_ptdp.planner.experts import expert_buffers, expert_shards
@@ -48,7 +48,7 @@ class RankMemory:
     @property
     def parts(self) -> dict[str, float]:
         """The parts in bytes, by name."""
-        return {name: value for name, value in asdict(self).items() if name not in ("pipeline_rank", "parameters")}
+        return {name: value for name, value in vars(self).items() if name not in ("pipeline_rank", "parameters")}
 
 
 def static_bytes(job: Job, choice: Choice, parameters: float, experts: float = 0.0) -> tuple[float, float, float]:
@@ -70,7 +70,15 @@ def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     layout = choice.layout
     layers, kinds = stage_layers(job.shape, layout.num_stages, balanced=job.software.balances_stages), _kinds(job, choice)
     largest = max(range(layout.num_stages), key=lambda stage: sum(count for count, _ in layers[stage]))
-    ranks = {0, min(1, layout.pipeline_parallel_size - 1), layout.rank_of_stage(largest), layout.last_stage_rank}
+    # Layers that differ, as mixtures from dense ones, may be heaviest where they are few.
+    parameters = stage_parameters(job.shape, layout, balanced=job.software.balances_stages)
+    heaviest = max(range(layout.num_stages), key=lambda stage: parameters[stage])
+    ranks = {
+        0,
+        min(1, layout.pipeline_parallel_size - 1),
+        layout.last_stage_rank,
+        *map(layout.rank_of_stage, (largest, heaviest)),
+    }
     return max((rank_memory(job, choice, rank, kinds) for rank in sorted(ranks)), key=lambda memory: memory.total)
 
 

@@ -29,6 +29,7 @@ from lightning_ptdp.planner import (
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.experts import expert_kept, expert_time
+from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.planner.mends import why_nothing_fits
 from lightning_ptdp.planner.parameters import expert_parameters
 from lightning_ptdp.world.layout import ParallelLayout
@@ -179,3 +180,13 @@ def test_experts_that_are_split() -> None:
     assert "e8 et2" in found.best[0].choice.describe() or "e4 et2" in found.best[0].choice.describe()
     assert found.best and all(one.choice.options()["expert_tensor_parallel_size"] == 2 for one in found.best)
     assert not search(job, Space(tensor_parallel_sizes=(2,), expert_tensor_parallel_sizes=(4,))).best
+
+
+def test_the_fullest_rank_of_unlike_layers_is_the_fullest() -> None:
+    """Dense layers in front are many in a stage, and mixtures behind them heavier."""
+    model = replace(MIXTRAL, dense_layers=5, ffn_hidden_size=4096, expert_hidden_size=14336)
+    job = small_job(model, world_size=64, batch=64)
+    for p in (2, 4, 8, 16):
+        how = choice(world_size=64, b=1, m=16, pipeline_parallel_size=p, expert_parallel_size=4, recompute="full")
+        every = [rank_memory(job, how, rank) for rank in range(p)]
+        assert fullest_rank(job, how).total == max(memory.total for memory in every)
