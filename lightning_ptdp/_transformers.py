@@ -15,6 +15,7 @@ __all__ = [
     "advance_cache",
     "as_in_files",
     "captured_outputs",
+    "has_sdpa",
     "ignored_names",
     "install_capture",
     "is_capture",
@@ -78,6 +79,11 @@ def advance_cache(cache: Any, length: int, device: torch.device) -> None:
         if missing > 0:
             nothing = torch.zeros(1, 1, missing, 1, device=device)
             layer.update(nothing, nothing)
+
+
+def has_sdpa(kind: type[nn.Module]) -> bool:
+    """Whether a class of models computes attention by ``scaled_dot_product_attention`` where it is asked to."""
+    return bool(getattr(kind, "_supports_sdpa", False))
 
 
 def ignored_names(model: nn.Module) -> tuple[str, ...]:

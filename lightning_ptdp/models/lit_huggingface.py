@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_ptdp._transformers import has_sdpa
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
 from lightning_ptdp.models.folder import (
     ADAPTER_NAMES,
@@ -89,7 +90,7 @@ class _LitHuggingFace(LitTokens):
         config = self._model_config()
         config.use_cache = False
         kind = getattr(transformers, self._auto_class)
-        options = {"dtype": _dtype(self.dtype_name, config), "attn_implementation": self.attention or _attention(config)}
+        options = {"dtype": _dtype(self.dtype_name, config), "attn_implementation": self.attention or self._attention(config)}
         try:
             if self._weights is not None and torch.get_default_device().type != "meta":
                 options |= {"config": config, "use_safetensors": True}
@@ -131,11 +132,19 @@ class _LitHuggingFace(LitTokens):
         with torch.device("meta"):
             adapter.check(getattr(transformers, self._auto_class).from_config(self._model_config()))
 
-    def _described(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """With the name of the model's class, as in the ``config.json`` of an export."""
+    def _kind(self, config: Any) -> Any:
+        """The model's class; None: transformers has none for this task."""
         import transformers
 
-        kind = getattr(transformers, self._classes).get(type(config_of_sizes(sizes)), None)
+        return getattr(transformers, self._classes).get(type(config), None)
+
+    def _attention(self, config: Any) -> str:
+        kind = self._kind(config)
+        return "sdpa" if (kind is None or has_sdpa(kind)) and not getattr(config, "attn_logit_softcapping", None) else "eager"
+
+    def _described(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """With the name of the model's class, as in the ``config.json`` of an export."""
+        kind = self._kind(config_of_sizes(sizes))
         return {**sizes, "architectures": [kind.__name__]} if kind is not None else dict(sizes)
 
     def _model_config(self) -> Any:
@@ -249,8 +258,8 @@ class LitCausalLM(_LitHuggingFace):
             "num_hidden_layers": 8}``. There are no weights then, and no tokenizer.
         pretrained: Begin with the weights of ``path``; else with initial values as the model draws them.
         dtype: Of the parameters; "auto": as the configuration says. A Trainer's precision may change it.
-        attention: The model's attn_implementation; None: "sdpa", or "eager" where the model caps its attention scores, which only that
-            computes.
+        attention: The model's attn_implementation; None: "sdpa", or "eager" where the model has none of it (gpt-oss), or caps its
+            attention scores, which only that computes.
         adapter: Low-rank adapters that are trained in place of the weights, and saved without them; None: all parameters are trained.
         optimizer: AdamW and its schedule.
 
@@ -281,10 +290,6 @@ class LitMaskedLM(_LitHuggingFace):
 def _dtype(name: Dtype, config: Any) -> torch.dtype:
     found: Any = getattr(torch, name) if name != "auto" else getattr(config, "dtype", None) or torch.float32
     return getattr(torch, found) if isinstance(found, str) else found
-
-
-def _attention(config: Any) -> str:
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def _listed(value: object) -> object:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp._transformers import captured_outputs, ignored_names, install_capture, is_capture
+from lightning_ptdp._transformers import captured_outputs, has_sdpa, ignored_names, install_capture, is_capture
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit, make_model
 from tests.letters import M, P, T, V
 from tests.pool import Pool, WorkerFailure
@@ -124,11 +124,14 @@ def test_parts_of_what_is_captured_are_refused(
 
 
 def test_the_names_of_transformers_that_are_used() -> None:
+    import transformers
+
     model = make_model("llama")
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     assert not hooks
     assert captured_outputs() == {}
     assert "attn.bias" in ignored_names(make_model("gpt2"))
+    assert (has_sdpa(transformers.LlamaForCausalLM), has_sdpa(transformers.GptOssForCausalLM)) == (True, False)
     install_capture(model)
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     assert len(hooks) == 8, "a hidden state and an attention a layer"
