@@ -166,14 +166,16 @@ class ExpertCounts:
 
     def take(self, trainer: Trainer) -> ExpertLoads:
         """What was counted since the last time on all ranks; collective, and waits for the device."""
-        width = max(self.numbers.values(), default=0)
+        if not self.numbers:
+            return ExpertLoads(layers=())
+        width = max(self.numbers.values())
         table = torch.zeros(len(self.numbers), width + 2, dtype=torch.float64, device=trainer.strategy.root_device)
         for row, (name, number) in enumerate(self.numbers.items()):
             if name in self._layers:
                 table[row, :number] = self._layers[name].counts
                 table[row, width:] = self._layers[name].entropy
         self._clear()
-        rows = trainer.strategy.reduce(table, reduce_op="sum").tolist() if self.numbers else []
+        rows = trainer.strategy.reduce(table, reduce_op="sum").tolist()
         return ExpertLoads(
             layers=tuple(
                 LayerLoad(

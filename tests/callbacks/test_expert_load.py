@@ -209,6 +209,32 @@ def test_compiled_blocks_count_in_their_one_graph(pool: Pool, tmp_path: Path) ->
     assert found["logged"] == {step: pytest.approx(values, rel=1e-5) for step, values in expected["logged"].items()}
 
 
+def _fit_by_lightning(rank: int, world_size: int, folder: str) -> dict[str, float]:
+    L.seed_everything(3, verbose=False)
+    ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    trainer = L.Trainer(
+        strategy="ddp" if world_size > 1 else "auto", accelerator="cpu", devices=world_size, max_steps=1, val_check_interval=1,
+        callbacks=[ExpertLoad(dirpath=folder)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, log_every_n_steps=1,
+    )  # fmt: skip
+    data = DataLoader(TensorDataset(ids), batch_size=32 // world_size)
+    module = LitMixture(Run())
+    module.configure_model()
+    for layer in module.layers:
+        layer.experts.reset_parameters()
+    vars(module)["configure_model"] = lambda: None  # it is built
+    module.scripted = torch.jit.script(torch.nn.Identity())
+    trainer.fit(module, data, data)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.removeprefix("val_") in NAMES}
+
+
+def test_by_lightnings_own_strategies(pool: Pool, tmp_path: Path) -> None:
+    (expected,) = pool.run(_fit_by_lightning, world_size=1, args=(1, str(tmp_path)))
+    assert len(expected) == 2 * len(NAMES)
+    for found in pool.run(_fit_by_lightning, world_size=2, args=(2, str(tmp_path))):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_one_expert_gets_everything(pool: Pool, tmp_path: Path) -> None:
     (found,) = pool.run(fit, world_size=1, args=(Run(routing="one"), str(tmp_path)))
     values = {"expert_load_max": EXPERTS, "expert_load_min": 0, "expert_load_entropy": 0, "dead_experts": 4 * (EXPERTS - 1)}

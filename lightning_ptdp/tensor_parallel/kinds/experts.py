@@ -47,10 +47,10 @@ class Experts(Kind):
 
     def fits(self, module: nn.Module) -> bool:
         number = getattr(module, _COUNT, None)
-        first = {parameter.size(0) if parameter.dim() else 0 for parameter in module.parameters()}
-        given = inspect.signature(type(module).forward).parameters.values()
-        positional = [one for one in given if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        return isinstance(number, int) and first == {number} and len(positional) == 1 + _ARGUMENTS
+        if not isinstance(number, int) or {p.size(0) if p.dim() else 0 for p in module.parameters()} != {number}:
+            return False
+        given = inspect.signature(type(module).forward).parameters.values()  # which a scripted module does not have
+        return sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in given) == 1 + _ARGUMENTS
 
     def misfit(self, module: nn.Module) -> str | None:
         return None if self.fits(module) else f"that takes {self.takes}"
