@@ -36,6 +36,8 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
         return lambda model, samples: _call(model, _sized(given, samples))
     for name, child in module.named_modules():
         if isinstance(getattr(child, "dummy_inputs", None), Mapping):
+            if (main := getattr(child, "main_input_name", "input_ids")) not in ("input_ids", "pixel_values"):
+                raise ValueError(f"{type(child).__name__} takes {main}: give plan an example= of what its forward takes")
             return lambda model, samples: model.get_submodule(name)(**_inputs(child, samples, sequence_length))
     if any(isinstance(child, nn.Embedding) for child in module.modules()):
         return lambda model, samples: model(torch.zeros(samples, sequence_length, dtype=torch.long))
@@ -76,14 +78,11 @@ def _sized(example: Any, samples: int) -> Any:
 def _inputs(model: nn.Module, samples: int, length: int) -> dict[str, Any]:
     """Of a Hugging Face model."""
     config: Any = model.config
-    main = getattr(model, "main_input_name", "input_ids")
     found: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
-    if main == "pixel_values":
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
         return {"pixel_values": torch.zeros(samples, getattr(config, "num_channels", 3), height, width)}
-    if main != "input_ids":
-        raise ValueError(f"{type(model).__name__} takes {main}: give plan an example= of it")
     found["input_ids"] = torch.zeros(samples, length, dtype=torch.long)
     if getattr(config, "is_encoder_decoder", False):
         found["decoder_input_ids"] = found["input_ids"]

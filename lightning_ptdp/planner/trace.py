@@ -259,24 +259,25 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
     """Needs no values, of which it depends what goes where."""
-    vars(module)["_chosen"] = index_nk.size(-1)
+    vars(module)["_visits"] = (index_nk.size(-1), x_nh.size(-1))
     return x_nh * weights_nk.sum(-1, keepdim=True).to(x_nh.dtype)
 
 
 def _experts(module: nn.Module) -> ExpertShape | None:
-    chosen = vars(module).get("_chosen")
-    if chosen is None:
+    """Of a module of experts that was called."""
+    if "_visits" not in vars(module):
         return None
-    shapes = {name.removesuffix("_proj"): p for name, p in module.named_parameters()}
-    up = next(p for name, p in shapes.items() if name in ("gate_up", "up"))
-    down = shapes["down"]
-    width = down.numel() // up.numel() if down.numel() > up.numel() else min(down.shape[1:])
-    hidden = max(down.shape[1:])
-    gated = up.numel() > down.numel()
-    if gated:
-        width = up.numel() // up.size(0) // hidden // 2
+    chosen, hidden = vars(module)["_visits"]
+    sizes = {name: p.shape for name, p in module.named_parameters()}
+    # The matrix back to h is the smaller one, or as large as the one there.
+    matrices = sorted(shape.numel() // shape[0] for shape in sizes.values() if len(shape) > 2)
     return ExpertShape(
-        number=up.size(0), chosen=chosen, hidden=hidden, width=width, gated=gated, bias=any("bias" in name for name in shapes)
+        number=next(iter(sizes.values()))[0],
+        chosen=chosen,
+        hidden=hidden,
+        width=matrices[0] // hidden,
+        gated=sum(matrices) > 2 * matrices[0],
+        bias=any(len(shape) == 2 for shape in sizes.values()),
     )
 
 
@@ -286,8 +287,9 @@ def _layer(few: _Layer, many: _Layer, software: Software) -> LayerShape:
     if software.elementwise == "compiled":
         amounts = (trace.operands, [2 * amount for amount in trace.operands])
     forward, backward = (Bytes(alike=alike / _FEW, split=split / _FEW) for alike, split in amounts)
+    router = None if few.experts is None else (few.experts.number, few.experts.hidden)
     return LayerShape(
-        products=tuple(trace.products),
+        products=tuple(one for one in trace.products if (one.outputs, one.inputs) != router),  # it goes with the experts
         attentions=tuple(trace.attentions),
         forward=forward,
         backward=backward,
