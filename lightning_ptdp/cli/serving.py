@@ -7,14 +7,15 @@ import io
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
@@ -31,10 +32,14 @@ from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import longest_sequence
 from lightning_ptdp.generation.text import Message, TextTokenizer
 from lightning_ptdp.models import LitCausalLM, LitGPT
+from lightning_ptdp.signals import handled
 from lightning_ptdp.strategy import PTDPStrategy
 
 __all__ = ["Chat", "Continuation", "module_of", "serve"]
 
+_END = None
+"""What is in the place of a question when there comes none any more."""
+_Lines: TypeAlias = "queue.SimpleQueue[str | None]"
 _HEARTBEAT_S = 20.0
 """How long the other ranks wait for a question at most: they would take a longer silence for a lost rank."""
 
@@ -67,8 +72,13 @@ class Chat(Callback):
         self._source = _own_input()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Talk until the input ends."""
-        lines = _lines(self._source) if trainer.is_global_zero else queue.Queue()
+        """Talk until the input ends, or Ctrl-C comes; an answer is finished before."""
+        lines = _lines(self._source) if trainer.is_global_zero else queue.SimpleQueue()
+        stop = _stopper(lines)
+        with handled(signal.SIGINT, stop), handled(signal.SIGTERM, stop):
+            self._talk(trainer, pl_module, lines)
+
+    def _talk(self, trainer: Trainer, pl_module: LightningModule, lines: _Lines) -> None:
         messages, turn = list(self._begin), 0
         while (question := _next(trainer, lines)) is not None:
             if question == "/new":
@@ -184,21 +194,36 @@ def _own_input() -> TextIO:
         return sys.stdin
 
 
-def _lines(source: TextIO) -> queue.Queue[str | None]:
+def _lines(source: TextIO) -> _Lines:
     """The lines of the input as they come, and None at its end."""
-    found: queue.Queue[str | None] = queue.Queue()
+    found: _Lines = queue.SimpleQueue()
 
     def read() -> None:
         for line in source:
             if line.strip():
                 found.put(line.strip())
-        found.put(None)
+        found.put(_END)
 
     threading.Thread(target=read, daemon=True).start()
     return found
 
 
-def _next(trainer: Trainer, lines: queue.Queue[str | None]) -> str | None:
+def _stopper(lines: _Lines) -> Callable[[int, object], None]:
+    """A handler of signals: no question comes after the one that is being answered, and at the second one of a kind it ends now."""
+    noted: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        if number in noted:  # who forked this process hands Ctrl-C on as SIGTERM
+            raise KeyboardInterrupt
+        noted.append(number)
+        while not lines.empty():
+            lines.get_nowait()
+        lines.put(_END)
+
+    return stop
+
+
+def _next(trainer: Trainer, lines: _Lines) -> str | None:
     """The next question, on all ranks; None: there is none any more. Collective: ranks that wait hear that it takes time."""
     if trainer.is_global_zero and sys.stdin is not None and sys.stdin.isatty():
         print("> ", end="", flush=True)

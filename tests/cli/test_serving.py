@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import lightning.pytorch as L
 import pytest
@@ -83,6 +85,19 @@ def test_chat_answers_line_by_line(said: Said, folder: Path, tmp_path: Path, mon
     assert alone[0] == alone[-1], "a new conversation knows nothing of the old one"
     monkeypatch.setattr("sys.stdin", None)  # closed by who started it
     assert said("chat", "--checkpoint", str(folder), *GREEDY)[:2] == (0, "")
+
+
+def test_ctrl_c_ends_a_conversation_behind_its_answer() -> None:
+    from lightning_ptdp.cli.serving import _stopper
+
+    lines: SimpleQueue[str | None] = SimpleQueue()
+    lines.put("a question that is piped")
+    stop = _stopper(lines)
+    stop(signal.SIGINT, None)
+    assert lines.get_nowait() is None
+    stop(signal.SIGTERM, None)
+    with pytest.raises(KeyboardInterrupt):
+        stop(signal.SIGINT, None)
 
 
 class Rows(L.LightningDataModule):
