@@ -229,18 +229,37 @@ class _LitHuggingFace(LitTokens):
 
     def forward(self, input_ids: Tensor, **others: Tensor) -> Tensor:
         """Token ids (b, s) -> logits (b, s, V); ``others`` are the model's own arguments."""
-        if self.model is None:
-            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
-        logits: Tensor = self.model(input_ids=input_ids, **others).logits
+        logits: Tensor = self._run(input_ids=input_ids, **others).logits
         return logits
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Loss of each label (b, s), 0 where it is ignored, float32."""
-        logits = self(**{name: batch[name] for name in self._inputs if name in batch})
-        labels = batch["labels"]
+        losses_bs, _ = self._losses(batch)
+        return losses_bs
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Mean loss and the number of tokens behind it; of a mixture of experts whose configuration has ``output_router_logits``, with its
+        own balancing loss, which is logged as ``train_balance_loss``."""
+        losses_bs, balance = self._losses(batch)
+        step = self.mean_loss(losses_bs, batch, "train_loss")
+        if balance is None:
+            return step
+        self.log("train_balance_loss", balance, batch_size=losses_bs.size(0))
+        assert self.model is not None
+        return {**step, "loss": step["loss"] + self.model.config.get_text_config().router_aux_loss_coef * balance}
+
+    def _run(self, **inputs: Tensor) -> Any:
+        if self.model is None:
+            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
+        return self.model(**inputs)
+
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Of each label, and the balancing loss that the model itself computes, if it does."""
+        output = self._run(**{name: batch[name] for name in self._inputs if name in batch})
+        logits, labels = output.logits, batch["labels"]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         losses = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
-        return losses.view(labels.shape)
+        return losses.view(labels.shape), getattr(output, "aux_loss", None)
 
 
 class LitCausalLM(_LitHuggingFace):
@@ -250,7 +269,9 @@ class LitCausalLM(_LitHuggingFace):
     (already shifted), or -100 where no token is to be predicted; optionally ``position_ids`` (b, s) int64. The loss is the mean over the
     counted tokens. Padding on the right needs no mask: no earlier token sees it, and it has no labels.
 
-    Logs ``train_loss`` each step; ``val_loss`` and ``val_perplexity``, or ``test_loss``, each epoch.
+    A mixture of experts whose configuration has ``output_router_logits`` is trained with its own balancing loss beside that.
+
+    Logs ``train_loss`` each step, and ``train_balance_loss`` beside it; ``val_loss`` and ``val_perplexity``, or ``test_loss``, each epoch.
 
     Args:
         path: A folder with ``config.json`` (and the weights, as safetensors), or the name of a model on the hub.

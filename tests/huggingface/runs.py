@@ -267,6 +267,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "t2sp": (2, {T: 2, SP: True}),
     "t4": (4, {T: 4}),
     "p2": (2, {P: 2, M: 2}),
+    "p2m1": (2, {P: 2, M: 1}),
     "p2v2": (2, {P: 2, V: 2, M: 2}),
     "p4": (4, {P: 4, M: 4}),
     "full": (2, {P: 2, M: 2, "recompute": "full"}),

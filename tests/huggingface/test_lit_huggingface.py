@@ -83,6 +83,22 @@ def test_alone_it_is_the_model_under_lightning(folders: Path, tmp_path: Path) ->
     assert lit.summarize_predictions(found[0])["token_count"].tolist() == found[0]["counted"].sum(1).tolist()
 
 
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_a_mixture_has_its_own_balancing_loss_where_it_is_asked_for(pool: Pool, reference: Any, tmp_path: Path) -> None:
+    from tests.huggingface.architectures import build
+
+    asked = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).float()
+    asked.save_pretrained(tmp_path)
+    run = Run(model="labelled", module=causal, pretrained=str(tmp_path), steps=2)
+    check(pool, reference, run, "p2m1")
+    lit = causal(run)
+    lit.configure_model()
+    batch = {key: value[None] for key, value in Samples("labelled")[3].items()}
+    batch["labels"] = F.pad(batch["input_ids"][:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(lit.training_step(batch, 0)["loss"], asked(batch["input_ids"], labels=batch["input_ids"]).loss)
+    assert not torch.equal(lit.validation_step(batch, 0)["loss"], lit.training_step(batch, 0)["loss"])
+
+
 @pytest.mark.parametrize(
     ("model", "options", "layout"),
     [
