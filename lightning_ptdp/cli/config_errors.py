@@ -59,7 +59,8 @@ def readable(message: str, known: Iterable[str]) -> str:
         "  ",
         " +",
     ):  # a class's own words, among the types that the value is not; or those of what one of its fields holds
-        reasons = re.findall(rf"^{depth}- (.+)$", message, re.MULTILINE)
+        found = re.findall(rf"^{depth}- (.+(?:(?<=:)\n +[^ -].+)?)$", message, re.MULTILINE)
+        reasons = [" ".join(reason.split()) for reason in found]
         said = [reason for reason in reasons if not reason.startswith(("Expected a ", "Does not validate"))]
         if len(said) == 1:
             return f"{key}: {said[0]}" if key else said[0]

@@ -6,17 +6,21 @@ inherits dead (its flush then waits forever), writes every call as a transaction
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 __all__ = ["BackgroundWriter"]
 
 Item = TypeVar("Item")
 _PAUSE_S = 0.5
+_FORK_S = 10.0
 
 
 @dataclass(kw_only=True)
@@ -33,7 +37,8 @@ class _Task:
 class BackgroundWriter(Generic[Item]):
     """Gives items to ``write`` in order, all that are waiting at a time.
 
-    A failed write is warned about once; its items are kept and written with the next ones.
+    A failed write is warned about once; its items are kept and written with the next ones. A process is forked between two writes: in the
+    middle of one its child would wait for ever for locks that the store holds.
 
     Args:
         write: Called in the thread with 1 to ``most`` items; may raise, and may take long.
@@ -47,6 +52,10 @@ class BackgroundWriter(Generic[Item]):
         self._tasks: list[_Task] = []
         self._changed = threading.Condition()
         self._warned = False
+        self._writing = threading.RLock()
+        self._held = False
+        hold, go_on = weakref.WeakMethod(self._hold), weakref.WeakMethod(self._go_on)
+        os.register_at_fork(before=partial(_call, hold), after_in_parent=partial(_call, go_on))
         self._thread = threading.Thread(target=self._loop, name="lightning-ptdp-log-writer", daemon=True)
         self._thread.start()
 
@@ -109,7 +118,8 @@ class BackgroundWriter(Generic[Item]):
         while True:
             try:
                 self._write_items()
-                task.action()
+                with self._writing:
+                    task.action()
                 task.error = None
             except Exception as error:
                 task.error = error
@@ -122,7 +132,8 @@ class BackgroundWriter(Generic[Item]):
 
     def _write_items(self) -> None:
         while batch := self.unwritten[: self._most]:
-            self._write(batch)
+            with self._writing:
+                self._write(batch)
             with self._changed:
                 del self._items[: len(batch)]
 
@@ -131,3 +142,15 @@ class BackgroundWriter(Generic[Item]):
         with self._changed:
             known = len(self._items)
             self._changed.wait_for(lambda: len(self._items) > known or self._tasks)
+
+    def _hold(self) -> None:
+        self._held = self._writing.acquire(timeout=_FORK_S)
+
+    def _go_on(self) -> None:
+        if self._held:
+            self._writing.release()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (found := method()) is not None:
+        found()

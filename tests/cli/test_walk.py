@@ -78,7 +78,7 @@ WALK = [
     (f"ptdp convert {RUN} single.ckpt", r"^written: single.ckpt \(lightning\)"),
     ("ptdp convert hf start", r"^written: start \(checkpoint\)"),
     (f"ptdp fit {NANO} --init_from hf --trainer.logger false --sample null --trainer.max_steps 1", "^best: "),
-    (f"ptdp bench {ONE} --steps 1 --warmup 1", "memory"),
+    (f"ptdp bench {ONE} --steps 1 --warmup 1", "^the planner's, fullest rank"),
 ]
 
 # What is wrong, and what the last line says.
@@ -100,7 +100,8 @@ BAD = [
     ("ptdp ckpt inspect nowhere", "nowhere"),
     ("ptdp ckpt verify text.ckpt", "text.ckpt"),
     ("ptdp convert nowhere hf", "nowhere does not exist"),
-    ("ptdp convert text.ckpt hf", "text.ckpt"),
+    ("ptdp convert text.ckpt fresh", "text.ckpt"),
+    ("ptdp convert text.ckpt theirs", "theirs is a folder with other content and would be lost"),
     ("ptdp convert theirs served --register nano", "--register nano: theirs does not lie beside an MLflow store"),
     ("ptdp convert theirs model.safetensors --shard_size many", "--shard_size many is not a size"),
     ("ptdp doctor --devices 0", "--devices 0 must be at least 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 
@@ -130,3 +131,22 @@ def test_what_is_done_later_and_fails_is_a_warning() -> None:
     with pytest.warns(UserWarning, match="logging failed; training goes on: the server is away"):
         both()
     assert store.items == [1, -1]
+
+
+def test_a_process_is_forked_between_two_writes() -> None:
+    """A child that is forked within one inherits the store's locks, which nobody there will ever give back."""
+    lock, begun, end = threading.Lock(), threading.Event(), threading.Event()
+
+    def write(items: Sequence[int]) -> None:
+        with lock:
+            begun.set()
+            end.wait(0.5)
+
+    writer = BackgroundWriter(write)
+    writer.put(1)
+    assert begun.wait(10)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if lock.acquire(timeout=1) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    writer.run(lambda: None, limit_s=10)
