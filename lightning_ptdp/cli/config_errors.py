@@ -61,7 +61,7 @@ def readable(message: str, known: Iterable[str]) -> str:
     ):  # a class's own words, among the types that the value is not; or those of what one of its fields holds
         found = re.findall(rf"^{depth}- (.+(?:(?<=:)\n +[^ -].+)?)$", message, re.MULTILINE)
         reasons = [" ".join(reason.split()) for reason in found]
-        said = [reason for reason in reasons if not reason.startswith(("Expected a ", "Does not validate"))]
+        said = [one for one in reasons if not one.startswith(("Expected a ", "Does not validate")) and not one.endswith(":")]
         if len(said) == 1:
             return f"{key}: {said[0]}" if key else said[0]
     if not outer:

@@ -124,6 +124,7 @@ BAD = [
     (f"ptdp fit {ONE} --ckpt_path theirs", "theirs is a Hugging Face folder"),
     (f"ptdp fit {ONE} --init_from nowhere", "--init_from nowhere: there is no such checkpoint"),
     (f"ptdp fit {ONE} --init_from theirs", "theirs lacks|has the shape .* there and"),
+    (f"ptdp fit {ONE} --model.config.num_kv_heads many", "model.config.num_kv_heads: Expected int or null. Got value: many"),
     (f"ptdp fit {ONE} --model.config.num_layrs 3", "did you mean 'config.num_layers'"),
     (f"ptdp fit {NANO} --trainer.devices 3", "world_size=3 is not divisible"),
     (f"ptdp fit {NANO} --trainer.strategy.schedule zigzag", "schedule='zigzag'"),
