@@ -14,19 +14,11 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.strategy.checks import warn_of_balance_losses
 from tests.huggingface.architectures import build
 from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
+from tests.letters import ET, SP, C, E, M, P, T, V
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
 
-T, P, V, M, C, SP = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "num_microbatches",
-    "context_parallel_size",
-    "sequence_parallel",
-)
-E, ET = "expert_parallel_size", "expert_tensor_parallel_size"
 STEPS, CLIP = 6, 0.1
 
 

@@ -16,31 +16,21 @@ from lightning_ptdp.models import GPT, LitGPT
 from lightning_ptdp.models.experts import Capacity, Router
 from tests.expert_parallel import toy
 from tests.expert_parallel.own import Run, config_of, fit, module_of, trainer_of
+from tests.letters import ET, SP, C, E, M, P, T, V, Z
 from tests.pool import Pool
 
-E, ET, T, P, V, M, C, SP, ZERO = (
-    "expert_parallel_size",
-    "expert_tensor_parallel_size",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "num_microbatches",
-    "context_parallel_size",
-    "sequence_parallel",
-    "shard_optimizer",
-)
 LAYOUTS = {
     "e2": (2, {E: 2}),
     "e4 m2": (4, {E: 4, M: 2}),
     "t2 e2": (4, {T: 2, E: 2}),
     "p2 v2 e2": (4, {P: 2, V: 2, E: 2, M: 2}),
     "p2 e2 zb_h1 recompute": (4, {P: 2, E: 2, M: 2, "schedule": "zb_h1", "recompute": "full"}),
-    "d2 e2 zero": (4, {E: 2, ZERO: True}),
+    "d2 e2 zero": (4, {E: 2, Z: True}),
     "c2 e2": (2, {C: 2, E: 2}),
     "t2 sp p2 e2": (8, {T: 2, SP: True, P: 2, E: 2, M: 2}),
     "t2 et2": (2, {T: 2, ET: 2}),
     "t2 et2 e2 p2 sp": (8, {T: 2, ET: 2, E: 2, P: 2, M: 2, SP: True}),
-    "t2 et2 e2 zero recompute": (4, {T: 2, ET: 2, E: 2, ZERO: True, "recompute": "full"}),
+    "t2 et2 e2 zero recompute": (4, {T: 2, ET: 2, E: 2, Z: True, "recompute": "full"}),
     "t2 sp c2 e2": (4, {T: 2, SP: True, C: 2, E: 2}),
 }
 

@@ -10,15 +10,8 @@ import pytest
 import torch
 
 from tests.expert_parallel.toy import LitMixture, Run, fit, trainer_of
+from tests.letters import E, M, P, V, Z
 from tests.pool import Pool, WorkerFailure
-
-E, P, V, M, ZERO = (
-    "expert_parallel_size",
-    "pipeline_parallel_size",
-    "virtual_pipeline_size",
-    "num_microbatches",
-    "shard_optimizer",
-)
 
 
 def check(pool: Pool, run: Run, expected: dict[str, Any] | None = None) -> None:
@@ -38,7 +31,7 @@ def check(pool: Pool, run: Run, expected: dict[str, Any] | None = None) -> None:
     [
         (2, {E: 2}),
         (4, {E: 4, M: 2}),
-        (4, {E: 2, ZERO: True}),
+        (4, {E: 2, Z: True}),
         (4, {E: 2, P: 2, V: 2, M: 2}),
         (4, {E: 2, P: 2, M: 2, "schedule": "zb_h1"}),
         (2, {E: 2, "recompute": "full"}),
