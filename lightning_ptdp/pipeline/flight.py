@@ -27,7 +27,9 @@ def keep_flight_record(rank: int) -> str:
     def keep() -> None:
         with contextlib.suppress(Exception):
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            path.write_bytes(flight_record())
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            part.write_bytes(flight_record())
+            part.replace(path)  # another job of this user on this machine may be read, or write, at this moment
             done.set()
 
     # It takes locks that a thread of NCCL's may hold.

@@ -7,7 +7,7 @@ looks at what the main thread notes (when it began what it is in), and at what w
 =====================================================  ================================  ======================
 what is seen                                           with NCCL                         with gloo
 =====================================================  ================================  ======================
-another rank failed, and this one is stuck             for 10 s                          for 1.2 x the limit
+another rank failed, and this one is stuck             for 10 s, or half of the limit    for 1.2 x the limit
 another rank, or the store, is silent for the limit,   for the limit                     for 1.2 x the limit
 and this one is stuck
 this rank is stuck, and its main thread was in         for 1.1 x the limit               never
@@ -18,7 +18,7 @@ this rank failed, and does not come to its end         for the limit            
 A rank "is stuck" while it is in one action of a step, one collective or one save. Between those (the data loader, callbacks,
 loggers, whatever a user does on the host) it is not watched, except that with NCCL a rank that failed or fell silent ends the others
 after the limit there too. Python that runs for long, such as a compilation, is never in one single call. A process that was stopped, or a
-machine that slept, does not count the time.
+machine that slept, does not count the time. Where several of these are seen, the failure of another rank is what is told.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from lightning_ptdp.pipeline.status import duration
 __all__ = ["Guard", "Judge", "Pulse", "Sight", "give_up"]
 
 _FAILED_S = 10.0
+_FAILED_AT = 0.5  # of the limit: before a rank that hangs for that reason ends for another
 _ABORT_S = 5.0
 _GIVES_UP_AT = 1.1  # of the limit, at which torch ends the process by itself where it notices
 _GRACE = 1.2  # of the limit, at which gloo's waits raise
@@ -95,16 +96,20 @@ class Judge:
         if self._waits_raise and not seen.watched:
             return ""
         patience = _GRACE * self._limit_s if self._waits_raise else self._limit_s
-        soon = min(patience, _FAILED_S) if seen.watched else patience
+        soon = min(_FAILED_AT * self._limit_s, _FAILED_S) if seen.watched else patience
         failed = [rank for rank, time_s in failures.items() if time_s > soon]
         if failed and stuck > (patience if self._waits_raise else soon):
-            return f"rank {failed[0]} failed ({seen.heard[failed[0]].status.failure})"
+            return _failure(seen, failed[0])
         if stuck <= patience:
             return ""
+        reason = self._own_reason(silences, calls if seen.watched and stuck > _GIVES_UP_AT * self._limit_s else 0.0)
+        return _failure(seen, min(failures)) if reason and failures else reason
+
+    def _own_reason(self, silences: Mapping[str, float], call_s: float) -> str:
         if silent := [who for who, time_s in silences.items() if time_s > self._limit_s]:
             return f"{silent[0]} has told nothing for {duration(silences[silent[0]])}"
-        gives_up = not self._waits_raise and seen.watched and stuck > _GIVES_UP_AT * self._limit_s
-        return f"it has been in one call for {duration(calls)}" if gives_up and calls > self._limit_s / 2 else ""
+        ends = not self._waits_raise and call_s > self._limit_s / 2
+        return f"it has been in one call for {duration(call_s)}" if ends else ""
 
     def _unchanged(self, what: object, value: object) -> float:
         """How long ``value`` has been the same."""
@@ -133,6 +138,10 @@ class Judge:
         }
         store = min(self._unchanged("store", seen.answered_at), seen.unanswered_s)
         return {**silences, "rank 0, which keeps the store (or torchrun does),": store if seen.watched else 0.0}
+
+
+def _failure(seen: Sight, rank: int) -> str:
+    return f"rank {rank} failed ({seen.heard[rank].status.failure})"
 
 
 class Guard:

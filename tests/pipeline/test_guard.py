@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,12 +38,12 @@ class Scene:
     """A rank that is looked at every second, and the other one; ``at`` gives the sight of a second, ``seconds`` counts them.
 
     Args:
-        waits_raise: As of the judge.
+        waits_raise, limit_s: As of the judge.
         at: Changes what is seen then.
     """
 
-    def __init__(self, at: Callable[[float], dict[str, Any]], *, waits_raise: bool = False) -> None:
-        self._at, self._judge = at, Judge(limit_s=LIMIT_S, interval_s=STEP_S, waits_raise=waits_raise)
+    def __init__(self, at: Callable[[float], dict[str, Any]], *, waits_raise: bool = False, limit_s: float = LIMIT_S) -> None:
+        self._at, self._judge = at, Judge(limit_s=limit_s, interval_s=STEP_S, waits_raise=waits_raise)
 
     def ends_after(self, most: int = 1000) -> tuple[float, str] | None:
         """The second in which the rank is ended, and why; None: it is not."""
@@ -104,6 +105,14 @@ def test_what_is_taken_for_a_hang(at: Any, on_nccl: Any, with_gloo: Any) -> None
     assert Scene(at, waits_raise=True).ends_after() == with_gloo
 
 
+@pytest.mark.parametrize(("limit_s", "failed_at", "ends_at"), [(10.0, 2, 8), (10.0, 9, 12), (100.0, 105, 111), (1000.0, 1, 12)])
+def test_the_failure_of_another_is_told_whatever_else_is_seen(limit_s: float, failed_at: int, ends_at: int) -> None:
+    """After 10 s or half of the limit, before this rank is taken to be in one call; or together with that."""
+    fails = fails_at(failed_at)
+    ended = Scene(lambda second: {**fails(second), **in_one_call(second)}, limit_s=limit_s).ends_after()
+    assert ended == (ends_at, "rank 1 failed (ValueError: x)")
+
+
 def getting_on(at: Any) -> Callable[[float], dict[str, Any]]:
     return lambda second: {**at(second), "note": second // 9}
 
@@ -154,6 +163,7 @@ def test_a_process_that_was_stopped_does_not_count_the_time() -> None:
 
 
 def _run(rank: int, parent: Connection, folder: str, part: Callable[..., None], *arguments: Any) -> None:
+    tempfile.tempdir = folder
     with open(Path(folder, f"said-{rank}.txt"), "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.stderr.fileno())
     join_world(rank, parent, backend="queued")
@@ -197,7 +207,7 @@ def test_a_rank_that_hangs_ends_and_says_why(victim: int, how: str, why: str, tm
     code, said = _ends(tmp_path, survivor, train, victim, how)
     assert code == 1, said
     place = rf"step 1, in [FB]{survivor}\.\d with rank {victim}"
-    assert re.search(rf"rank {survivor} \(.*\) is stuck: {place} since [\d.]+ s, limit 2\.0 s: {why}\.", said), said
+    assert re.search(rf"rank {survivor} \(.*\) is stuck: {place} since [\d.]+ s, limit 4\.0 s: {why}\.", said), said
     assert re.search(rf"What each rank did last:\n(.*\n)?  rank {survivor}: {place} since [\d.]+ s \(this rank\)", said), said
     assert re.search(rf"  rank {victim}: \S", said), said
     assert re.search(r"This rank stands in \w+\.py, line \d+; it gives up and ends\.", said), said
