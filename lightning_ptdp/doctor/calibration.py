@@ -1,7 +1,7 @@
 """What this machine's devices reach, measured in the processes that training would have, for the planner.
 
 All ranks measure at the same time: they share caches, memory and power; the slowest of each counts. Everything is measured in a few
-rounds, and the best round's lower quartile is taken: a busy moment spoils one of them.
+rounds, and the middle round's median is taken, as a step's is: a busy moment spoils one of them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 import psutil
 import torch
@@ -61,7 +63,7 @@ class Figures:
 
 def measure_device(place: Place, tell: Tell) -> Figures:
     """Collective: every rank calls it at the same time."""
-    seconds: dict[_Key, float] = {}
+    found: dict[_Key, list[float]] = defaultdict(list)
 
     def rounds(runs: Callable[[torch.device], Iterator[tuple[_Key, Callable[[], _Run]]]]) -> None:
         for number in range(_ROUNDS):
@@ -69,12 +71,13 @@ def measure_device(place: Place, tell: Tell) -> Figures:
                 dist.barrier()
             for key, make in runs(place.device):
                 tell(f"{' '.join(map(str, key))}, round {number + 1} of {_ROUNDS}")
-                seconds[key] = min(seconds.get(key, float("inf")), _quartile(place.device, make()))
+                found[key].append(_usual_s(place.device, make()))
 
     rounds(_runs)
     if place.device.type == "cpu":
         return_large_blocks()
         rounds(_fresh_runs)
+    seconds = {key: median(rounds_s) for key, rounds_s in found.items()}
     return Figures(seconds=seconds, links=measure_links(place, tell, cores=cores_of(place.device)))
 
 
@@ -270,8 +273,8 @@ def _small(device: torch.device) -> _Run:
     return lambda: block(x).sum().backward()
 
 
-def _quartile(device: torch.device, run: _Run) -> float:
-    """The lower one, of seconds; on a CPU of those that this thread runs, so that it is no matter whether something else runs, too."""
+def _usual_s(device: torch.device, run: _Run) -> float:
+    """The median; on a CPU of those that this thread runs, so that it is no matter whether something else runs, too."""
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
 
     def seconds() -> float:
@@ -283,7 +286,7 @@ def _quartile(device: torch.device, run: _Run) -> float:
 
     seconds()
     repetitions = min(max(int(_BUDGET_S / seconds()), _LEAST), _MOST)
-    return sorted(seconds() for _ in range(repetitions))[repetitions // 4]
+    return median(seconds() for _ in range(repetitions))
 
 
 def cores_of(device: torch.device) -> int:
