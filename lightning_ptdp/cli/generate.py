@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
 
 from jsonargparse import ArgumentParser
 
+from lightning_ptdp.cli.serving_options import ServingOptions
 from lightning_ptdp.generation import Sampling
-from lightning_ptdp.option_types import Size, check_types
 
-__all__ = ["SampleOptions", "ServingOptions", "run"]
+__all__ = ["SampleOptions", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,32 +18,6 @@ class SampleOptions(Sampling):
     """
 
     prompt: str = "def "
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingOptions:
-    """What writes, and where.
-
-    Args:
-        checkpoint: A checkpoint that ptdp fit wrote, in whatever layout, a Lightning checkpoint, or a Hugging Face folder.
-        tokenizer: Folder of the tokenizer; null: the one that the checkpoint names, or of the Hugging Face folder.
-        tensor_parallel_size: t, ranks that share one layer's matrices.
-        pipeline_parallel_size: p, ranks that share the layers.
-        accelerator: cpu or gpu; auto: gpu where torch sees one.
-        precision: Of weights and arithmetic, as the Trainer's.
-        start_method: How the t * p processes are started; fork is quick, and for the CPU.
-    """
-
-    checkpoint: str
-    tokenizer: str | None = None
-    tensor_parallel_size: Size = 1
-    pipeline_parallel_size: Size = 1
-    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    precision: str = "32-true"
-    start_method: Literal["popen", "fork"] = "popen"
-
-    def __post_init__(self) -> None:
-        check_types(self)
 
 
 _SHORT = {"-t": "--tensor_parallel_size", "-p": "--pipeline_parallel_size"}

@@ -25,8 +25,8 @@ from lightning_ptdp.callbacks.write_samples import on_rank_zero
 from lightning_ptdp.checkpoint import CheckpointError, read_state
 from lightning_ptdp.cli.checks import check_checkpoint
 from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.cli.generate import ServingOptions
 from lightning_ptdp.cli.processes import ending_workers
+from lightning_ptdp.cli.serving_options import ServingOptions
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import longest_sequence
