@@ -146,6 +146,9 @@ def without_data() -> AbstractContextManager[object]:
     """Where tensors have sizes alone, and no values, also to those who ask whether they have: what is made there costs no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # It has torch take a GPU for there. A first backward would start a thread for that, and none could run in processes forked after it.
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

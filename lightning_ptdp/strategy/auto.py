@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 
 import torch
 
@@ -16,6 +15,7 @@ from lightning_ptdp.strategy.checks import check_data, check_model, check_traine
 from lightning_ptdp.strategy.checks.model import whole_model
 from lightning_ptdp.strategy.choosing import Forecast, LayoutChoice, Training, choose, refuse_given, replica_rows
 from lightning_ptdp.strategy.conversion import replacing
+from lightning_ptdp.strategy.forked import in_child
 from lightning_ptdp.strategy.run import RunningStrategy
 from lightning_ptdp.world.layout import divisors
 
@@ -77,6 +77,7 @@ class ChosenLayout(RunningStrategy):
             length=next((source.sequence_length for source in sources if hasattr(source, "sequence_length")), None),
             device=device,
             precision=str(trainer.precision),
+            forks=_forks(given, self.world_size),
         )
         try:
             self.config, self._forecast = choose(training, fits=fits)
@@ -88,11 +89,9 @@ class ChosenLayout(RunningStrategy):
             print(self._forecast.text, flush=True)
 
     def _device_name(self) -> str:
-        """What the device calls itself. Asking a GPU starts CUDA, after which a process cannot be forked: a child asks."""
-        if self.root_device.type == "cpu" or self.config.start_method != "fork" or self.world_size == 1:
-            return device_name(self.root_device)
-        with ProcessPoolExecutor(1, get_context("fork")) as child:
-            return child.submit(device_name, self.root_device).result()
+        """What the device calls itself. Asking a GPU starts CUDA."""
+        ask = partial(device_name, self.root_device)
+        return in_child(ask) if _forks(self.config, self.world_size) and self.root_device.type != "cpu" else ask()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Times steps, if a layout was chosen by what they were expected to take."""
@@ -117,3 +116,7 @@ class ChosenLayout(RunningStrategy):
             logger.log_metrics(metrics, step=trainer.global_step)
         if verdict := self._forecast.verdict():
             print(verdict, flush=True)
+
+
+def _forks(config: PTDPConfig, world_size: int) -> bool:
+    return config.start_method == "fork" and world_size > 1

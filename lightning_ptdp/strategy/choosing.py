@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -21,6 +22,7 @@ from lightning_ptdp.planner import (
     search,
     whose_figures,
 )
+from lightning_ptdp.strategy.forked import in_child
 from lightning_ptdp.strategy.planning import described
 from lightning_ptdp.world.layout import divisors
 
@@ -51,6 +53,7 @@ class Training:
         length: Tokens of a sample; None: as long as the model takes.
         device: What each process has.
         precision: Lightning's.
+        forks: Whether the processes will be forked from this one.
     """
 
     module: nn.Module
@@ -60,6 +63,7 @@ class Training:
     length: int | None = None
     device: Device
     precision: str
+    forks: bool = False
 
 
 @dataclass(kw_only=True)
@@ -149,7 +153,8 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
         ValueError: The model's sizes are not known.
     """
     software = "ours-compiled" if training.config.compile == "blocks" else "ours"
-    model = described(
+    describe = partial(
+        described,
         training.module,
         training.config,
         length=training.length,
@@ -157,6 +162,7 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
         software=software,
         device=training.device,
     )
+    model = in_child(describe) if training.forks else describe()
     best = dict[str, tuple[float, Candidate]]()
     for replicas in divisors(training.world_size):
         size = training.rows(replicas)

@@ -18,6 +18,7 @@ from lightning_ptdp.strategy.stopping import INTERRUPTED, ending_children_on_sig
 __all__ = ["InProcessLauncher", "make_launcher"]
 
 _LAST_WORD_S = 5.0
+_FORKED_TOO_LATE = "pytorch/wiki/Autograd-and-Fork"
 _T = TypeVar("_T")
 
 
@@ -123,6 +124,11 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                 if isinstance(error, PeerError) or is_communication_error(error):
                     # The main process shows the error of who ends first, and ends the others: let that be the rank that was lost.
                     time.sleep(_LAST_WORD_S)
+                if _FORKED_TOO_LATE in str(error):
+                    error.add_note(
+                        "A backward has run in the process that this one was forked from, and left threads there: leave the GPU and "
+                        "backwards alone before fit, or use start_method='popen'."
+                    )
                 raise
 
         def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> object:

@@ -1,0 +1,47 @@
+"""What must not happen in a process that others will be forked from."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["in_child"]
+
+_LIMIT_S = 600.0
+_Result = TypeVar("_Result")
+
+
+def in_child(function: Callable[[], _Result]) -> _Result:
+    """What ``function`` returns, called in a process that is forked for it: this one starts neither CUDA nor autograd's threads, with
+    either of which no process that is forked later could train.
+
+    Raises:
+        RuntimeError: The process ended, or gave no answer within ten minutes.
+        Exception: What ``function`` raised.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def answer() -> None:
+        try:
+            sender.send((True, function()))
+        except Exception as error:
+            sender.send((False, error))
+
+    child = context.Process(target=answer, daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(_LIMIT_S):
+            raise RuntimeError(f"a process that was forked to ask it something gave no answer for {_LIMIT_S:.0f} s")
+        succeeded, result = receiver.recv()
+    except EOFError as error:
+        child.join(_LIMIT_S)
+        raise RuntimeError(f"a process that was forked to ask it something ended with exit code {child.exitcode}") from error
+    finally:
+        child.kill()
+        child.join(_LIMIT_S)
+    if not succeeded:
+        raise result
+    return result

@@ -1,0 +1,78 @@
+"""What is asked in a process of its own, so that others can be forked from this one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.multiprocessing import ProcessRaisedException
+from torch.utils.data import DataLoader
+
+from lightning_ptdp._torch import without_data
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.forked import in_child
+from tests.parity import LitTiny, PaddedTokens, Run
+from tests.pool import PRELOAD
+
+
+def test_its_answer_comes_home() -> None:
+    here, given = os.getpid(), nn.Linear(2, 2)  # what it is given need not be pickled
+    assert in_child(lambda: (os.getpid() != here, given.in_features)) == (True, 2)
+
+
+def test_what_it_raises_is_raised_and_its_end_is_told() -> None:
+    def fails() -> None:
+        raise ValueError("the model is a poem")
+
+    with pytest.raises(ValueError, match="the model is a poem"):
+        in_child(fails)
+    with pytest.raises(RuntimeError, match="ended with exit code -9"):
+        in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _follows() -> None:
+    with without_data():
+        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    in_child(torch.ones((), requires_grad=True).backward)
+
+
+def _fits(**options: Any) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PTDPStrategy(start_method="fork", **options),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(LitTiny(Run()), DataLoader(PaddedTokens(64), batch_size=8))
+
+
+def _chooses() -> None:
+    _fits(layout="auto")
+
+
+def _comes_too_late() -> None:
+    torch._C._ensureCUDADeviceGuardSet()  # as on a machine with a GPU
+    torch.ones((), requires_grad=True).backward()
+    with pytest.raises(ProcessRaisedException, match="leave the GPU and backwards alone before fit"):
+        _fits()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU any backward starts threads")
+@pytest.mark.parametrize("part", [_follows, _chooses, _comes_too_late])
+def test_whether_a_process_can_be_forked(part: Callable[[], None]) -> None:
+    """In a new process: only its first backward starts threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=part)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
