@@ -18,7 +18,8 @@ this rank failed, and does not come to its end         for the limit            
 A rank "is stuck" while it is in one action of a step, one collective or one save. Between those (the data loader, callbacks,
 loggers, whatever a user does on the host) it is not watched, except that with NCCL a rank that failed or fell silent ends the others
 after the limit there too. Python that runs for long, such as a compilation, is never in one single call. A process that was stopped, or a
-machine that slept, does not count the time. Where several of these are seen, the failure of another rank is what is told.
+machine that slept, does not count the time. Where several of these are seen, the failure of another rank is what is told, or else
+the silence of one, if it is half of the limit.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from lightning_ptdp._torch import abort_process_groups
+from lightning_ptdp.pipeline.account import LOST
 from lightning_ptdp.pipeline.bulletin import Heard
 from lightning_ptdp.pipeline.status import duration
 
@@ -103,12 +105,15 @@ class Judge:
         if stuck <= patience:
             return ""
         reason = self._own_reason(silences, calls if seen.watched and stuck > _GIVES_UP_AT * self._limit_s else 0.0)
-        return _failure(seen, min(failures)) if reason and failures else reason
+        causes = [rank for rank in failures if not seen.heard[rank].status.failure.startswith(LOST)]
+        return _failure(seen, causes[0]) if reason and causes else reason
 
     def _own_reason(self, silences: Mapping[str, float], call_s: float) -> str:
-        if silent := [who for who, time_s in silences.items() if time_s > self._limit_s]:
-            return f"{silent[0]} has told nothing for {duration(silences[silent[0]])}"
         ends = not self._waits_raise and call_s > self._limit_s / 2
+        # Who fell silent while this rank was stuck is why, though not yet for as long.
+        least = self._limit_s / 2 if ends else self._limit_s
+        if silent := [who for who, time_s in silences.items() if time_s > least]:
+            return f"{silent[0]} has told nothing for {duration(silences[silent[0]])}"
         return f"it has been in one call for {duration(call_s)}" if ends else ""
 
     def _unchanged(self, what: object, value: object) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ptdp.pipeline.account import LOST
 from lightning_ptdp.pipeline.bulletin import Heard
 from lightning_ptdp.pipeline.guard import Guard, Judge, Sight
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
@@ -111,6 +112,19 @@ def test_the_failure_of_another_is_told_whatever_else_is_seen(limit_s: float, fa
     fails = fails_at(failed_at)
     ended = Scene(lambda second: {**fails(second), **in_one_call(second)}, limit_s=limit_s).ends_after()
     assert ended == (ends_at, "rank 1 failed (ValueError: x)")
+
+
+@pytest.mark.parametrize(("silent", "why"), [(40, "rank 1 has told nothing for 71 s"), (80, "it has been in one call for 111 s")])
+def test_who_falls_silent_later_is_told(silent: int, why: str) -> None:
+    falls_silent = silent_from(silent)
+    assert Scene(lambda second: {**falls_silent(second), **in_one_call(second)}).ends_after() == (111, why)
+
+
+def test_who_gave_up_for_another_is_no_cause() -> None:
+    def gives_up(second: float) -> dict[str, Any]:
+        return {**in_one_call(second), "heard": {1: Heard(status(beat=int(second), failure=LOST * (second >= 108)), second)}}
+
+    assert Scene(gives_up).ends_after() == (111, "it has been in one call for 111 s")
 
 
 def getting_on(at: Any) -> Callable[[float], dict[str, Any]]:
