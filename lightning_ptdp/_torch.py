@@ -148,7 +148,7 @@ def without_data() -> AbstractContextManager[object]:
 
     # It has torch take a GPU for there. A first backward would start a thread for that, and none could run in processes forked after it.
     with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), requires_grad=True).backward()
+        torch.zeros((), device="cpu", requires_grad=True).backward()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
