@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -18,7 +19,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -45,11 +46,28 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            reply = (True, _call(*pickle.loads(task)))
+            with _left_as_it_was():
+                reply = (True, _call(*pickle.loads(task)))
             payload = pickle.dumps(reply)
         except BaseException:
             payload = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(payload)
+
+
+@contextlib.contextmanager
+def _left_as_it_was() -> Iterator[None]:
+    """The environment, and what is logged: the next test in this process is another one."""
+    environment, disabled = dict(os.environ), logging.root.manager.disable
+    loggers = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    levels = [one.level for one in loggers]
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        logging.disable(disabled)
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
 
 
 def _call(
@@ -70,7 +88,6 @@ def _call(
         from tests.queued import habits
 
     torch.manual_seed(0)
-    saved = dict(os.environ)
     os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     if world_size > 1:
         dist.init_process_group(
@@ -87,8 +104,6 @@ def _call(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(saved)
         # Trainers are cycles, and keep process groups: their threads pile up, and spin once the other ends of their sockets are gone.
         gc.collect()
 
