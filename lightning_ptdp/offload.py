@@ -64,12 +64,12 @@ class Offloaded(OwnForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward."""
         if not torch.is_grad_enabled():
-            return self.__wrapped__(*args, **kwargs)
+            return self.original(*args, **kwargs)
         staying = self._staying((*args, *kwargs.values())) if self.sends else None
         # Nothing runs twice, but who may put off a gradient under somebody's hooks knows these by the first of the two contexts.
         known = self.surroundings.recomputation()[0] if self.surroundings is not None else contextlib.nullcontext()
         with self.offload.around(self.layer, staying), known:
-            return self.__wrapped__(*args, **kwargs)
+            return self.original(*args, **kwargs)
 
     def _staying(self, inputs: tuple[Any, ...]) -> _Staying | None:
         tensors = [tensor for _, tensor in tensors_in(inputs)]

@@ -1,7 +1,7 @@
-"""Another forward for a module in place: an object's method, as an attribute of the instance.
+"""Replacement of a module's forward in place, by a method bound to the instance.
 
-The module's type, parameters, names, children and hooks stay what they are, and it can be copied and pickled. (Of a method a compiler
-looks at the code, and so finds the same in every block; of another callable, at the object.)
+The module keeps its type, parameters, names, children and hooks, and can still be copied and pickled. A bound method is used because
+``torch.compile`` guards on a method's code, which is the same in every block, but on any other callable's identity.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["OwnForward", "give_back_forwards", "replace_forward"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OwnForward:
-    """What takes the place of a module's forward. An object and not a closure, so that the module can be copied and pickled.
+    """The replacement of one module's forward. An object, not a closure, so that the module can be copied and pickled.
 
     Attributes:
-        module: The module. Its type's forward is looked up at each call: a bound method would be copied as a second reference to
-            whatever ``module.forward`` means in the middle of copying.
-        replaced: The instance's own forward from before, if it had one.
-        surroundings: What surrounds the forward, if a recomputation of it has to be surrounded too.
+        module: The module. The forward of its type is looked up at each call, because a stored bound method would be copied as a
+            second reference to whatever ``module.forward`` is in the middle of copying.
+        replaced: The forward that the instance had as an attribute before, or None.
+        surroundings: Contexts to enter around a recomputation of this forward too, or None.
     """
 
     module: nn.Module
@@ -34,23 +34,24 @@ class OwnForward:
     surroundings: Surroundings | None = None
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """What is replaced."""
+    def original(self) -> Callable[..., Any]:
+        """Return the forward that this one replaces. Not named ``__wrapped__``, which ``inspect.signature`` follows on classes
+        before CPython 3.11.7 and 3.12.1 (gh-112006)."""
         return self.replaced if self.replaced is not None else partial(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the module's forward."""
-        return self.__wrapped__(*args, **kwargs)
+        """Call the original forward; subclasses replace this method."""
+        return self.original(*args, **kwargs)
 
 
 def replace_forward(module: nn.Module, kind: type[OwnForward], **options: Any) -> None:
-    """Put one in place; once, if the module has several names."""
+    """Replace the forward of ``module`` by a ``kind``. Does nothing if it is one already, as for a module with several names."""
     if not isinstance(_own(module), kind):
         vars(module)["forward"] = kind(module=module, replaced=vars(module).get("forward"), **options).__call__
 
 
 def give_back_forwards(module: nn.Module, *kinds: type[OwnForward]) -> None:
-    """Undo ``replace_forward`` everywhere in ``module``, what came last first."""
+    """Undo ``replace_forward`` everywhere in ``module``, the latest replacement first."""
     for child in module.modules():
         while isinstance(own := _own(child), kinds):
             del vars(child)["forward"]

@@ -187,7 +187,7 @@ class _Recomputed(OwnForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.__wrapped__(*args, **kwargs)
+            return self.original(*args, **kwargs)
         # All by position: torch looks among these for the tensors to save and the devices whose random state to replay.
         inputs = (*args, *kwargs.values())
         run = partial(self._run, tuple(kwargs))
@@ -201,7 +201,7 @@ class _Recomputed(OwnForward):
 
     def _run(self, keys: tuple[str, ...], *inputs: Any) -> Any:
         count = len(inputs) - len(keys)
-        return self.__wrapped__(*inputs[:count], **dict(zip(keys, inputs[count:], strict=True)))
+        return self.original(*inputs[:count], **dict(zip(keys, inputs[count:], strict=True)))
 
 
 @untraced

@@ -47,3 +47,17 @@ def test_what_several_tests_use_stands_in_a_module_without_tests(folder: Path) -
 
 def test_modules_that_are_not_quick_are_there() -> None:
     assert not [name for name in (*THOROUGH, *CHOSEN) if not (TESTS / f"{name}.py").is_file()]
+
+
+def test_no_class_defines_wrapped() -> None:
+    """``inspect.signature`` follows ``__wrapped__`` on a class before CPython 3.11.7 and 3.12.1 (gh-112006), and ``dataclass`` calls it."""
+    wrong = []
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
+            names |= {name.id for child in node.body for name in ast.walk(child) if isinstance(name, ast.Name)}
+            if "__wrapped__" in names:
+                wrong.append(f"{file.relative_to(PACKAGE.parent)}: {node.name}")
+    assert not wrong

@@ -74,7 +74,7 @@ class ExpertsForward(OwnForward):
             # Nothing came. The backward has to come here all the same, where it would meet the other ranks.
             return rows + sum(parameter[:0].sum() for parameter in self.module.parameters())
         ones = rows.new_ones(rows.size(0), 1)
-        result: Tensor = self.__wrapped__(rows, found.experts_r[:, None], ones)
+        result: Tensor = self.original(rows, found.experts_r[:, None], ones)
         return result
 
     def _own(self, x: Tensor) -> Tensor:

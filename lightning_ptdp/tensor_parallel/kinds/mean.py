@@ -39,5 +39,5 @@ class _MeanForward(OwnForward):
     group: Group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        own: Tensor = self.__wrapped__(*args, **kwargs)
+        own: Tensor = self.original(*args, **kwargs)
         return total(own, self.group) / self.group.size
