@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lightning_ptdp.autoload import install as _install
+from lightning_ptdp.requirements import check_at_import as _check_at_import
+from lightning_ptdp.requirements import check_core as _check_core
 from lightning_ptdp.version import __version__
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -28,11 +30,12 @@ __all__ = [
     "plan",
 ]
 
+_check_at_import()
 _install()
 
 
 def __getattr__(name: str) -> object:
-    """Import torch and Lightning only for those who ask for a name that needs them."""
+    """Import torch and Lightning only when a name that needs them is used."""
     rooms = {
         "LitCausalLM": "models",
         "LitMaskedLM": "models",
@@ -44,4 +47,5 @@ def __getattr__(name: str) -> object:
     }
     if name not in rooms:
         raise AttributeError(f"module 'lightning_ptdp' has no attribute '{name}'")
+    _check_core()
     return getattr(import_module(f"lightning_ptdp.{rooms[name]}"), name)

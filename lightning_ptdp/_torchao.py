@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Literal
 
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-__all__ = ["TORCHAO", "Recipe", "Role", "make_recipe", "scaled", "why_no_torchao"]
+__all__ = ["Recipe", "Role", "make_recipe", "scaled"]
 
-TORCHAO = SpecifierSet(">=0.18,<0.19")
 Role = Literal["input", "weight", "grad_output"]
 
 
@@ -29,14 +25,6 @@ class Recipe:
     config: Any
     products: Any
     padded: Any
-
-
-def why_no_torchao() -> str | None:
-    """What is wrong with the installed torchao; None if nothing is."""
-    if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed"
-    found = version("torchao")
-    return None if TORCHAO.contains(found, prereleases=True) else f"torchao {found} is installed"
 
 
 def make_recipe(name: str, *, emulate: bool) -> Recipe:

@@ -16,6 +16,7 @@ from types import ModuleType
 
 from lightning_ptdp._lightning import CLIS, LOADERS, TRAINERS, UPLOADERS, StrategyBase, replace_once
 from lightning_ptdp.folders import parse_folders, read_folders, upload_folders
+from lightning_ptdp.requirements import check_core
 
 __all__ = ["install", "register"]
 
@@ -59,6 +60,7 @@ def _refuse_fabric(**_: object) -> StrategyBase:
 
 def _factory(namespace: str) -> Callable[..., StrategyBase]:
     def make_strategy(**kwargs: object) -> StrategyBase:
+        check_core()
         from lightning_ptdp.strategy import strategy_class
 
         return strategy_class(namespace)(**kwargs)

@@ -21,11 +21,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp._torchao import TORCHAO, Recipe, Role, make_recipe, scaled, why_no_torchao
+from lightning_ptdp._torchao import Recipe, Role, make_recipe, scaled
 from lightning_ptdp.matrix_product import MatrixProduct, add_to_gradient
 from lightning_ptdp.own_forward import OwnForward, replace_forward
 from lightning_ptdp.pipeline.containers import Blocks, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
+from lightning_ptdp.requirements import check_installed
 from lightning_ptdp.tensor_parallel import Column, Kind, Row
 from lightning_ptdp.tensor_parallel.attention import ParallelMultiheadAttention
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, ParallelLayer, RowParallelLinear
@@ -109,11 +110,10 @@ def check_fp8(module: nn.Module, *, blocks: Blocks | None, kinds: Mapping[str, K
         tensor_parallel_size: t.
 
     Raises:
-        ValueError: torchao is missing; there is no linear layer in the blocks, or one whose sizes are not multiples of 16.
+        RequirementError: torchao is missing, or another version than the declared one.
+        ValueError: There is no linear layer in the blocks, or one whose sizes are not multiples of 16.
     """
-    reason = why_no_torchao()
-    if reason is not None:
-        raise ValueError(f"fp8 multiplies by torchao{TORCHAO}, but {reason}: pip install 'lightning-ptdp[fp8]', or use fp8=None")
+    check_installed("torchao")
     found = False
     for name, layer in _layers(module, blocks):
         outputs, inputs = output_input_sizes(layer)

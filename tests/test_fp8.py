@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lightning_ptdp
 from lightning_ptdp.fp8 import apply_fp8, check_fp8
 from lightning_ptdp.models import GPT, GPTConfig
+from lightning_ptdp.requirements import RequirementError
 from lightning_ptdp.tensor_parallel import Column, ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.world.mesh import Group
 from tests.letters import M, P, T, V
@@ -207,15 +208,12 @@ def test_sizes_are_refused_before_launch(sizes: list[tuple[int, int]], t: int, w
         assert word in str(error.value)
 
 
-def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"blocks": "h", "kinds": {}, "tensor_parallel_size": 1}
-    with monkeypatch.context() as patch:
-        patch.setattr("lightning_ptdp._torchao.version", lambda _: "0.7.0")
-        with pytest.raises(ValueError, match=r"but torchao 0\.7\.0 is installed: pip install 'lightning-ptdp\[fp8\]'"):
-            check_fp8(blocks_of((32, 32)), **options)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match="torchao is not installed"):
-        check_fp8(blocks_of((32, 32)), **options)
+def test_torchao_outside_the_declared_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.7.0")
+    with pytest.raises(
+        RequirementError, match=r"torchao 0\.7\.0 is installed, but lightning-ptdp needs .*: pip install 'torchao"
+    ):
+        check_fp8(blocks_of((32, 32)), blocks="h", kinds={}, tensor_parallel_size=1)
 
 
 def test_torchao_is_imported_by_those_who_use_it() -> None:

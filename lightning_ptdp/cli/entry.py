@@ -16,6 +16,7 @@ from lightning_ptdp.cli.imports import uncollected
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.cli.short_help import short_help
+from lightning_ptdp.requirements import check_core
 from lightning_ptdp.version import __version__
 
 __all__ = ["VERBS", "main"]
@@ -80,6 +81,8 @@ def _run(arguments: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise UserError(f"there is no verb {verb!r}{nearest(verb, VERBS)}; ptdp --help lists all")
+    if verb != "doctor":  # it reports all libraries
+        check_core()
     name, rest = VERBS[verb][0], arguments[1:]
     if verb == "fit" and wants_launcher(rest):
         name = "lightning_ptdp.cli.launcher"

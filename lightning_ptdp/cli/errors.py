@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from types import FrameType
 
 from lightning_ptdp.option_types import nearest
+from lightning_ptdp.requirements import read_declared
 from lightning_ptdp.signals import handled
 
 __all__ = ["Terminated", "UserError", "WorkerFailure", "explain", "nearest", "terminate_on_sigterm", "worker_failure"]
 
 
 # By name: the classes live in modules that import torch, and from a worker only the name comes back.
-_MENDABLE = ("ValueError", "FileNotFoundError", "PermissionError", "MisconfigurationException")
-_EXTRAS = {**dict.fromkeys(("datasets", "huggingface_hub", "peft", "tokenizers", "transformers"), "hf"), "torchao": "fp8"}
-"""What the package does not bring unless it is asked to, and how it is asked."""
+_MENDABLE = ("ValueError", "FileNotFoundError", "PermissionError", "MisconfigurationException", "RequirementError")
 _OUR_VALUE_ERRORS = ("UserError", "CheckpointError", "CorpusError", "TokenizerError", "StoreError", "PlanError")
 
 
@@ -40,11 +39,11 @@ class WorkerFailure:
 
 
 def explain(error: BaseException) -> str | None:
-    """The message for an error that the user can mend; None for any other."""
+    """Return the message for an error that the user can mend; None for any other."""
     if isinstance(error, ArgumentError):
         return str(error.message)
-    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        return f"{error.name} is not installed: pip install 'lightning-ptdp[{_EXTRAS[error.name]}]'"
+    if isinstance(error, ModuleNotFoundError):
+        return next((library.missing for library in read_declared() if library.name == error.name), None)
     if any(kind.__name__ in _MENDABLE for kind in type(error).__mro__):
         return str(error)
     return None

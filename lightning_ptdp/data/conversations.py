@@ -17,6 +17,7 @@ from typing import Any
 from lightning_ptdp.data.corpus import Corpus
 from lightning_ptdp.data.errors import CorpusError
 from lightning_ptdp.option_types import nearest
+from lightning_ptdp.requirements import RequirementError, import_optional
 from lightning_ptdp.untrusted import reason
 
 __all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows"]
@@ -148,19 +149,14 @@ def read_rows(path: str | Sequence[str] | None, *, split: str = "train") -> Iter
             continue  # datasets falls over it
         try:
             yield from _rows_of(file, split)
-        except CorpusError:
+        except (CorpusError, RequirementError):
             raise
-        except ModuleNotFoundError as error:
-            raise CorpusError(
-                f"path={file} is read by a library that is not installed ({error.name}): pip install 'lightning-ptdp[hf]'"
-            ) from error
         except Exception as error:  # of datasets and pyarrow, which have many
             raise CorpusError(f"path={file} cannot be read: {_why(file, error)}") from error
 
 
 def _rows_of(file: Path, split: str) -> Iterator[dict[str, Any]]:
-    import datasets
-
+    datasets = import_optional("datasets")
     if file.is_dir():
         saved = datasets.load_from_disk(str(file))
         if isinstance(saved, datasets.DatasetDict):

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from lightning_ptdp.data.errors import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.requirements import RequirementError, import_optional
 from lightning_ptdp.untrusted import reason
 
 __all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tokenizer"]
@@ -58,10 +59,9 @@ class HuggingFaceTokenizer:
             TokenizerError: transformers cannot read it.
         """
         try:
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
-        except ModuleNotFoundError:
+            transformers = import_optional("transformers")
+            return transformers.AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+        except RequirementError:
             raise
         except Exception as error:  # of transformers, tokenizers and json
             raise TokenizerError(f"tokenizer folder {self.folder} cannot be read: {reason(error)}") from error

@@ -19,6 +19,7 @@ from lightning_ptdp.exchange.safetensors import write_safetensors
 from lightning_ptdp.exchange.tokenizers import files_beside
 from lightning_ptdp.models.adapters import as_lora
 from lightning_ptdp.models.folder import BASE_WEIGHTS, fingerprint, local_folder
+from lightning_ptdp.requirements import import_optional
 
 __all__ = ["ADAPTER_FILE", "base_of_adapters", "merge_adapters", "to_adapters"]
 
@@ -82,8 +83,8 @@ def merge_adapters(
     Raises:
         CheckpointError: The checkpoint is damaged, or the weights are others; nothing is left at ``destination``.
     """
-    import peft
-    import transformers
+    peft = import_optional("peft")
+    transformers = import_optional("transformers")
 
     told, target = read_state(source)[BASE_WEIGHTS], Path(os.path.abspath(destination))
     folder = local_folder(str(base or told["path"]))

@@ -16,6 +16,7 @@ from lightning_ptdp.checkpoint import CheckpointError, TensorReader, read_full
 from lightning_ptdp.exchange.conversions import views_in_files
 from lightning_ptdp.exchange.folder import read_config
 from lightning_ptdp.exchange.tables import Model
+from lightning_ptdp.requirements import import_optional
 
 __all__ = ["check_architecture", "verify_huggingface"]
 
@@ -124,10 +125,7 @@ def verify_huggingface(
 
 
 def _architecture(description: Mapping[str, Json]) -> tuple[str, Any]:
-    try:
-        import transformers
-    except ImportError as error:
-        raise CheckpointError("an export is compared with Hugging Face's architecture: pip install transformers") from error
+    transformers = import_optional("transformers")
     names = description.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     kind = getattr(transformers, name, None) if name else None

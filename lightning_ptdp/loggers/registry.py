@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 from lightning_ptdp.loggers.connection import quiet
+from lightning_ptdp.requirements import import_optional
 
 __all__ = ["register_model", "store_of"]
 
@@ -43,7 +44,8 @@ def register_model(
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow
-    import transformers
+
+    transformers = import_optional("transformers")
 
     (kind,) = transformers.AutoConfig.from_pretrained(folder).architectures
     model = getattr(transformers, kind).from_pretrained(folder)

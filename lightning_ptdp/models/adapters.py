@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.requirements import import_optional
 from lightning_ptdp.tensor_parallel.patterns import nearest_names
 
 __all__ = ["LoraOptions", "as_lora"]
@@ -56,7 +57,7 @@ class LoraOptions:
 
     def config(self, **more: Any) -> Any:
         """The same for peft; ``more`` are further arguments of its ``LoraConfig``."""
-        import peft
+        peft = import_optional("peft")
 
         targets = self.target_modules
         return peft.LoraConfig(
@@ -97,7 +98,7 @@ class LoraOptions:
         Raises:
             ValueError: Of ``check``.
         """
-        import peft
+        peft = import_optional("peft")
 
         self.check(model)
         peft.inject_adapter_in_model(self.config(**more), model)

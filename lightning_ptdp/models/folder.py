@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.option_types import nearest
+from lightning_ptdp.requirements import import_optional
 
 __all__ = [
     "ADAPTER_NAMES",
@@ -105,7 +106,7 @@ def read_model_config(path: str) -> Any:
     Raises:
         ValueError: There is none, or it is of no known model.
     """
-    import transformers
+    transformers = import_optional("transformers")
 
     folder = local_folder(path)
     if not (folder / _CONFIG).is_file():
@@ -125,7 +126,7 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: Of an unknown model, with a name that its configuration does not know, or a value that it does not take.
     """
-    import transformers
+    transformers = import_optional("transformers")
 
     given = dict(sizes)
     name = given.pop("model_type", "")

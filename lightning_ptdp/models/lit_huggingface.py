@@ -28,6 +28,7 @@ from lightning_ptdp.models.folder import (
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
 from lightning_ptdp.models.operations import Operations, count_operations
 from lightning_ptdp.models.optimization import AdamWConfig
+from lightning_ptdp.requirements import import_optional
 
 __all__ = ["Dtype", "LitCausalLM", "LitMaskedLM"]
 
@@ -85,7 +86,7 @@ class _LitHuggingFace(LitTokens):
         """Build the model: without values where the strategy fills in its parts, else with those of the folder."""
         if self.model is not None:
             return
-        import transformers
+        transformers = import_optional("transformers")
 
         config = self._model_config()
         config.use_cache = False
@@ -127,14 +128,14 @@ class _LitHuggingFace(LitTokens):
                 raise ValueError(f"data.{name}={offered} is more than the {there} {what} in {self._said}: {mend}")
 
     def _check_adapter(self, adapter: LoraOptions) -> None:
-        import transformers
+        transformers = import_optional("transformers")
 
         with torch.device("meta"):
             adapter.check(getattr(transformers, self._auto_class).from_config(self._model_config()))
 
     def _kind(self, config: Any) -> Any:
         """The model's class; None: transformers has none for this task."""
-        import transformers
+        transformers = import_optional("transformers")
 
         return getattr(transformers, self._classes).get(type(config), None)
 
@@ -170,7 +171,7 @@ class _LitHuggingFace(LitTokens):
         return self._operations.of(sequence_length)
 
     def _build_eager(self) -> Any:
-        import transformers
+        transformers = import_optional("transformers")
 
         config = self._model_config()
         config.use_cache = False

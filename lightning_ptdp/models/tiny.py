@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_ptdp.requirements import import_optional
+
 __all__ = ["make_tiny"]
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -32,7 +34,8 @@ def make_tiny(folder: str | os.PathLike[str], *, vocabulary_size: int = 1024, se
         config: Fields of ``transformers.LlamaConfig`` instead of: 4 layers of width 64 with 4 heads, of which 2 have keys, 256 positions.
     """
     import torch
-    import transformers
+
+    transformers = import_optional("transformers")
 
     target = Path(os.path.abspath(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +61,8 @@ def make_tiny(folder: str | os.PathLike[str], *, vocabulary_size: int = 1024, se
 
 def _tokenizer(vocabulary_size: int) -> Any:
     import tokenizers
-    import transformers
+
+    transformers = import_optional("transformers")
 
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

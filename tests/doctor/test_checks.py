@@ -39,9 +39,9 @@ def has_nothing(name: str) -> str:
     ("requirement", "installed", "status", "words"),
     [
         ("torch<3,>=2.11", has("2.15.0+cu128"), Status.OK, "2.15.0"),
-        ("torch<3,>=2.11", has("2.9.1"), Status.FAILED, "not <3,>=2.11"),
+        ("torch<3,>=2.11", has("2.9.1"), Status.FAILED, "not >=2.11,<3"),
         ("torch<3,>=2.11", has_nothing, Status.FAILED, "not installed"),
-        ("transformers<6,>=5; extra == 'hf'", has_nothing, Status.OK, "optional: pip install 'lightning-ptdp[hf]'"),
+        ("transformers<6,>=5; extra == 'hf'", has_nothing, Status.OK, "optional: pip install 'transformers>=5,<6'"),
         ("transformers<6,>=5; extra == 'hf'", has("4.0"), Status.WARNING, "4.0, not"),
     ],
 )
@@ -52,14 +52,14 @@ def test_packages(requirement: str, installed: Callable[[str], str], status: Sta
     assert bool(check.mend) == (status != Status.OK)
 
 
-def test_what_only_those_need_who_work_on_the_package_is_not_looked_for() -> None:
+def test_development_extras_are_not_checked() -> None:
     assert not list(check_packages(["ruff>=0.12; extra == 'test'"], has_nothing))
     assert {check.subject for check in check_packages()} >= {"torch", "lightning", "mlflow"}
 
 
 def test_python() -> None:
     assert check_python().status == Status.OK
-    assert check_python(">=3.11", "3.10.4").status == Status.FAILED
+    assert check_python("3.10.4").status == Status.FAILED
 
 
 def test_the_strategys_name() -> None:

@@ -24,6 +24,7 @@ from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.recompute import check_recomputation
+from lightning_ptdp.requirements import check_installed
 from lightning_ptdp.strategy.surroundings import check_surroundings
 from lightning_ptdp.tensor_parallel import SPLIT_AXES, Alias, Kind, ParallelPlan, Partial, Region, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
@@ -96,6 +97,7 @@ def check_model(
             "checkpoint) to run it under another Trainer"
         )
     whole = whole_model(module, config) if whole is None else whole
+    _check_libraries(whole)
     check_quantized(whole)
     if convert is not None:
         late = config.meta_init and whole is not module
@@ -213,6 +215,15 @@ def check_quantized(model: nn.Module) -> None:
                 f"'{name}' is a {type(parameter).__name__} of {package}: quantized weights have no plain elements that ranks could compare "
                 "and share; load them in bfloat16, which adapters beside them leave frozen and without optimizer states"
             )
+
+
+def _check_libraries(model: nn.Module) -> None:
+    """Check the versions of the libraries that define the modules in ``model``.
+
+    Raises:
+        RequirementError: One is outside the declared range, where a split model may differ in silence.
+    """
+    check_installed(*{type(module).__module__.partition(".")[0] for module in model.modules()})
 
 
 def _check_compiled(model: nn.Module) -> None:

@@ -1,0 +1,119 @@
+"""Installed versions against the declared ranges."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import lightning as L
+import pytest
+from torch import nn
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.requirements import (
+    RequirementError,
+    check_installed,
+    check_python,
+    find_problem,
+    import_optional,
+    read_declared,
+)
+from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.world.layout import ParallelLayout
+
+TORCH = read_declared(["torch<3,>=2.11"])[0]
+
+
+def has(version: str) -> Callable[[str], str]:
+    return lambda name: version
+
+
+def has_nothing(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.15.0", "2.16.0.dev20261101+cpu"])
+def test_version_in_range(version: str) -> None:
+    assert find_problem(TORCH, has(version)) is None
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "3.0.0", "2.9.1+cu128"])
+def test_problem_names_the_versions_and_the_command(version: str) -> None:
+    expected = f"torch {version} is installed, but lightning-ptdp needs >=2.11,<3: pip install 'torch>=2.11,<3'"
+    assert find_problem(TORCH, has(version)) == expected
+
+
+def test_missing_library() -> None:
+    assert (
+        find_problem(TORCH, has_nothing) == "torch is not installed; lightning-ptdp needs >=2.11,<3: pip install 'torch>=2.11,<3'"
+    )
+
+
+def test_interpreter_outside_the_range() -> None:
+    check_python()
+    with pytest.raises(RequirementError, match=r"Python 3\.10\.4 runs this, but lightning-ptdp needs >=3\.11"):
+        check_python("3.10.4")
+
+
+def test_optional_library_is_checked_before_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", has("0.1"))
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    with pytest.raises(RequirementError, match=r"peft 0\.1 is installed, but .* pip install 'peft>="):
+        import_optional("peft")
+    assert "peft" not in sys.modules
+    check_installed("a_library_that_is_not_declared")
+
+
+def test_model_of_a_library_outside_the_range_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old releases of transformers train another result under a pipeline, without an error."""
+
+    class Block(nn.Linear):
+        __module__ = "transformers.models.t5"
+
+    model = L.LightningModule()
+    model.blocks = nn.Sequential(Block(4, 4), Block(4, 4))
+    monkeypatch.setattr(metadata, "version", has("5.0.0"))
+    config = PTDPConfig(pipeline_parallel_size=2)
+    with pytest.raises(RequirementError, match=r"transformers 5\.0\.0 is installed"):
+        check_model(model, config, ParallelLayout(world_size=2, pipeline_parallel_size=2))
+
+
+@pytest.fixture
+def old_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment in which torch's metadata name version 2.9.1."""
+    info = tmp_path / "torch-2.9.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.1\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+
+
+def run(code: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *code], env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_import_with_an_old_torch_is_refused(old_torch: dict[str, str]) -> None:
+    done = run(["-c", "import lightning_ptdp"], old_torch)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(
+        "torch 2.9.1 is installed, but lightning-ptdp needs >=2.11,<3: pip install 'torch>=2.11,<3'"
+    )
+
+
+def test_command_line_with_an_old_torch_says_one_sentence(old_torch: dict[str, str]) -> None:
+    done = run(["-m", "lightning_ptdp", "recipes", "list"], old_torch)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ptdp: torch 2.9.1 is installed, but")
+    assert done.stderr.count("\n") == 1
+    assert run(["-m", "lightning_ptdp", "--help"], old_torch).returncode == 0
+
+
+def test_importing_an_old_torch_alone_still_works(old_torch: dict[str, str]) -> None:
+    """The package's entry point runs during ``import torch``, for every program in the environment."""
+    code = "import torch, lightning_ptdp\ntry:\n    lightning_ptdp.PTDPStrategy\nexcept ImportError as error:\n    print(error)"
+    done = run(["-c", code], old_torch)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("torch 2.9.1 is installed")
