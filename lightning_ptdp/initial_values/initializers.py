@@ -19,6 +19,8 @@ from lightning_ptdp.initial_values.shadow import shallow_copy, without_tensors
 
 __all__ = ["Initializers", "why_without_values"]
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 class Initializers:
     """Initializes modules of a model one at a time.
@@ -57,7 +59,9 @@ class Initializers:
                         initialize(above)
                 _check_set(module, name, others)
                 made = shallow_copy(module)
-                made.__dict__["_parameters"], made.__dict__["_buffers"] = dict(module._parameters), dict(module._buffers)
+                for kind, before in zip(("_parameters", "_buffers"), tensors, strict=True):
+                    drawn = getattr(module, kind)
+                    made.__dict__[kind] = {key: _in_dtype_of(drawn[key], before.get(key)) for key in drawn}
             finally:
                 module.__dict__["_parameters"], module.__dict__["_buffers"] = tensors
         return made
@@ -109,9 +113,21 @@ def _takes_a_module(function: object) -> bool:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """A real tensor full of a value that no initializer gives."""
-    real = torch.full_like(tensor, _mark(tensor.dtype), device="cpu")
+    """Return a real tensor full of a value that no initializer gives.
+
+    It is float32 where ``tensor`` is in half precision, because the CPU draws other random numbers for each dtype.
+    """
+    dtype = torch.float32 if tensor.dtype in _HALF else tensor.dtype
+    real = torch.full_like(tensor, _mark(tensor.dtype), dtype=dtype, device="cpu")
     return nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+
+
+def _in_dtype_of(value: Tensor | None, declared: Tensor | None) -> Tensor | None:
+    """Return ``value`` rounded to the dtype of the tensor that ``_unset`` stood in for, a half precision."""
+    if value is None or declared is None or declared.dtype not in _HALF or value.dtype is not torch.float32:
+        return value
+    rounded = value.detach().to(declared.dtype)
+    return nn.Parameter(rounded, value.requires_grad) if isinstance(value, nn.Parameter) else rounded
 
 
 def _mark(dtype: torch.dtype) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ptdp.initial_values.initializers import Initializers
 from lightning_ptdp.initial_values.materialize import Materializer
@@ -77,3 +78,28 @@ def test_the_model_is_left_alone_and_a_forgotten_tensor_is_named() -> None:
     assert torch.equal(model.linear.weight, before)
     with pytest.raises(ValueError, match=r"'half.shift' \(Half\).*reset_parameters.*_init_weights"):
         initialize("half")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.uniform_])
+def test_half_precision_rounds_the_values_of_float32(dtype: torch.dtype, draw: Callable[[Tensor], Tensor]) -> None:
+    class Scale(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(40, dtype=dtype))
+            self.register_buffer("offset", torch.empty(40, dtype=dtype))
+
+        def reset_parameters(self) -> None:
+            draw(self.weight)
+            draw(self.offset)
+
+    found = []
+    for each in (torch.float32, dtype):
+        with torch.device("meta"):
+            model = Scale(each)
+        Materializer(model, seed=5, device=torch.device("cpu"))(model, "")
+        found.append(model)
+    for exact, rounded in zip(found[0].state_dict().values(), found[1].state_dict().values(), strict=True):
+        assert rounded.dtype == dtype
+        assert torch.equal(exact.to(dtype), rounded)
+    assert isinstance(found[1].weight, nn.Parameter)
