@@ -89,6 +89,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "LightningEnvironment": "{core}.plugins.environments:LightningEnvironment",
     "SubprocessLauncher": "{core}.strategies.launchers:_SubprocessScriptLauncher",
     "MultiProcessingLauncher": "{core}.strategies.launchers:_MultiProcessingLauncher",
+    "WorkerOutput": "{core}.strategies.launchers.multiprocessing:_WorkerOutput",
     "init_process_group": "{fabric}.utilities.distributed:_init_dist_connection",
     "default_backend": "{fabric}.utilities.distributed:_get_default_process_group_backend_for_device",
     "reset_seed": "{fabric}.utilities.seed:reset_seed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ def _follows() -> None:
     in_child(torch.ones((), requires_grad=True).backward)
 
 
-def _fits(**options: Any) -> None:
+def _fits(*, returns_weights: bool = True, **options: Any) -> nn.Module:
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -52,7 +53,10 @@ def _fits(**options: Any) -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(LitTiny(Run()), DataLoader(PaddedTokens(64), batch_size=8))
+    trainer.strategy.returns_weights = returns_weights
+    module = LitTiny(Run())
+    trainer.fit(module, DataLoader(PaddedTokens(64), batch_size=8))
+    return module
 
 
 def _chooses() -> None:
@@ -66,8 +70,21 @@ def _comes_too_late() -> None:
         _fits()
 
 
+def _returns_weights_through_memory() -> None:
+    """Lightning leaves the folder of its weights behind in the temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder
+        trained = _fits(pipeline_parallel_size=2, num_microbatches=2)
+        assert not os.listdir(folder)
+        kept = _fits(pipeline_parallel_size=2, num_microbatches=2, returns_weights=False)
+    initial = list(LitTiny(Run()).parameters())
+    assert len(list(kept.parameters())) == len(initial)
+    assert all(map(torch.equal, kept.parameters(), initial))
+    assert not any(map(torch.equal, trained.parameters(), initial))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU any backward starts threads")
-@pytest.mark.parametrize("part", [_follows, _chooses, _comes_too_late])
+@pytest.mark.parametrize("part", [_follows, _chooses, _comes_too_late, _returns_weights_through_memory])
 def test_whether_a_process_can_be_forked(part: Callable[[], None]) -> None:
     """In a new process: only its first backward starts threads."""
     context = multiprocessing.get_context("forkserver")

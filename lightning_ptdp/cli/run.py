@@ -91,6 +91,8 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
     if (sample := cli.config_init.sample) is not None:
         sampling = Sampling(**{field.name: getattr(sample, field.name) for field in fields(Sampling)})
         cli.trainer.callbacks.append(WriteSamples([sample.prompt], sampling, at="end"))
+    if layout is not None:
+        cli.trainer.strategy.returns_weights = False  # nothing here uses the model after the fit
     with tempfile.TemporaryDirectory() as folder:
         cli.report.file = str(Path(folder) / "record.json")
         try:

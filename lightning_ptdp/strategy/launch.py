@@ -1,7 +1,8 @@
-"""Lightning's launchers, with the checks in front and the weights brought home behind."""
+"""Lightning's launchers, with the checks before the launch and the trained weights returned after it."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from lightning_ptdp._lightning import Launcher, StrategyBase, Trainer, lightning_names
+from lightning_ptdp._lightning import Launcher, StrategyBase, Trainer, fits, lightning_names
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.strategy.shared_file import shared_file
 from lightning_ptdp.strategy.stopping import INTERRUPTED, ending_children_on_sigterm, handing_on_ctrl_c, not_handing_on
 
 __all__ = ["InProcessLauncher", "make_launcher"]
@@ -98,13 +100,19 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
         __reduce__ = reduce
 
     class CheckedMultiProcessingLauncher(multiprocessing_launcher):
-        """Forks or spawns the processes, and gives the main process the whole trained model."""
+        """Forks or spawns the processes, and gives the main process the whole trained model.
+
+        Lightning's sends the weights through a file in the temporary folder, which may be small or on a disk.
+        """
+
+        _weights_path: str | None = None
 
         def launch(self, function: Callable[..., _T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> _T:
             self._strategy.check_before_launch(trainer, args)
             self._strategy.ranks_failed = False
+            returns = trainer is not None and fits(trainer) and self._strategy.returns_weights
             try:
-                with handing_on_ctrl_c(self):
+                with shared_file() if returns else contextlib.nullcontext() as self._weights_path, handing_on_ctrl_c(self):
                     return super().launch(function, *args, trainer=trainer, **kwargs)
             except BaseException:
                 self._strategy.ranks_failed = True
@@ -132,15 +140,19 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                 raise
 
         def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> object:
-            with self._strategy.whole_state_dict(trainer.lightning_module):
-                return super()._collect_rank_zero_results(trainer, results)
+            if self._weights_path is not None:
+                self._strategy.write_weights(self._weights_path)
+            if self._strategy.local_rank != 0:
+                return None
+            best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+            return names.WorkerOutput(best, self._weights_path, trainer.state, results, self.get_extra_results(trainer))
 
         def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
             if isinstance(worker_output, _Ended):
                 raise SystemExit
             if worker_output.weights_path is not None:
-                self._strategy.build_unfilled(trainer.lightning_module)  # else there is nothing here for the weights to go to
-            super()._recover_results_in_main_process(worker_output, trainer)
+                self._strategy.read_weights(worker_output.weights_path)
+            super()._recover_results_in_main_process(worker_output._replace(weights_path=None), trainer)
 
         __reduce__ = reduce
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -67,25 +67,26 @@ class ModelSpace(RunningStrategy):
                     full[piece.full_slices] = tensor[piece.local_slices]
         return {**whole, **{alias: whole[name] for alias, name in self.parallel.aliases.items() if name in whole}}
 
-    @contextlib.contextmanager
-    def whole_state_dict(self, module: LightningModule) -> Iterator[None]:
-        """While in the context, ``module.state_dict()`` is the whole, uncut model's (collective; used to bring the trained weights
-        back to the process that started the ranks)."""
+    def write_weights(self, path: str) -> None:
+        """Write the whole model's state dictionary to ``path``, from local rank 0. Collective over the world."""
         if self._engine is not None:
             self._engine.gradients.parameters_needed()
-        if self._parallel is None or not self.layout.divides_model:
-            yield
-            return
-        whole = self.gather_state_dict()
-        module.__dict__["state_dict"] = lambda *_, **__: whole
-        try:
-            yield
-        finally:
-            module.__dict__.pop("state_dict", None)
+        is_divided = self._parallel is not None and self.layout.divides_model
+        # Every rank calls state_dict(), because metrics may communicate in it.
+        weights = self.gather_state_dict() if is_divided else self.lightning_module.state_dict()
+        if self.local_rank == 0:
+            torch.save(weights, path)
 
-    def build_unfilled(self, module: LightningModule) -> None:
-        """Build the module in the process that started the ranks, whose weights are to come into it: those that its ``initial_weights()``
-        names are neither read nor drawn."""
+    def read_weights(self, path: str) -> None:
+        """Build the module in the process that started the ranks, and load what ``write_weights`` wrote."""
+        module = self.lightning_module
+        self._build_unfilled(module)
+        weights = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        # The ranks may have added or removed layers.
+        module.load_state_dict(weights, strict=False)
+
+    def _build_unfilled(self, module: LightningModule) -> None:
+        """Build the module without reading or drawing the values that its ``initial_weights()`` names."""
         comes_filled = self.config.meta_init and hasattr(module, "initial_weights")
         with torch.device("meta") if comes_filled else contextlib.nullcontext():
             module.configure_model()

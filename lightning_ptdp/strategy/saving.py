@@ -49,11 +49,13 @@ class ModelSpaceSaving(ModelSpace):
 
     Attributes:
         ranks_failed: Whether the ranks that this process forked or spawned last ended with an exception.
+        returns_weights: Whether the process that forks or spawns the ranks gets the trained weights.
     """
 
     _saver: BackgroundSaver | None = None
     _is_training: bool = False  # else nobody would wait for a save in the background
     ranks_failed = False
+    returns_weights = True
 
     def lightning_module_state_dict(self) -> Checkpoint:
         """This rank's part of the model, for the hooks of ``on_save_checkpoint``; the rest is on the other ranks."""
