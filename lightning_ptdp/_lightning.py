@@ -36,6 +36,7 @@ __all__ = [
     "keep_model_summary",
     "layer_sync",
     "lightning_names",
+    "load_only_named_checkpoints",
     "register_signal_handlers",
     "replace_once",
     "replace_signal_handlers",
@@ -196,6 +197,13 @@ def register_signal_handlers(trainer: Trainer) -> None:
     """What Lightning does itself there; it restores the handlers of all signals at the end of a run."""
     connector = trainer._signal_connector
     type(connector).register_signal_handlers(connector)
+
+
+def load_only_named_checkpoints(trainer: Trainer) -> None:
+    """Keep ``fit`` without ``ckpt_path`` from loading any ``hpc_ckpt_*`` in ``default_root_dir``, as Lightning does in SLURM's jobs."""
+    connector = trainer._checkpoint_connector
+    assert hasattr(connector, "_user_managed")
+    connector._user_managed = True
 
 
 def announce_sigterm(trainer: Trainer) -> None:

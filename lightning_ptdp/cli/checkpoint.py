@@ -65,6 +65,8 @@ def _inspect(options: argparse.Namespace) -> int:
         print(json.dumps(_summary(metadata) | {"tensors": _tensors(metadata)}, indent=1))
         return 0
     for key, value in _summary(metadata).items():
+        if key == "experiment":  # one line an option; --json has them
+            continue
         print(f"{key:<16}{_shown(value)}")
     if options.tensors:
         print()

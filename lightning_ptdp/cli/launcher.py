@@ -113,7 +113,7 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
     added = [f"--trainer.num_nodes={nodes}", f"--trainer.devices={devices}"]
     if is_ours:
         added.append("--trainer.strategy.start_method=popen")  # whoever starts the processes, it is not the strategy
-        if not any(_given(rest, key) for key in ("resume", "ckpt_path")):
+        if _given(rest, "resume") is None:
             added.append("--resume=auto")
     return LaunchJob(
         arguments=(*rest, *added),

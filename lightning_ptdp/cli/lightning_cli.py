@@ -126,6 +126,7 @@ class PTDPCLI(LightningCLI):
         self.report = RunReport()
         if self.verb == "fit":
             resolved = self.parser.dump(self.config, skip_none=False)
+            self.values: dict[str, Any] = yaml.safe_load(resolved)
             self.trainer_defaults["callbacks"] = [
                 self.report,
                 LayoutSummary(),

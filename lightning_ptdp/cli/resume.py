@@ -1,26 +1,79 @@
-"""``--resume auto``: where a configuration's runs leave their checkpoints, and the newest there."""
+"""``--resume auto``: the newest checkpoint of this experiment in the folders of its configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_ptdp.checkpoint import complete_checkpoints, read_metadata
+from lightning_ptdp.checkpoint import CheckpointMetadata, complete_checkpoints, read_metadata
+from lightning_ptdp.cli.experiment import Experiment, differences
 
-__all__ = ["find_newest"]
+__all__ = ["Found", "find_newest", "was_requeued"]
+
+_SHOWN = 3
 
 
-def find_newest(trainer: Trainer) -> Path | None:
-    """The newest complete checkpoint with a state of training, of any earlier run with the same folders; None if there is none.
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Checkpoints in the folders of a configuration.
 
-    A damaged one is left to the strategy, which reads every byte of what it continues from (``on_damage``).
+    Attributes:
+        own: The newest of this experiment.
+        other: The newest of any other; None if ``own`` is there.
+        why: Why ``other`` belongs to another experiment.
     """
-    found = {path.resolve() for root in set(_roots(trainer)) for path in complete_checkpoints(root, recursive=True)}
-    whole = [path for path in found if any(name.startswith("optimizer/") for name in read_metadata(path).tensors)]
-    return max(whole, key=lambda path: read_metadata(path).created, default=None)
+
+    own: Path | None = None
+    other: Path | None = None
+    why: str = ""
+
+
+def find_newest(trainer: Trainer, experiment: Experiment, *, started_from: str | None = None) -> Found:
+    """Find the newest complete checkpoint with a state of training that belongs to ``experiment``.
+
+    Damaged ones are included: the strategy reads every byte of the checkpoint that it continues from (``on_damage``).
+
+    Args:
+        trainer: Its folders, and those of its loggers and of ModelCheckpoint, are searched.
+        experiment: The options that the checkpoint's run must share.
+        started_from: The checkpoint that the run must have started from; None: any, or none.
+    """
+    paths = {path.resolve() for root in set(_roots(trainer)) for path in complete_checkpoints(root, recursive=True)}
+    found = [(read_metadata(path), path) for path in paths]
+    trained = [entry for entry in found if any(name.startswith("optimizer/") for name in entry[0].tensors)]
+    newest_first = sorted(trained, key=lambda entry: entry[0].created, reverse=True)
+    reasons = {path: _why_not(metadata, experiment, started_from) for metadata, path in newest_first}
+    for path, why in reasons.items():
+        if not why:
+            return Found(own=path)
+    for path, why in reasons.items():
+        return Found(other=path, why=why)
+    return Found()
+
+
+def was_requeued() -> bool:
+    """Return True if SLURM has put this job back into the queue before."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def _why_not(metadata: CheckpointMetadata, experiment: Experiment, started_from: str | None) -> str:
+    """Return why a checkpoint is not of this experiment; "" if it is."""
+    there = metadata.run.get("experiment")
+    if not isinstance(there, Mapping):
+        return "it does not say which experiment it belongs to"
+    names = differences(there, experiment)
+    if names:
+        shown = [f"{name} is {there.get(name)} there, {experiment.get(name)} here" for name in names[:_SHOWN]]
+        more = [f"{len(names) - _SHOWN} more differ"] if len(names) > _SHOWN else []
+        return "; ".join([*shown, *more])
+    if started_from is not None and metadata.run.get("started_from") != started_from:
+        return f"its run did not start from {started_from}"
+    return ""
 
 
 def _roots(trainer: Trainer) -> Iterator[Path]:

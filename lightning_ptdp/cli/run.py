@@ -10,17 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_ptdp._lightning import load_only_named_checkpoints
 from lightning_ptdp.callbacks import PredictionWriter, RunRecord, RunReport, WriteSamples
 from lightning_ptdp.cli.checks import check_data, check_run, check_weights
 from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.experiment import experiment_of
 from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.processes import ending_workers
-from lightning_ptdp.cli.resume import find_newest
+from lightning_ptdp.cli.resume import Found, find_newest, was_requeued
 from lightning_ptdp.generation import Sampling
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.store import check_writable_folder
@@ -63,24 +66,42 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
-    """``--ckpt_path``, or what ``--resume auto`` finds."""
+    """Return the checkpoint to load: what ``--resume auto`` finds, else ``--ckpt_path``."""
     given: str | None = cli.config.ckpt_path
-    if verb != "fit" or cli.config.resume is None:
+    strategy: Any = cli.trainer.strategy
+    if verb != "fit":
         return given
+    if not hasattr(strategy, "run_facts"):
+        if cli.config.resume is not None:
+            raise UserError(
+                "--resume auto finds the checkpoints of the ptdp strategy: set --trainer.strategy ptdp, or name one (--ckpt_path)"
+            )
+        return given
+    experiment = experiment_of(cli.values, cli.datamodule, num_replicas=strategy.layout.num_replicas)
+    strategy.run_facts = {"experiment": experiment, "started_from": given}
+    found = Found()
+    if cli.config.resume is not None or was_requeued():
+        found = find_newest(cli.trainer, experiment, started_from=given)
+        rank_zero_info(f"--resume auto: {_decision(found, given)}")
+    if found.own is not None:
+        for logger in cli.trainer.loggers:
+            if isinstance(logger, MLFlowLogger):
+                logger.continue_run_of(found.own)
+        return str(found.own)
+    if given is None:
+        load_only_named_checkpoints(cli.trainer)
+    return given
+
+
+def _decision(found: Found, given: str | None) -> str:
+    if found.own is not None:
+        return f"continuing from {found.own}"
+    start = "there is no checkpoint of this experiment yet"
     if given is not None:
-        raise UserError(f"--resume auto looks for a checkpoint, and --ckpt_path {given} names one: use one of them")
-    if not hasattr(cli.trainer.strategy, "load_weights"):
-        raise UserError(
-            "--resume auto finds the checkpoints of the ptdp strategy: set --trainer.strategy ptdp, or name one (--ckpt_path)"
-        )
-    found = find_newest(cli.trainer)
-    rank_zero_info(f"--resume auto: {'there is no checkpoint yet' if found is None else f'continuing from {found}'}")
-    if found is None:
-        return None
-    for logger in cli.trainer.loggers:
-        if isinstance(logger, MLFlowLogger):
-            logger.continue_run_of(found)
-    return str(found)
+        return f"{start}; starting from {given}"
+    if found.other is None:
+        return start
+    return f"{start}. {found.other} is left alone: {found.why}. To continue from it, use --ckpt_path {found.other}"
 
 
 def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:

@@ -45,8 +45,8 @@ _OPTIONS = {
         VerbOption(
             name="resume",
             type=Literal["auto"] | None,
-            text="auto: continue from the newest complete checkpoint of this configuration's folders (trainer.default_root_dir, the "
-            "loggers' and ModelCheckpoint's), or begin if there is none; for schedulers that start a run again.",
+            text="auto: continue from the newest complete checkpoint of this experiment in the configuration's folders "
+            "(trainer.default_root_dir, the loggers' and ModelCheckpoint's); without one, begin, with --ckpt_path from that checkpoint.",
         ),
         VerbOption(
             name="init_from",

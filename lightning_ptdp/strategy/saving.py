@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -50,12 +51,14 @@ class ModelSpaceSaving(ModelSpace):
     Attributes:
         ranks_failed: Whether the ranks that this process forked or spawned last ended with an exception.
         returns_weights: Whether the process that forks or spawns the ranks gets the trained weights.
+        run_facts: Facts about the run for the metadata of its checkpoints, in JSON types.
     """
 
     _saver: BackgroundSaver | None = None
     _is_training: bool = False  # else nobody would wait for a save in the background
     ranks_failed = False
     returns_weights = True
+    run_facts: Mapping[str, object] = MappingProxyType({})
 
     def lightning_module_state_dict(self) -> Checkpoint:
         """This rank's part of the model, for the hooks of ``on_save_checkpoint``; the rest is on the other ranks."""
@@ -117,6 +120,7 @@ class ModelSpaceSaving(ModelSpace):
             model = {name: model[name] for name in model if is_rank_zero() or name in agreed & unchanged}
         tensors = {MODEL + name: entry for name, entry in model.items()} | optimizers
         metadata = {
+            **self.run_facts,
             "layout": self.layout.describe(),
             "aliases": {alias: name for alias, name in self.parallel.aliases.items() if alias not in model},
             **{key: state[key] for key in ("epoch", "global_step") if isinstance(state.get(key), int)},

@@ -75,4 +75,7 @@ def test_what_goes_on_is_newer_wherever_it_is_saved_and_so_is_a_new_beginning(
     assert found is not None
     assert found.parent == tmp_path / "two"
     assert read_metadata(found).run["global_step"] == 2
-    assert find_newest(trainer) == found
+    trainer.strategy.run_facts = {"experiment": {"model": "1"}}
+    last = tmp_path / "two" / "named.ckpt"
+    trainer.save_checkpoint(last)
+    assert find_newest(trainer, {"model": "1"}).own == last

@@ -11,3 +11,8 @@ PTDP = [
     "--trainer.strategy.num_microbatches=4",
     "--trainer.strategy.start_method=fork",
 ]
+
+SAVE_EACH_STEP = {
+    "class_path": "ModelCheckpoint",
+    "init_args": {"every_n_train_steps": 1, "save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True},
+}

@@ -15,14 +15,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_ptdp.checkpoint import newest_checkpoint, read_full, read_metadata
 from lightning_ptdp.cli import main
+from tests.cli.commands import SAVE_EACH_STEP
 from tests.pool import Pool
 
 Run = Callable[..., tuple[int, str, str]]
 
-SAVE_EACH_STEP = {
-    "class_path": "ModelCheckpoint",
-    "init_args": {"every_n_train_steps": 1, "save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True},
-}
 STEPS = 6
 
 

@@ -62,7 +62,9 @@ def test_a_script_for_torchrun(ptdp: Run) -> None:
     one = words(script(ptdp, "--launcher=torchrun", "-c", "gpt/nano", "--ckpt_path", "x.ckpt"))
     assert one[1:5] == [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
     assert {"--nproc-per-node=4", "--standalone", "--max-restarts=3"} <= set(one)
-    assert "--resume=auto" not in one, "a checkpoint was named"
+    assert "--resume=auto" in one, "the job continues its own run, and starts from the named checkpoint only once"
+    chosen = words(script(ptdp, "--launcher=torchrun", "-c", "gpt/nano", "--resume=auto"))
+    assert chosen.count("--resume=auto") == 1
     many = script(ptdp, "--launcher=torchrun", "--config=gpt/nano", "--nodes=2", "--max-restarts=0")
     assert '--rdzv-endpoint="${MASTER_ADDR:?the first node}:${MASTER_PORT:-29500}"' in many
     assert "--nnodes=2" in many

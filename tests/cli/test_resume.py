@@ -1,0 +1,162 @@
+"""Which checkpoint ``--resume auto`` takes: that of its own experiment, and never another's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import yaml
+
+from lightning_ptdp.checkpoint import newest_checkpoint, read_metadata, save_checkpoint
+from lightning_ptdp.cli.experiment import Experiment, differences, experiment_of
+from lightning_ptdp.cli.lightning_cli import parsed_values
+from lightning_ptdp.cli.resume import find_newest, was_requeued
+from lightning_ptdp.data import TextDataModule
+from lightning_ptdp.sharding import Sharding
+from tests.cli.commands import SAVE_EACH_STEP
+from tests.cli.conftest import tiny
+
+Run = Callable[..., tuple[int, str, str]]
+PTDP = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
+
+
+@pytest.fixture(scope="module")
+def values(corpus: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("experiment")
+    (folder / "tiny.yaml").write_text(tiny(corpus, prepared, folder))
+    return parsed_values(["--config", str(folder / "tiny.yaml"), PTDP])
+
+
+def experiment(values: dict[str, Any], num_replicas: int = 1, **changed: Any) -> Experiment:
+    """The experiment of the configuration, after changes of ``a__b=value``."""
+    values = copy.deepcopy(values)
+    for name, value in changed.items():
+        *path, last = name.split("__")
+        place = values
+        for key in path:
+            place = place[key]
+            place = place.get("init_args", place)
+        place[last] = value
+    datamodule = TextDataModule(**values["data"]["init_args"])
+    return experiment_of(values, datamodule, num_replicas=num_replicas)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"trainer__max_steps": 100, "trainer__max_epochs": 7},
+        {"trainer__devices": 2, "trainer__strategy__tensor_parallel_size": 2},
+        {"trainer__devices": 2, "num_replicas": 2},
+        {"num_replicas": 2, "data__num_microbatches": 2},
+        {"data__micro_batch_size": 4, "data__num_microbatches": 2, "trainer__strategy__num_microbatches": 2},
+        {"data__num_workers": 1, "trainer__strategy__recompute": "full", "trainer__strategy__timeout_s": 60},
+        {"trainer__logger": False, "trainer__callbacks": None, "sample": None, "export": "folder"},
+        {"trainer__val_check_interval": 2, "trainer__default_root_dir": "elsewhere", "data__validation_samples": 4},
+    ],
+)
+def test_layout_length_and_output_do_not_make_another_experiment(values: dict[str, Any], changed: dict[str, Any]) -> None:
+    assert differences(experiment(values), experiment(values, **changed)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"seed_everything": 2}, "seed_everything"),
+        ({"model__optimizer": {"learning_rate": 0.02}}, "model.optimizer.learning_rate"),
+        ({"model__config": {"num_layers": 2}}, "model.config.num_layers"),
+        ({"data__sequence_length": 8}, "data.sequence_length"),
+        ({"data__data_dir": "another"}, "data.data_dir"),
+        ({"trainer__gradient_clip_val": 2.0}, "trainer.gradient_clip_val"),
+        ({"trainer__precision": "bf16-true"}, "trainer.precision"),
+        ({"data__micro_batch_size": 4}, "samples of a step"),
+        ({"init_from": "weights.ckpt"}, "init_from"),
+    ],
+)
+def test_an_option_that_changes_the_training_makes_another_experiment(
+    values: dict[str, Any], changed: dict[str, Any], name: str
+) -> None:
+    assert name in differences(experiment(values), experiment(values, **changed))
+
+
+def save(path: Path, step: int, **run: Any) -> Path:
+    value = (torch.zeros(2), Sharding.replicated((2,)))
+    save_checkpoint(path, tensors={"model/w": value, "optimizer/0/m/w": value}, state={}, metadata={"global_step": step, **run})
+    return path
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> L.Trainer:
+    return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+
+
+def test_the_newest_of_its_own_experiment_is_found_behind_newer_ones_of_others(trainer: L.Trainer, tmp_path: Path) -> None:
+    save(tmp_path / "a" / "1.ckpt", 1, experiment={"seed": "1"})
+    own = save(tmp_path / "a" / "2.ckpt", 2, experiment={"seed": "1"})
+    other = save(tmp_path / "b" / "9.ckpt", 9, experiment={"seed": "2"})
+    assert find_newest(trainer, {"seed": "1"}).own == own
+    found = find_newest(trainer, {"seed": "3"})
+    assert (found.own, found.other) == (None, other)
+    assert found.why == "seed is 2 there, 3 here"
+
+
+@pytest.mark.parametrize("experiment_there", [None, "seed 1", ["seed"]])
+def test_a_checkpoint_without_an_experiment_is_left_alone(trainer: L.Trainer, tmp_path: Path, experiment_there: object) -> None:
+    old = save(tmp_path / "old.ckpt", 1, **({} if experiment_there is None else {"experiment": experiment_there}))
+    found = find_newest(trainer, {"seed": "1"})
+    assert (found.own, found.other) == (None, old)
+    assert "does not say which experiment" in found.why
+
+
+def test_a_run_that_starts_from_a_named_checkpoint_continues_its_own(trainer: L.Trainer, tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 5, experiment={"seed": "1"}, started_from=None)
+    assert find_newest(trainer, {"seed": "1"}, started_from="old.ckpt").own is None
+    own = save(tmp_path / "b.ckpt", 3, experiment={"seed": "1"}, started_from="old.ckpt")
+    assert find_newest(trainer, {"seed": "1"}, started_from="old.ckpt").own == own
+    assert find_newest(trainer, {"seed": "1"}).own == own
+
+
+def test_a_requeued_job_is_known_by_slurms_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert not was_requeued()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert not was_requeued()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert was_requeued()
+
+
+def test_a_second_experiment_in_one_folder_starts_afresh_and_says_so(
+    ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under SLURM Lightning would take the first one's ``hpc_ckpt_1.ckpt``."""
+    settings = yaml.safe_load(Path(config).read_text())
+    settings["trainer"] |= {"logger": False, "limit_val_batches": 0, "val_check_interval": None, "callbacks": [SAVE_EACH_STEP]}
+    Path(config).write_text(yaml.safe_dump({**settings, "sample": None}))
+    for name in ("SLURM_NTASKS", "SLURM_NNODES"):
+        monkeypatch.setenv(name, "1")
+    arguments = ["fit", "--config", config, PTDP, "--resume=auto"]
+
+    assert ptdp(*arguments, "--trainer.max_steps=2")[0] == 0
+    first = newest_checkpoint(tmp_path)
+    assert first is not None
+    left = tmp_path / "hpc_ckpt_1.ckpt"
+    first.rename(left)
+    code, _, err = ptdp(*arguments, "--trainer.max_steps=1", "--model.optimizer.learning_rate=0.02")
+    assert code == 0, err
+    second = newest_checkpoint(tmp_path)
+    assert second is not None
+    assert read_metadata(second).run["global_step"] == 1
+    assert f"{left} is left alone: model.optimizer.learning_rate is 0.01 there, 0.02 here" in caplog.text
+    assert f"--ckpt_path {left}" in caplog.text
+
+    code, _, err = ptdp(*arguments, "--trainer.max_steps=3", "--ckpt_path", str(left))
+    assert code == 0, err
+    assert f"starting from {left}" in caplog.text
+    third = newest_checkpoint(tmp_path)
+    assert third is not None
+    assert read_metadata(third).run["global_step"] == 3
+    assert read_metadata(third).run["started_from"] == str(left)
