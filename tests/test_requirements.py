@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
+from collections import defaultdict
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import lightning as L
 import pytest
+from packaging.requirements import Requirement
 from torch import nn
 
 from lightning_ptdp.config import PTDPConfig
@@ -25,6 +28,7 @@ from lightning_ptdp.requirements import (
 from lightning_ptdp.strategy.checks import check_model
 from lightning_ptdp.world.layout import ParallelLayout
 
+ROOT = Path(__file__).resolve().parents[1]
 TORCH = read_declared(["torch<3,>=2.11"])[0]
 
 
@@ -34,6 +38,32 @@ def has(version: str) -> Callable[[str], str]:
 
 def has_nothing(name: str) -> str:
     raise metadata.PackageNotFoundError(name)
+
+
+def declared_ranges() -> dict[str, dict[str, str]]:
+    """Return the range of each library by the list that declares it ("" for the dependencies, else the extra)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges: dict[str, dict[str, str]] = defaultdict(dict)
+    for extra, lines in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        for requirement in map(Requirement, lines):
+            ranges[requirement.name][extra] = str(requirement.specifier)
+    return ranges
+
+
+def test_extras_declare_the_same_range_of_a_library() -> None:
+    ranges = declared_ranges()
+    assert set(ranges["transformers"]) == {"hf", "test"}
+    assert {name: found for name, found in ranges.items() if len(set(found.values())) > 1} == {}
+
+
+def test_every_library_has_a_lower_bound() -> None:
+    missing = [name for name, found in declared_ranges().items() for text in found.values() if ">=" not in text]
+    assert missing == []
+
+
+def test_lightning_has_one_range_under_both_names() -> None:
+    ranges = declared_ranges()
+    assert ranges["pytorch-lightning"]["test"] == ranges["lightning"][""]
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.15.0", "2.16.0.dev20261101+cpu"])

@@ -41,12 +41,16 @@ class Attentions(HiddenStates):
 
 
 class Selected(HiddenStates):
-    """Only some; the first layer's input is among them."""
+    """Only some hidden states, by index.
+
+    transformers 5.23 counts from the first layer's input and takes negative indices. Older releases count from its output.
+    """
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         states = self.model(**batch, output_hidden_states=[0, 2, -2]).hidden_states
-        assert [state is not None for state in states] == [True, False, True, True, False]
-        return self.model.lm_head(states[0] + 2 * states[2] - states[3]).square().mean()
+        selected = [state for state in states if state is not None]
+        assert 2 <= len(selected) < len(states)
+        return self.model.lm_head(selected[0] + 2 * selected[1] - selected[-1] / 2).square().mean()
 
 
 class Routers(HiddenStates):
