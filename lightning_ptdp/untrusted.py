@@ -9,13 +9,25 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-__all__ = ["MOST_BYTES", "inside", "parse_json", "read_bytes", "read_json", "reason", "regular_size"]
+__all__ = [
+    "MOST_BYTES",
+    "hub_blobs",
+    "inside",
+    "parse_json",
+    "read_bytes",
+    "read_files",
+    "read_json",
+    "reason",
+    "regular_size",
+    "small_files",
+]
 
 MOST_BYTES = 1 << 24
+_MOST_BESIDE = 1 << 27  # bytes of a tokenizer's file; the largest vocabularies take a quarter of it
 _MOST_VALUES = 1 << 21  # of 64 bytes each where they are empty lists; the index of a large model has half as many
 _MOST_DEPTH = 64
 _MOST_NAME = 255  # bytes: what every file system takes
@@ -37,38 +49,65 @@ def inside(folder: str | Path, name: object) -> Path:
     return path
 
 
+def hub_blobs(folder: str | Path) -> list[Path]:
+    """Return the ``blobs`` folder of huggingface_hub's cache if ``folder`` is one of its snapshots, whose files are links to blobs."""
+    real = Path(os.path.realpath(folder))
+    caches = [parent.parent for parent in (real, *real.parents) if parent.name == "snapshots"]
+    return [cache / "blobs" for cache in caches[:1] if not (cache / "blobs").is_symlink()]
+
+
 def regular_size(path: str | Path, *, linked: Sequence[Path] | None = None) -> int:
-    """Size of a regular file in bytes.
+    """Return the size of a regular file in bytes, without opening it: opening a pipe waits for a writer.
 
     Args:
-        path: The file. It is not opened: opening a pipe waits for a writer.
+        path: The file.
         linked: Folders to which a link may lead beside the one in which it is; None for all.
 
     Raises:
-        OSError: It is not there, is something else (a pipe, a device, a folder), or a link that leads elsewhere.
+        OSError: It is missing, is no regular file (a pipe, a device, a folder), or is a link to another folder.
     """
     if linked is not None and os.path.islink(path):
         target = Path(os.path.realpath(path))
         if not any(target.parent == Path(os.path.realpath(folder)) for folder in (Path(path).parent, *linked)):
-            raise OSError(errno.EINVAL, f"it is a link to {target}, outside of its folder: put the file itself there")
+            what = f"it is a link to {target}, outside of its folder: put the file itself there"
+            raise OSError(errno.EINVAL, what, str(path))
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return found.st_size
 
 
 def read_bytes(path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequence[Path] | None = None) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
     Raises:
         OSError: Of :func:`regular_size`.
         ValueError: It has more than ``most_bytes``.
     """
-    size = regular_size(path, linked=linked)
-    if size > most_bytes:
-        raise ValueError(f"it has {size} bytes, at most {most_bytes} are read")
+    _check_size(path, most_bytes, linked)
     with open(path, "rb") as stream:
         return stream.read(most_bytes)
+
+
+def small_files(folder: str | Path, patterns: Iterable[str]) -> list[Path]:
+    """Return the files in a folder whose names match one of ``patterns``, each a regular file of at most 128 MiB in this folder.
+
+    A link may lead to another file of the folder, or to the blobs of the hub's cache that the folder is in.
+
+    Raises:
+        OSError: One of them is no regular file, or a link to another folder.
+        ValueError: One of them is larger.
+    """
+    linked = hub_blobs(folder)
+    found = sorted({path for pattern in patterns for path in Path(folder).glob(pattern) if not path.is_dir()})
+    for path in found:
+        _check_size(path, _MOST_BESIDE, linked)
+    return found
+
+
+def read_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, bytes]:
+    """Return the contents of :func:`small_files` by name."""
+    return {path.name: path.read_bytes() for path in small_files(folder, patterns)}
 
 
 def read_json(path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequence[Path] | None = None) -> Any:
@@ -102,6 +141,12 @@ def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
 def reason(error: Exception) -> str:
     """What is wrong with a file, for a message: the words of a ValueError; of a missing key and the like, the kind too."""
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"[:300]
+
+
+def _check_size(path: str | Path, most_bytes: int, linked: Sequence[Path] | None) -> None:
+    size = regular_size(path, linked=linked)
+    if size > most_bytes:
+        raise ValueError(f"{Path(path).name} has {size} bytes, at most {most_bytes} are read")
 
 
 def _is_relative(name: str) -> bool:

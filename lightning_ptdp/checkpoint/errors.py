@@ -25,7 +25,8 @@ def reading(file: Path, says: str = "is damaged") -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        named = error.filename if isinstance(error.filename, str) else file
+        raise CheckpointError(f"{named} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} {says}: {error}") from error
 

@@ -11,13 +11,15 @@ from typing import Any, TypeAlias
 from lightning_ptdp.data.errors import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.requirements import RequirementError, import_optional
-from lightning_ptdp.untrusted import reason
+from lightning_ptdp.untrusted import read_files, reason, small_files
 
 __all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tokenizer"]
 
 TOKENIZER_FOLDER = "tokenizer"
 """Where a prepared folder keeps it."""
 _FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
+_READ = ("*.json", "*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "additional_chat_templates/*")
+"""Further files that transformers may read."""
 _SETTINGS = "tokenizer_config.json"
 
 
@@ -43,8 +45,9 @@ class HuggingFaceTokenizer:
                 f"{folder} holds no tokenizer: neither {_SETTINGS} of Hugging Face's, as save_pretrained writes it, nor what ptdp "
                 "prepare makes"
             )
-        with reading(f"tokenizer folder {folder}", TokenizerError):
-            self._files = {path.name: path.read_bytes() for name in (*_FILES, "config.json") for path in self.folder.glob(name)}
+        with reading(f"tokenizer folder {folder}", TokenizerError, "put a tokenizer's own files there"):
+            self._files = read_files(self.folder, (*_FILES, "config.json"))
+            small_files(self.folder, _READ)
         digest = hashlib.sha256()
         for name, content in sorted(self._files.items()):
             if name != "config.json":

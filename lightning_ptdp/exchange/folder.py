@@ -12,7 +12,7 @@ import torch
 from lightning_ptdp.checked_json import FILE_NAME, Json, flag, map_of, optional, record, text
 from lightning_ptdp.checkpoint import CheckpointError, reading
 from lightning_ptdp.exchange.safetensors import StoredTensor, list_safetensors, open_safetensors
-from lightning_ptdp.untrusted import read_json, regular_size
+from lightning_ptdp.untrusted import hub_blobs, read_json, regular_size
 
 __all__ = ["CONFIG_FILE", "INDEX_FILE", "ONE_FILE", "list_huggingface", "open_huggingface", "read_config", "reads_as_huggingface"]
 
@@ -40,7 +40,7 @@ def read_config(path: Path) -> dict[str, Json]:
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist: a Hugging Face folder has a {CONFIG_FILE}")
     with reading(file):
-        content: dict[str, Json] = read_json(file, linked=_blobs(file.parent))
+        content: dict[str, Json] = read_json(file, linked=hub_blobs(file.parent))
         _ANY_MODEL(content)
     return content
 
@@ -69,7 +69,7 @@ def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[s
             raise CheckpointError(f"{folder} {_why_no_weights(folder)}")
         return open_file(_checked(folder, ONE_FILE))
     with reading(folder / INDEX_FILE):
-        where = _WEIGHT_MAP(read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=_blobs(folder)))["weight_map"]
+        where = _WEIGHT_MAP(read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder)))["weight_map"]
     if not where:
         raise CheckpointError(f"{folder / INDEX_FILE} is damaged: it names no tensors")
     absent = sorted({name for name in where.values() if not os.path.lexists(folder / name)})
@@ -90,7 +90,7 @@ def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[s
 
 def _checked(folder: Path, name: str) -> Path:
     with reading(folder / name):
-        regular_size(folder / name, linked=_blobs(folder))
+        regular_size(folder / name, linked=hub_blobs(folder))
     return folder / name
 
 
@@ -103,9 +103,3 @@ def _why_no_weights(folder: Path) -> str:
         f"{lacks}, and {pickled[0]} is a pickle, which is not read: where you trust it, write safetensors once by "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained(another folder)"
     )
-
-
-def _blobs(folder: Path) -> list[Path]:
-    """Where the files of ``huggingface_hub``'s cache are, whose folders of a model (``snapshots/REVISION``) hold links only."""
-    snapshots = Path(os.path.abspath(folder)).parent
-    return [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []

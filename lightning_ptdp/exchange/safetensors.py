@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, reading
 from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.untrusted import parse_json
+from lightning_ptdp.untrusted import parse_json, regular_size
 
 __all__ = ["StoredTensor", "header_of", "list_safetensors", "open_safetensors", "read_stored", "write_safetensors"]
 
@@ -68,6 +68,7 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         CheckpointError: The file is not of this format, is cut off, its header does not fit it, or names a dtype that is not known.
     """
     with _whole(path):
+        regular_size(path)
         with safe_open(path, framework="np"):
             pass  # the library compares the header with the file
         with open(path, "rb") as stream:
@@ -131,8 +132,10 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: The file is not of this format, is cut off, or its header does not fit it.
     """
-    with _whole(path), safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    with _whole(path):
+        regular_size(path)
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
 
 @contextmanager
@@ -143,6 +146,8 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+    except (MemoryError, RuntimeError) as error:  # of mapping a file that is larger than the address space
+        raise CheckpointError(f"{path} cannot be mapped into memory: {error}".rstrip(": ")) from error
 
 
 def header_of(entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_ptdp.checked_json import Json
+from lightning_ptdp.checkpoint import reading
+from lightning_ptdp.untrusted import read_bytes, read_files
 
 if TYPE_CHECKING:  # imported when it is used
     from lightning_ptdp.data import Tokenizer
@@ -34,15 +36,22 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def files_beside(config: Path, state: Mapping[str, object] | None = None) -> dict[str, bytes]:
-    """By name, the files of a tokenizer and of generation in the folder of a ``config.json``; the tokenizer and the chat template that the
-    data had, where ``state`` (of a checkpoint) names others."""
+    """Return the files of a tokenizer and of generation beside a ``config.json``, by name.
+
+    The tokenizer and the chat template are those of the data where ``state`` (of a checkpoint) names them.
+
+    Raises:
+        CheckpointError: A file is a pipe or larger than a tokenizer's, or a link to another folder.
+    """
     folder = config if config.is_dir() else config.parent
     trained = tokenizer_of(state or {})
-    found = {file for name in (*_OTHERS, *(() if trained else _TOKENIZER)) for file in folder.glob(name) if file.is_file()}
-    files = {file.name: file.read_bytes() for file in sorted(found)} | trained
     given = (state or {}).get("datamodule_hyper_parameters")
     template = given.get("chat_template") if isinstance(given, Mapping) else None
-    return files | ({_TEMPLATE: Path(template).read_bytes()} if template is not None and Path(template).is_file() else {})
+    with reading(folder):
+        files = read_files(folder, (*_OTHERS, *(() if trained else _TOKENIZER))) | trained
+        if template is not None and Path(template).exists():
+            files[_TEMPLATE] = read_bytes(template)
+    return files
 
 
 def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 from lightning_ptdp.data import PrepareConfig, TextDataModule, TokenStream, prepare
+from lightning_ptdp.data.errors import TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.models import make_tiny
 
@@ -99,3 +102,45 @@ def test_what_cannot_be_a_tokenizer_is_named(model: Path, texts: Path, tmp_path:
     with pytest.raises(ValueError, match="has no eos_token to end documents with"):
         prepare(config(tokenizer_dir=tmp_path / "bare", vocabulary_size=None))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare"]
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "merges.txt", "tokenizer.json", "config.json", "special_tokens_map.json"])
+def test_a_link_to_a_file_outside_the_folder_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "secret").write_text("not for you")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(TokenizerError, match=rf"{name} cannot be read: it is a link to .*/secret, outside of its folder"):
+        HuggingFaceTokenizer(folder)
+
+
+def test_a_tokenizer_in_the_hubs_cache_is_read(model: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(model, blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs", file.name))
+    found = HuggingFaceTokenizer(snapshot)
+    assert found.fingerprint == HuggingFaceTokenizer(model).fingerprint and found.encode("a b")
+    elsewhere = tmp_path / "elsewhere"
+    blobs.rename(elsewhere)
+    blobs.symlink_to(elsewhere)
+    with pytest.raises(TokenizerError, match="outside of its folder"):
+        HuggingFaceTokenizer(snapshot)
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "sentencepiece.spm"])
+def test_a_pipe_in_a_tokenizers_folder_is_refused_and_not_waited_for(model: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(TokenizerError, match=rf"{name} cannot be read: it is not a regular file"):
+        HuggingFaceTokenizer(folder)
+
+
+def test_a_file_of_four_tebibytes_in_a_tokenizers_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    with open(folder / "merges.txt", "wb") as stream:
+        stream.truncate(1 << 42)
+    with pytest.raises(TokenizerError, match=r"merges.txt has 4398046511104 bytes, at most 134217728 are read"):
+        HuggingFaceTokenizer(folder)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
 from lightning_ptdp.exchange import open_safetensors, write_safetensors
+from lightning_ptdp.exchange.safetensors import list_safetensors
 
 TENSORS = {
     "a": torch.randn(3, 4),
@@ -66,3 +72,30 @@ def test_a_dtype_without_a_code(tmp_path: Path) -> None:
     entry = TensorEntry(shape=(1,), dtype=torch.complex128)
     with pytest.raises(CheckpointError, match=r"'z' is torch\.complex128, which safetensors does not store"):
         write_safetensors(tmp_path / "x", {"z": entry}, lambda name: torch.zeros(1))
+
+
+@pytest.mark.parametrize("read", [list_safetensors, open_safetensors])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be read: it is not a regular file"):
+        read(tmp_path / "x.safetensors")
+
+
+def test_a_sparse_file_of_four_tebibytes_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    with open(tmp_path / "x.safetensors", "wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + (1 << 42))
+    with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be mapped into memory"), _address_space(1 << 42):
+        open_safetensors(tmp_path / "x.safetensors")
+
+
+@contextmanager
+def _address_space(most_bytes: int) -> Iterator[None]:
+    """Limit this process's memory, as a machine without overcommitment does."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

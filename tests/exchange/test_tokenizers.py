@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.data import Tokenizer
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.words import SPECIAL_PIECES
@@ -87,6 +90,38 @@ def test_the_tokenizer_of_the_data_goes_in_the_place_of_the_models(tmp_path: Pat
     state["datamodule_hyper_parameters"]["data_dir"] = str(tmp_path / "prepared")
     assert "config.json" not in tokenizer_of(state)  # it would be the model's
     assert "tokenizer.json" in tokenizer_of(state)
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "merges.txt", "tokenizer_config.json", "generation_config.json"])
+def test_a_link_to_a_file_outside_the_folder_is_not_exported(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_text("not for you")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is a link to .*/secret, outside of its folder"):
+        files_beside(folder)
+
+
+def test_a_link_into_the_hubs_cache_is_exported(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "4567").write_text("{}")
+    (snapshot / "generation_config.json").symlink_to(Path("../../blobs/4567"))
+    (tmp_path / "named by the user").symlink_to(snapshot)
+    assert files_beside(snapshot) == files_beside(tmp_path / "named by the user") == {"generation_config.json": b"{}"}
+
+
+def test_a_pipe_and_a_huge_file_beside_a_model_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "generation_config.json")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read: it is not a regular file"):
+        files_beside(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    with open(tmp_path / "vocab.txt", "wb") as stream:
+        stream.truncate(1 << 42)
+    with pytest.raises(CheckpointError, match=r"vocab\.txt has 4398046511104 bytes, at most 134217728 are read"):
+        files_beside(tmp_path)
 
 
 def _tiny(folder: Path) -> Path:
