@@ -63,10 +63,15 @@ class HuggingFaceTokenizer:
         """
         try:
             transformers = import_optional("transformers")
-            return transformers.AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+            return transformers.AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
         except RequirementError:
             raise
         except Exception as error:  # of transformers, tokenizers and json
+            if "trust_remote_code" in str(error):
+                raise TokenizerError(
+                    f"tokenizer folder {self.folder} needs code of its own (auto_map), which is not run: use a model whose tokenizer "
+                    "transformers has"
+                ) from error
             raise TokenizerError(f"tokenizer folder {self.folder} cannot be read: {reason(error)}") from error
 
     @property

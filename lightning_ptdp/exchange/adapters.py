@@ -92,7 +92,7 @@ def merge_adapters(
         raise CheckpointError(f"{folder} has other weights than those beside which the adapters of {source} were trained")
     files.check_replaceable(target, marker=CONFIG_FILE)
     kind: Any = transformers.AutoModelForCausalLM if told["task"] == "CAUSAL_LM" else transformers.AutoModelForMaskedLM
-    model = kind.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True)
+    model = kind.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False)
     with tempfile.TemporaryDirectory() as place:
         to_adapters(source, Path(place) / "adapter")
         model = peft.PeftModel.from_pretrained(model, str(Path(place) / "adapter")).merge_and_unload()

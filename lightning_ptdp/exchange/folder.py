@@ -12,6 +12,7 @@ import torch
 from lightning_ptdp.checked_json import FILE_NAME, Json, flag, map_of, optional, record, text
 from lightning_ptdp.checkpoint import CheckpointError, reading
 from lightning_ptdp.exchange.safetensors import StoredTensor, list_safetensors, open_safetensors
+from lightning_ptdp.models.checked_config import check_quantization, check_sizes
 from lightning_ptdp.untrusted import hub_blobs, read_json, regular_size
 
 __all__ = ["CONFIG_FILE", "INDEX_FILE", "ONE_FILE", "list_huggingface", "open_huggingface", "read_config", "reads_as_huggingface"]
@@ -42,25 +43,37 @@ def read_config(path: Path) -> dict[str, Json]:
     with reading(file):
         content: dict[str, Json] = read_json(file, linked=hub_blobs(file.parent))
         _ANY_MODEL(content)
+        check_sizes(content)
     return content
 
 
 def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, mapped.
+    """Return all tensors of a folder, mapped.
 
     Raises:
-        CheckpointError: Files are missing or damaged, or do not hold what the index says.
+        CheckpointError: Files are missing or damaged, or do not hold what the index or the configuration says.
     """
-    return _by_name(folder, open_safetensors)
+    found = _by_name(folder, open_safetensors)
+    _check_dtypes(folder, {value.dtype for value in found.values()})
+    return found
 
 
 def list_huggingface(folder: Path) -> dict[str, StoredTensor]:
-    """Where all tensors of a folder are, from the headers of its files alone.
+    """Return where all tensors of a folder are, from the headers of its files alone.
 
     Raises:
         CheckpointError: As of ``open_huggingface``.
     """
-    return _by_name(folder, list_safetensors)
+    found = _by_name(folder, list_safetensors)
+    _check_dtypes(folder, {value.entry.dtype for value in found.values()})
+    return found
+
+
+def _check_dtypes(folder: Path, dtypes: set[torch.dtype]) -> None:
+    if (folder / CONFIG_FILE).exists():
+        content = read_config(folder)
+        with reading(folder / CONFIG_FILE, "does not fit the weights"):
+            check_quantization(content, dtypes)
 
 
 def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[str, _T]:

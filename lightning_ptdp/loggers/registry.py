@@ -47,7 +47,7 @@ def register_model(
 
     transformers = import_optional("transformers")
 
-    (kind,) = transformers.AutoConfig.from_pretrained(folder).architectures
+    (kind,) = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures
     model = getattr(transformers, kind).from_pretrained(folder)
     options = {"name": "model", "registered_model_name": name, "await_registration_for": None}
     mlflow.set_tracking_uri(tracking_uri)
@@ -58,7 +58,7 @@ def register_model(
     ):
         warnings.simplefilter("ignore")
         if kind.endswith(_LANGUAGE_MODELS) and Path(folder, "tokenizer_config.json").is_file():
-            parts = {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(folder)}
+            parts = {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)}
             logged, flavor = mlflow.transformers.log_model(parts, task="text-generation", **options), "transformers"
         else:
             logged, flavor = mlflow.pytorch.log_model(model, serialization_format="pickle", **options), "pytorch"

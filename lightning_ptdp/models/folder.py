@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_ptdp.models.checked_config import check_sizes, stored_tensors
 from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.option_types import nearest
 from lightning_ptdp.requirements import import_optional
+from lightning_ptdp.untrusted import hub_blobs, read_json, small_files
 
 __all__ = [
     "ADAPTER_NAMES",
@@ -41,6 +43,7 @@ _TINY = "tiny:"
 _SAMPLES, _SAMPLE = 64, 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_READ = ("*.json", "*.txt", "*.model", "*.jinja")
 _WORD = re.compile(r"\w+")
 _CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -101,23 +104,47 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_model_config(path: str) -> Any:
-    """The configuration that transformers reads in the folder of ``path``.
+    """Return the configuration that transformers reads in the folder of ``path``.
+
+    Its numbers are compared with the weights beside it, and no code of the folder is run.
 
     Raises:
-        ValueError: There is none, or it is of no known model.
+        ValueError: It is missing or damaged, belongs to no known model, or does not fit the weights.
     """
     transformers = import_optional("transformers")
 
     folder = local_folder(path)
-    if not (folder / _CONFIG).is_file():
+    if not os.path.lexists(folder / _CONFIG):
         raise ValueError(f"path={path!r}: {folder} has no {_CONFIG}: name the folder that save_pretrained wrote")
+    given = _read_config(folder, f"path={path!r}")
+    kind = given.get("model_type")
+    if given.get("auto_map") and (not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING):
+        raise ValueError(
+            f"path={path!r}: {_CONFIG} needs code from the model's folder (auto_map), which is not run, because transformers "
+            f"{transformers.__version__} has no model_type={kind!r}: put the model into a LightningModule of yours"
+        )
     try:
-        return transformers.AutoConfig.from_pretrained(folder)
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever its own checks raise
         reason = str(error).strip().partition("\n")[0][:300]
         raise ValueError(
             f"path={path!r}: transformers {transformers.__version__} reads no model's configuration in {_CONFIG} ({reason})"
         ) from error
+
+
+def _read_config(folder: Path, said: str) -> dict[str, Any]:
+    try:
+        small_files(folder, _READ)
+        given: dict[str, Any] = read_json(folder / _CONFIG, linked=hub_blobs(folder))
+        if not isinstance(given, dict):
+            raise ValueError(f"{_CONFIG} holds no JSON object")
+        stored = stored_tensors(folder)
+    except OSError as error:
+        raise ValueError(f"{said}: {error.filename or folder} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{said}: a file of {folder} is damaged: {error}") from error
+    check_sizes(given, f"{said}: {_CONFIG}: ", stored=stored)
+    return given
 
 
 def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
@@ -128,6 +155,7 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     """
     transformers = import_optional("transformers")
 
+    check_sizes(sizes, "config.")
     given = dict(sizes)
     name = given.pop("model_type", "")
     if name not in transformers.CONFIG_MAPPING:
@@ -158,10 +186,16 @@ def check_tokenizer(path: str, rows: int) -> None:
     Raises:
         ValueError: It has ``rows``, which are too few.
     """
-    file = local_folder(path) / "tokenizer.json"
+    folder = local_folder(path)
+    file = folder / "tokenizer.json"
     if not file.is_file():
         return
     import tokenizers
+
+    try:
+        small_files(folder, [file.name])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"path={path!r}: {error}") from error
 
     ids = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
     if (needed := max(ids, default=-1) + 1) > rows:

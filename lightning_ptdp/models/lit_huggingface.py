@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_ptdp._transformers import has_sdpa
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
+from lightning_ptdp.models.building import with_values, without_values
 from lightning_ptdp.models.folder import (
     ADAPTER_NAMES,
     BASE_WEIGHTS,
@@ -92,19 +93,9 @@ class _LitHuggingFace(LitTokens):
         config.use_cache = False
         kind = getattr(transformers, self._auto_class)
         options = {"dtype": _dtype(self.dtype_name, config), "attn_implementation": self.attention or self._attention(config)}
-        try:
-            if self._weights is not None and torch.get_default_device().type != "meta":
-                options |= {"config": config, "use_safetensors": True}
-                self.model = kind.from_pretrained(local_folder(self._weights), **options).train()
-            else:
-                self.model = kind.from_config(config, **options)
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error):
-                raise
-            raise ValueError(
-                f"{self._said} is of a model of type {config.model_type!r}, which is no {self._auto_class}: a causal language model "
-                "is for LitCausalLM, an encoder for LitMaskedLM, and any other goes into a LightningModule of yours"
-            ) from None
+        self.model = without_values(kind, config, said=self._said, **options)
+        if torch.get_default_device().type != "meta":
+            self.model = with_values(kind, config, self._weights, said=self._said, **options)
         if self.path is not None:
             check_tokenizer(self.path, self.model.get_input_embeddings().num_embeddings)
         if self.adapter is not None:
@@ -130,8 +121,7 @@ class _LitHuggingFace(LitTokens):
     def _check_adapter(self, adapter: LoraOptions) -> None:
         transformers = import_optional("transformers")
 
-        with torch.device("meta"):
-            adapter.check(getattr(transformers, self._auto_class).from_config(self._model_config()))
+        adapter.check(without_values(getattr(transformers, self._auto_class), self._model_config(), said=self._said))
 
     def _kind(self, config: Any) -> Any:
         """The model's class; None: transformers has none for this task."""
@@ -175,7 +165,7 @@ class _LitHuggingFace(LitTokens):
 
         config = self._model_config()
         config.use_cache = False
-        model = getattr(transformers, self._auto_class).from_config(config, attn_implementation="eager")
+        model = getattr(transformers, self._auto_class).from_config(config, attn_implementation="eager", trust_remote_code=False)
         if self.adapter is not None:
             self.adapter.inject(model, task_type=self._task)
         return model

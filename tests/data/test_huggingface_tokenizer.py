@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -144,3 +145,18 @@ def test_a_file_of_four_tebibytes_in_a_tokenizers_folder_is_refused(model: Path,
         stream.truncate(1 << 42)
     with pytest.raises(TokenizerError, match=r"merges.txt has 4398046511104 bytes, at most 134217728 are read"):
         HuggingFaceTokenizer(folder)
+
+
+def test_code_of_a_tokenizers_folder_is_refused_without_asking(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
+    folder = shutil.copytree(model, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine"}))
+    with pytest.raises(
+        TokenizerError, match=r"needs code of its own \(auto_map\), which is not run: use a model whose tokenizer"
+    ):
+        HuggingFaceTokenizer(folder).encode("a")

@@ -1,0 +1,53 @@
+"""Models of transformers from a configuration and, if there is one, a folder of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_ptdp.models.folder import local_folder
+
+__all__ = ["with_values", "without_values"]
+
+
+def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
+    """Build a model on the meta device, which takes no memory and finds what cannot be built.
+
+    Args:
+        kind: The Auto class.
+        config: transformers' configuration.
+        said: What the user gave, for messages.
+        options: Those of ``from_config``.
+
+    Raises:
+        ValueError: The configuration is that of another kind of model, or describes none that can be built.
+    """
+    try:
+        with torch.device("meta"):
+            return kind.from_config(config, trust_remote_code=False, **options)
+    except Exception as error:  # whatever a model's own code raises
+        if "Unrecognized configuration class" in str(error):
+            raise ValueError(
+                f"{said} is of a model of type {config.model_type!r}, which is no {kind.__name__}: a causal language model "
+                "is for LitCausalLM, an encoder for LitMaskedLM, and any other goes into a LightningModule of yours"
+            ) from None
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"{said}: its configuration describes no model that can be built ({why})") from error
+
+
+def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **options: Any) -> Any:
+    """Build a model with the weights of a folder or of the hub; without one, with initial values.
+
+    Raises:
+        ValueError: The weights have other shapes than the configuration describes.
+    """
+    if weights is None:
+        return kind.from_config(config, trust_remote_code=False, **options)
+    options |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
+    try:
+        return kind.from_pretrained(local_folder(weights), **options).train()
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(f"{said}: the weights have other shapes than config.json describes") from error

@@ -1,0 +1,100 @@
+"""Checks of a foreign model's configuration before anything is built from it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_ptdp.checked_json import FILE_NAME, map_of, record, text
+from lightning_ptdp.untrusted import hub_blobs, parse_json, read_json, regular_size
+
+__all__ = ["check_quantization", "check_sizes", "stored_tensors"]
+
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_INDEX = 1 << 26  # bytes; the library that writes headers has a similar limit
+_SIZE = re.compile(r"(hidden|intermediate|vocab|embedding)_size|_(heads|experts|embd|inner)|head_dim|d_model|d_ff|ffn_dim|n_head")
+_BLOCKS = re.compile(r"_(layers?|experts)")
+_EPSILON = re.compile(r"eps(ilon)?")
+_MOST_SIZE = 2**31 - 1
+_MOST_BLOCKS = 4096
+_FEW_BLOCKS = 256
+"""Layers that are built in a second, for models whose layers share one layer's tensors."""
+_WEIGHT_MAP = record(others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text()))
+_FLOATING = ("float16", "bfloat16", "float32", "float64")
+
+
+def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | None = None) -> None:
+    """Check the numbers of a ``config.json``, those of inner configurations too.
+
+    Args:
+        config: Its content.
+        where: Prefix of a field in messages.
+        stored: Number of tensors beside it, if there are weights: every layer has one.
+
+    Raises:
+        ValueError: A size is negative or no whole number, a number is NaN, or there are more layers than tensors.
+    """
+    most_blocks = _MOST_BLOCKS if stored is None else max(stored, _FEW_BLOCKS)
+    for name, value in _numbers(config):
+        key = name.rpartition(".")[2]
+        if math.isnan(value) or (_ends(_EPSILON, key) and not 0 <= value < 1):
+            raise ValueError(f"{where}{name}={value} cannot be: give the number with which the model was trained")
+        if _ends(_SIZE, key) or _ends(_BLOCKS, key):
+            if not 0 <= value <= _MOST_SIZE or value != int(value):
+                raise ValueError(f"{where}{name}={value} is no size: give a whole number from 0 to {_MOST_SIZE}")
+        if _ends(_BLOCKS, key) and value > most_blocks:
+            beside = "" if stored is None else f", and the weights beside it are {stored} tensors"
+            raise ValueError(f"{where}{name}={value} is more than {most_blocks}{beside}: give the model's own number")
+
+
+def stored_tensors(folder: Path) -> int | None:
+    """Return how many tensors the safetensors in a folder hold, by their index or header; None if there are none.
+
+    Raises:
+        OSError: A file cannot be read, or is a link to another folder.
+        ValueError: It is damaged.
+    """
+    linked = hub_blobs(folder)
+    if (folder / _INDEX).is_file():
+        index = read_json(folder / _INDEX, most_bytes=_MOST_INDEX, linked=linked)
+        return len(_WEIGHT_MAP(index)["weight_map"])
+    file = folder / _ONE_FILE
+    if not file.is_file():
+        return None
+    size = regular_size(file, linked=linked)
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(size - 8, _MOST_INDEX):
+            raise ValueError(f"{_ONE_FILE} is cut off, or no safetensors file")
+        return len(parse_json(stream.read(length)))
+
+
+def check_quantization(config: Mapping[str, Any], dtypes: Iterable[object]) -> None:
+    """Check that weights of these dtypes are quantized if their ``config.json`` says so.
+
+    Raises:
+        ValueError: All of them are ordinary floating-point numbers.
+    """
+    given = config.get("quantization_config")
+    found = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    if given and found and found <= {*_FLOATING}:
+        method = given.get("quant_method") if isinstance(given, Mapping) else given
+        raise ValueError(
+            f"it has quantization_config ({method!s:.40}), but they are {', '.join(sorted(found))}: take the entry out, or use the "
+            "quantized weights"
+        )
+
+
+def _numbers(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", value
+
+
+def _ends(pattern: re.Pattern[str], key: str) -> bool:
+    return re.search(rf"(?:{pattern.pattern})$", key) is not None
