@@ -68,7 +68,7 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         CheckpointError: The file is not of this format, is cut off, its header does not fit it, or names a dtype that is not known.
     """
     with _whole(path):
-        regular_size(path)
+        regular_size(Path(path))
         with safe_open(path, framework="np"):
             pass  # the library compares the header with the file
         with open(path, "rb") as stream:
@@ -133,7 +133,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         CheckpointError: The file is not of this format, is cut off, or its header does not fit it.
     """
     with _whole(path):
-        regular_size(path)
+        regular_size(Path(path))
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 
+from lightning_ptdp.loggers.absent import AbsentRun, is_unanswered
 from lightning_ptdp.loggers.store import sqlite_path
 from lightning_ptdp.loggers.writer import BackgroundWriter
 from lightning_ptdp.turns import one_at_a_time
@@ -22,11 +23,17 @@ if TYPE_CHECKING:  # imported when it is used: here, because the parser reads su
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
-__all__ = ["LIMIT_S", "Client", "OpenRun", "RunOptions", "connect", "quiet"]
+__all__ = ["LIMIT_S", "Client", "OpenRun", "RunOptions", "connect", "quiet", "set_defaults"]
 
 Client: TypeAlias = "MlflowClient"
 
 LIMIT_S = 30.0
+_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # of a table, which is read to be appended to
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": f"{LIMIT_S:.0f}",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+}
 _CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow")
 
 
@@ -53,11 +60,17 @@ class RunOptions:
 class OpenRun:
     """What was opened, in which process: connections and threads must not cross a fork."""
 
-    inner: LightningMLFlowLogger
+    inner: LightningMLFlowLogger | AbsentRun
     writer: BackgroundWriter[Metric]
     monitor: SystemMetricsMonitor | None
     process: int = field(default_factory=os.getpid)
     finalized: bool = False
+
+
+def set_defaults() -> None:
+    """Set MLflow's own variables, where the user has not: no telemetry, and a limit for every request (120 s, eight times, by default)."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> LightningMLFlowLogger:
@@ -71,8 +84,7 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
     Raises:
         ValueError: The run cannot be resumed.
     """
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # of a table, which is read to be appended to
+    set_defaults()
     path = sqlite_path(options.tracking_uri)
     folder = None if path is None else path.parent
     if folder is not None:
@@ -106,7 +118,7 @@ def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
         if run_id is not None and (stage := client.get_run(run_id).info.lifecycle_stage) != "active":
             raise MlflowException(f"Run '{run_id}' is {stage}")
     except MlflowException as error:
-        if run_id is None:
+        if run_id is None or is_unanswered(error):
             raise
         raise ValueError(f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run") from error
     return inner

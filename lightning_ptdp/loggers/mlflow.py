@@ -7,10 +7,12 @@ rank 0; the other ranks get a dummy.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
 import time
+import uuid
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
@@ -24,19 +26,19 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.data_record import DatasetRecord
+from lightning_ptdp.loggers.absent import AbsentRun, is_unanswered
 from lightning_ptdp.loggers.connection import LIMIT_S, Client, OpenRun, RunOptions, connect
 from lightning_ptdp.loggers.datasets import as_input
 from lightning_ptdp.loggers.ending import was_told_to_end
 from lightning_ptdp.loggers.monitor import finish_monitor, start_monitor
-from lightning_ptdp.loggers.names import allowed_name, flat_parameters
-from lightning_ptdp.loggers.store import check_store, check_writable_folder
-from lightning_ptdp.loggers.unwritten import keep_metrics
+from lightning_ptdp.loggers.names import allowed_name, new_parameters
+from lightning_ptdp.loggers.store import SilentServerError, check_store, check_writable_folder
+from lightning_ptdp.loggers.unwritten import append_metrics, keep_metrics, unwritten_file
 from lightning_ptdp.loggers.writer import BackgroundWriter
 
 __all__ = ["MLFlowLogger"]
 
 _PARAMS_PER_BATCH = 100
-_MAX_LISTED = 5
 
 
 class MLFlowLogger(Logger):
@@ -47,7 +49,8 @@ class MLFlowLogger(Logger):
     ``save_dir/experiment_name/run_id/checkpoints``.
 
     MLflow's own telemetry is off unless ``MLFLOW_DISABLE_TELEMETRY`` is already set in the environment: the variable must be
-    set before mlflow is imported, so it is set to "true" at first use.
+    set before mlflow is imported, so it is set to "true" at first use. A request to a server takes at most 30 s and is repeated once,
+    unless ``MLFLOW_HTTP_REQUEST_TIMEOUT`` and ``MLFLOW_HTTP_REQUEST_MAX_RETRIES`` are set.
 
     Args:
         experiment_name: Groups runs.
@@ -127,7 +130,9 @@ class MLFlowLogger(Logger):
     @property
     def url(self) -> str:
         """Where a browser shows the run, in MLflow's view for training: on the server, or on that of ``mlflow ui`` where the store is a
-        file. Global rank 0 only."""
+        file. Without an answer of the server it is the file of metrics. Global rank 0 only."""
+        if isinstance(self._open().inner, AbsentRun):
+            return str(unwritten_file(self._folder))
         server = self.tracking_uri if self.tracking_uri.startswith("http") else "http://127.0.0.1:5000"
         page = f"experiments/{self._open().inner.experiment_id}/runs/{self.run_id}"
         return f"{server.rstrip('/')}/#/{page}?workflowType=machine_learning"
@@ -156,11 +161,17 @@ class MLFlowLogger(Logger):
     def check(self) -> None:
         """Find out that the store cannot be written before training starts; touches nothing.
 
+        A server that accepts connections and does not answer is no error: training starts without it, with a warning.
+
         Raises:
             ValueError: ``save_dir`` or ``tracking_uri`` cannot be used.
         """
+        self._check_folder()
+        with contextlib.suppress(SilentServerError):
+            check_store(self.tracking_uri)
+
+    def _check_folder(self) -> None:
         check_writable_folder(Path(self._save_dir), f"save_dir={self._save_dir!r}")
-        check_store(self.tracking_uri)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -180,19 +191,10 @@ class MLFlowLogger(Logger):
     @rank_zero_only
     def log_hyperparams(self, params: Mapping[str, object] | Namespace, *args: object, **kwargs: object) -> None:
         """Log parameters that the run does not have yet: MLflow refuses to change one. A resumed run may differ; that is a warning."""
-        from mlflow.entities import Param
-
         client, run_id = self.experiment, self.run_id
-        known = client.get_run(run_id).data.params
-        found = dict(flat_parameters(params))
-        changed = [f"{key}={known[key]} there, {found[key]} here" for key in found if known.get(key, found[key]) != found[key]]
-        if changed:
-            more = f"; and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
-            warnings.warn(
-                f"run {run_id} goes on with other parameters, of which MLflow keeps the first: {'; '.join(changed[:_MAX_LISTED])}{more}",
-                stacklevel=2,
-            )
-        fresh = [Param(key, value) for key, value in found.items() if key not in known]
+        if isinstance(self._open().inner, AbsentRun):
+            return
+        fresh = new_parameters(params, client.get_run(run_id).data.params, run_id)
         for start in range(0, len(fresh), _PARAMS_PER_BATCH):
             client.log_batch(run_id, params=fresh[start : start + _PARAMS_PER_BATCH])
 
@@ -257,8 +259,7 @@ class MLFlowLogger(Logger):
         try:
             run.writer.run(lambda: run.inner.finalize(ended), limit_s=LIMIT_S)
         except Exception as error:
-            folder = Path(self._save_dir, self.name, str(self._run_id))
-            kept = keep_metrics(folder, run.writer.unwritten)
+            kept = keep_metrics(self._folder, run.writer.unwritten)
             warnings.warn(f"run {self._run_id} could not be ended in {self.tracking_uri}, {kept}: {error}", stacklevel=2)
 
     def _here(self) -> OpenRun | None:
@@ -268,18 +269,44 @@ class MLFlowLogger(Logger):
     def _open(self) -> OpenRun:
         run = self._here()
         if run is None:
-            self.check()
-            inner = connect(self._options, self._run_id, may_be_gone=self._may_be_gone)
-            self._run_id = inner.run_id
-            run = self._run = OpenRun(
-                inner=inner,
-                writer=BackgroundWriter(lambda metrics: inner.experiment.log_batch(inner.run_id, metrics=metrics)),
-                monitor=start_monitor(inner.run_id, self.tracking_uri) if self._log_system_metrics else None,
-            )
+            run = self._run = self._connected()
             if multiprocessing.parent_process() is not None:
                 # A worker that fails ends without Lightning's finalize, and without Python's atexit.
                 util.Finalize(None, self._end_at_exit, exitpriority=10)
         return run
+
+    def _connected(self) -> OpenRun:
+        """Return the run in the store, or one that keeps its metrics in a file if the server does not answer."""
+        try:
+            self._check_folder()
+            check_store(self.tracking_uri)
+            inner = connect(self._options, self._run_id, may_be_gone=self._may_be_gone)
+        except Exception as error:
+            if not is_unanswered(error):
+                raise
+            return self._absent(error)
+        self._run_id = inner.run_id
+        return OpenRun(
+            inner=inner,
+            writer=BackgroundWriter(lambda metrics: inner.experiment.log_batch(inner.run_id, metrics=metrics)),
+            monitor=start_monitor(inner.run_id, self.tracking_uri) if self._log_system_metrics else None,
+        )
+
+    def _absent(self, error: Exception) -> OpenRun:
+        self._run_id = self._run_id or uuid.uuid4().hex
+        warnings.warn(
+            f"training goes on without the MLflow server, and metrics are kept in {unwritten_file(self._folder)}; parameters, texts and "
+            f"tables are not: {error}",
+            stacklevel=2,
+        )
+        return OpenRun(
+            inner=AbsentRun(self._run_id), writer=BackgroundWriter(partial(append_metrics, self._folder)), monitor=None
+        )
+
+    @property
+    def _folder(self) -> Path:
+        """Of the run, beside its checkpoints."""
+        return Path(self._save_dir, self.name, str(self._run_id))
 
     def _end_at_exit(self) -> None:
         run = self._here()

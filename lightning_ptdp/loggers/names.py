@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["allowed_name", "flat_parameters"]
+if TYPE_CHECKING:  # imported when it is used
+    from mlflow.entities import Param
+
+__all__ = ["allowed_name", "flat_parameters", "new_parameters"]
 
 _VALUE_LIMIT = 500
+_MAX_LISTED = 5
 
 
 def allowed_name(name: str) -> str:
@@ -30,3 +36,18 @@ def flat_parameters(params: object, prefix: str = "") -> Iterator[tuple[str, str
         else:
             text = str(value)
             yield name, text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 1] + "…"
+
+
+def new_parameters(params: object, known: Mapping[str, str], run_id: str | None) -> list[Param]:
+    """Return the parameters that a run does not have yet; warn of those that it has with another value, which MLflow never changes."""
+    from mlflow.entities import Param
+
+    found = dict(flat_parameters(params))
+    changed = [f"{key}={known[key]} there, {found[key]} here" for key in found if known.get(key, found[key]) != found[key]]
+    if changed:
+        more = f"; and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
+        warnings.warn(
+            f"run {run_id} goes on with other parameters, of which MLflow keeps the first: {'; '.join(changed[:_MAX_LISTED])}{more}",
+            stacklevel=3,
+        )
+    return [Param(key, value) for key, value in found.items() if key not in known]

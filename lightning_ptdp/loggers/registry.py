@@ -6,7 +6,7 @@ import os
 import warnings
 from pathlib import Path
 
-from lightning_ptdp.loggers.connection import quiet
+from lightning_ptdp.loggers.connection import quiet, set_defaults
 from lightning_ptdp.requirements import import_optional
 
 __all__ = ["register_model", "store_of"]
@@ -42,7 +42,7 @@ def register_model(
     Returns:
         The call that loads it.
     """
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    set_defaults()
     import mlflow
 
     transformers = import_optional("transformers")

@@ -5,13 +5,19 @@ MLflow itself retries an unusable store for up to 100 seconds, and creates datab
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import socket
+from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import urlsplit
 
-__all__ = ["check_store", "check_writable_folder", "sqlite_path"]
+from lightning_ptdp.option_types import nearest
 
+__all__ = ["SilentServerError", "check_store", "check_writable_folder", "sqlite_path"]
+
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "databricks-uc", "uc")
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
 
@@ -21,16 +27,22 @@ def sqlite_path(tracking_uri: str) -> Path | None:
     return Path(tracking_uri[len(prefix) :]) if tracking_uri.startswith(prefix) else None
 
 
+class SilentServerError(ValueError):
+    """An MLflow server accepts connections and does not answer."""
+
+
 def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
     """Raise if the store cannot work; nothing is created or changed.
 
     Args:
-        tracking_uri: ``sqlite:///path``, ``http(s)://host:port`` or anything else that MLflow takes (then not checked).
-        timeout_s: How long a server may take to accept a connection, in seconds.
+        tracking_uri: ``sqlite:///path``, ``http(s)://host:port`` or any other store of MLflow's, of which only the scheme is checked.
+        timeout_s: How long a server may take to accept a connection, and then to answer, in seconds.
 
     Raises:
-        ValueError: The folder or database cannot be written, the file is not a database, or no server answers.
+        SilentServerError: A server accepts the connection and does not answer.
+        ValueError: MLflow has no such store; the folder or database cannot be written, the file is not a database, or there is no server.
     """
+    _check_scheme(tracking_uri)
     path = sqlite_path(tracking_uri)
     if path is not None:
         _check_database(path, tracking_uri)
@@ -68,13 +80,41 @@ def _check_database(path: Path, tracking_uri: str) -> None:
         raise ValueError(f"{what}: {path} is not an SQLite database; give another file, or move this one away")
 
 
+def _check_scheme(tracking_uri: str) -> None:
+    scheme = urlsplit(tracking_uri).scheme
+    if not scheme or scheme.partition("+")[0] == "sqlite":
+        if scheme and sqlite_path(tracking_uri) is None:
+            raise ValueError(f"tracking_uri={tracking_uri!r} names no file: write sqlite:///FILE")
+        return
+    plugins = [plugin.name for plugin in entry_points(group="mlflow.tracking_store")]
+    known = [*_SCHEMES, *plugins]
+    if scheme.partition("+")[0] not in known:
+        raise ValueError(
+            f"tracking_uri={tracking_uri!r}: MLflow has no store {scheme}:{nearest(scheme, known)}; give http://HOST:PORT, "
+            "sqlite:///FILE or another of its stores, or leave tracking_uri out to log to a local file"
+        )
+
+
 def _check_server(tracking_uri: str, timeout_s: float) -> None:
     parts = urlsplit(tracking_uri)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    secure = parts.scheme == "https"
     try:
-        socket.create_connection((parts.hostname or "", port), timeout=timeout_s).close()
-    except OSError as error:
+        host, port = parts.hostname or "", parts.port or (443 if secure else 80)
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"tracking_uri={tracking_uri!r}: no MLflow server answers at {parts.hostname}:{port} ({error}); start it, or leave "
+            f"tracking_uri={tracking_uri!r}: no MLflow server answers at {parts.netloc} ({error}); start it, or leave "
             "tracking_uri out to log to a local file"
         ) from error
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    try:
+        with contextlib.closing(kind(host, port, timeout=timeout_s)) as connection:
+            connection.request("GET", f"{parts.path.rstrip('/')}/health")
+            connection.getresponse()
+    except TimeoutError as error:
+        raise SilentServerError(
+            f"tracking_uri={tracking_uri!r}: the server at {parts.netloc} accepts connections and does not answer within {timeout_s:g} s; "
+            "start it again, or leave tracking_uri out to log to a local file"
+        ) from error
+    except (OSError, http.client.HTTPException):
+        pass  # an answer, or a handshake that asks for more than this one offers

@@ -12,27 +12,40 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # imported when it is used
     from mlflow.entities import Metric
 
-__all__ = ["keep_metrics"]
+__all__ = ["append_metrics", "keep_metrics", "unwritten_file"]
 
 _FILE = "unwritten_metrics.jsonl"
 
 
+def unwritten_file(folder: Path) -> Path:
+    """Return the file of a run's folder that holds what a store did not take."""
+    return folder / _FILE
+
+
+def append_metrics(folder: Path, metrics: Sequence[Metric]) -> None:
+    """Append MLflow's metrics to a file in ``folder``, one JSON object a line.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    rows = [{"key": metric.key, "value": metric.value, "timestamp": metric.timestamp, "step": metric.step} for metric in metrics]
+    folder.mkdir(parents=True, exist_ok=True)
+    _append(unwritten_file(folder), "".join(json.dumps(row) + "\n" for row in rows))
+
+
 def keep_metrics(folder: Path, metrics: Sequence[Metric]) -> str:
-    """Append MLflow's metrics to a file in ``folder``, one JSON object a line; says what was done. Never raises: where the file cannot be
-    written either, the metrics are named that are lost."""
+    """Append metrics as ``append_metrics`` does, and return a sentence about it that names the metrics which are lost. Never raises."""
     if not metrics:
         return "which has all its metrics"
-    rows = [{"key": metric.key, "value": metric.value, "timestamp": metric.timestamp, "step": metric.step} for metric in metrics]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _append(folder / _FILE, "".join(json.dumps(row) + "\n" for row in rows))
+        append_metrics(folder, metrics)
     except OSError as error:
         steps = sorted({metric.step for metric in metrics})
         return (
-            f"and {len(metrics)} metrics are lost, which it did not take and {folder / _FILE} did not either ({error}): "
+            f"and {len(metrics)} metrics are lost, which it did not take and {unwritten_file(folder)} did not either ({error}): "
             f"{', '.join(sorted({metric.key for metric in metrics}))} of steps {steps[0]} to {steps[-1]}"
         )
-    return f"and {len(metrics)} metrics that it did not take are kept in {folder / _FILE}"
+    return f"and {len(metrics)} metrics that it did not take are kept in {unwritten_file(folder)}"
 
 
 def _append(path: Path, text: str) -> None:

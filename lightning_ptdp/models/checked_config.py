@@ -42,9 +42,9 @@ def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | Non
         key = name.rpartition(".")[2]
         if math.isnan(value) or (_ends(_EPSILON, key) and not 0 <= value < 1):
             raise ValueError(f"{where}{name}={value} cannot be: give the number with which the model was trained")
-        if _ends(_SIZE, key) or _ends(_BLOCKS, key):
-            if not 0 <= value <= _MOST_SIZE or value != int(value):
-                raise ValueError(f"{where}{name}={value} is no size: give a whole number from 0 to {_MOST_SIZE}")
+        is_size = _ends(_SIZE, key) or _ends(_BLOCKS, key)
+        if is_size and (not 0 <= value <= _MOST_SIZE or value != int(value)):
+            raise ValueError(f"{where}{name}={value} is no size: give a whole number from 0 to {_MOST_SIZE}")
         if _ends(_BLOCKS, key) and value > most_blocks:
             beside = "" if stored is None else f", and the weights beside it are {stored} tensors"
             raise ValueError(f"{where}{name}={value} is more than {most_blocks}{beside}: give the model's own number")

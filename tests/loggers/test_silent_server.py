@@ -1,0 +1,149 @@
+"""An MLflow server that accepts connections and never answers, and tracking URIs that MLflow does not know."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_ptdp.loggers import MLFlowLogger, connection
+from lightning_ptdp.loggers import mlflow as ours
+from lightning_ptdp.loggers.store import SilentServerError, check_store
+
+
+@pytest.fixture(autouse=True)
+def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_accepts_and_does_not_answer_is_found_within_its_limit(silent: str) -> None:
+    for uri in (silent, f"{silent}/prefix/", silent.replace("http:", "https:")):
+        with pytest.raises(SilentServerError, match=r"accepts connections and does not answer within 0\.2 s"):
+            check_store(uri, timeout_s=0.2)
+
+
+def test_training_starts_without_a_server_that_does_not_answer(
+    silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _impatient(monkeypatch)
+    monkeypatch.setattr(ours, "connect", lambda *_, **__: pytest.fail("MLflow itself was asked"))
+    logger = MLFlowLogger(save_dir=str(tmp_path), tracking_uri=silent, log_model=True, log_system_metrics=True)
+    logger.check()
+    with pytest.warns(
+        UserWarning, match=r"goes on without the MLflow server, and metrics are kept in .*unwritten_metrics\.jsonl"
+    ):
+        logger.log_hyperparams({"a": 1})
+    for step in range(3):
+        logger.log_metrics({"loss": 1.5 + step}, step)
+    logger.log_text("hello", "note.txt")
+    logger.log_table({"a": [1]}, "table.json")
+    logger.experiment.set_tag(logger.run_id, "a", "b")
+    logger.after_save_checkpoint(Any)
+    logger.finalize("success")
+    kept = tmp_path / logger.name / str(logger.run_id) / "unwritten_metrics.jsonl"
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [(row["key"], row["value"], row["step"]) for row in rows] == [("loss", 1.5 + step, step) for step in range(3)]
+    assert logger.url == str(kept)
+
+
+def test_training_starts_without_a_server_that_only_says_that_it_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with _healthy_and_silent() as uri:
+        for run_id in (None, "0123"):
+            logger = MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri, run_id=run_id)
+            with pytest.warns(UserWarning, match="goes on without the MLflow server"):
+                logger.log_metrics({"loss": 1.0}, 0)
+            logger.finalize("success")
+            assert (tmp_path / logger.name / str(logger.run_id) / "unwritten_metrics.jsonl").exists()
+            assert run_id in (None, logger.run_id)
+
+
+def test_every_request_has_a_limit_unless_the_user_has_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in connection._DEFAULTS:
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "7")
+    connection.set_defaults()
+    from mlflow import environment_variables as theirs
+
+    assert theirs.MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 7
+    assert theirs.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get() == 1
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT")
+    connection.set_defaults()
+    assert int(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) == connection.LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("htp://127.0.0.1:5000", "MLflow has no store htp:; did you mean 'http'.; give http://HOST:PORT, sqlite:///FILE"),
+        ("htp:/x", "MLflow has no store htp:"),
+        ("redis://h", "MLflow has no store redis:"),
+        ("sqlite:mlflow.db", "names no file: write sqlite:///FILE"),
+        ("http://127.0.0.1:99999", "no MLflow server answers at 127.0.0.1:99999"),
+    ],
+)
+def test_a_tracking_uri_that_mlflow_does_not_know_is_refused_before_launch(tmp_path: Path, uri: str, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"tracking_uri='{uri}'.*{words}"):
+        MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri).check()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["runs/mlruns", "/abs/mlruns", "file:///abs", "postgresql+psycopg2://u:p@h/db", "databricks", "databricks://profile", "uc:x"],
+)
+def test_other_stores_of_mlflow_are_left_to_it(tmp_path: Path, uri: str) -> None:
+    MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri).check()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "check_store", lambda uri: check_store(uri, timeout_s=0.2))
+
+
+@contextmanager
+def _healthy_and_silent() -> Iterator[str]:
+    """A server that answers ``/health`` and waits with everything else until it is told to end."""
+    over = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            if not self.path.endswith("/health"):
+                over.wait()
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
