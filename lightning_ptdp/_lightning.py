@@ -39,6 +39,7 @@ __all__ = [
     "load_only_named_checkpoints",
     "register_signal_handlers",
     "replace_once",
+    "requeue_handler",
     "replace_signal_handlers",
 ]
 
@@ -204,6 +205,15 @@ def load_only_named_checkpoints(trainer: Trainer) -> None:
     connector = trainer._checkpoint_connector
     assert hasattr(connector, "_user_managed")
     connector._user_managed = True
+
+
+def requeue_handler(trainer: Trainer) -> Callable[[int, FrameType | None], None]:
+    """Return Lightning's handler that saves ``hpc_ckpt_*`` and puts a SLURM job back into the queue.
+
+    Lightning does not register it where the signal already has a handler.
+    """
+    handler: Callable[[int, FrameType | None], None] = trainer._signal_connector._slurm_sigusr_handler_fn
+    return handler
 
 
 def announce_sigterm(trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["SignalNotes", "StoppedNow", "breakable", "handled", "in_main_thread"]
+__all__ = ["HeldSignal", "SignalNotes", "StoppedNow", "breakable", "handled", "hold_requeue_signal", "in_main_thread"]
 
 _COPIES_S = 1.0  # launchers hand on what a terminal has sent to all processes already
 
@@ -60,6 +60,26 @@ class SignalNotes:
             if self._announcement and os.getpid() == self._pid:  # forked readers of data inherit the handler
                 os.write(2, f"\n{self._announcement}\n".encode())  # print may not be entered twice
         self.received.add(number)
+
+
+class HeldSignal:
+    """Handler of a signal that arrives before anything can act on it.
+
+    Attributes:
+        received: Whether it has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+
+def hold_requeue_signal() -> None:
+    """Hold SIGUSR1 in a SLURM job until ``SaveOnSignal`` acts on it; by default it would end this process."""
+    if "SLURM_JOB_ID" in os.environ and in_main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, HeldSignal())
 
 
 @contextmanager

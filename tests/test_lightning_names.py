@@ -8,7 +8,19 @@ import inspect
 import pytest
 import torch
 
-from lightning_ptdp._lightning import CLIS, LOADERS, NAMESPACES, REPLACED, TRAINERS, UPLOADERS, fits, is_compiled, lightning_names
+from lightning_ptdp._lightning import (
+    CLIS,
+    LOADERS,
+    NAMESPACES,
+    REPLACED,
+    TRAINERS,
+    UPLOADERS,
+    fits,
+    is_compiled,
+    lightning_names,
+    load_only_named_checkpoints,
+    requeue_handler,
+)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -46,6 +58,15 @@ def test_the_monitor_of_throughput_multiplies_by_what_we_set(namespace: str) -> 
     monitor = lightning_names(namespace).ThroughputMonitor(batch_size_fn=len)
     assert monitor._throughputs == {} and monitor.available_flops is None
     assert "self._throughputs[stage] = throughput" in inspect.getsource(monitor.setup)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_slurms_signal_and_checkpoints_are_handled_where_we_reach(namespace: str) -> None:
+    trainer = importlib.import_module(namespace).Trainer(logger=False)
+    assert callable(requeue_handler(trainer))
+    load_only_named_checkpoints(trainer)
+    text = inspect.getsource(type(trainer._checkpoint_connector)._select_ckpt_path)
+    assert "if self._user_managed:" in text
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)

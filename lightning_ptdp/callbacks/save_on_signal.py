@@ -13,12 +13,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_ptdp.signals import SignalNotes
+from lightning_ptdp._lightning import requeue_handler
+from lightning_ptdp.callbacks.superseded import superseded
+from lightning_ptdp.signals import HeldSignal, SignalNotes
 
 __all__ = ["SaveOnSignal"]
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 _ANNOUNCEMENT = "Ctrl-C: saves after this step and ends; once more: ends now"
+_REQUEUED = "hpc_ckpt_*.ckpt"  # Lightning's names, in default_root_dir
 
 
 class SaveOnSignal(pl.Callback):
@@ -27,7 +30,9 @@ class SaveOnSignal(pl.Callback):
     Lightning's own handler of SIGTERM talks to the other ranks from inside the signal handler, in the middle of whatever they are in, and
     Ctrl-C raises there; here a handler sets a flag, and the ranks compare flags after every step, over a group of their own and one step
     late, so that nobody waits. The second Ctrl-C ends them where they are. The signal that SLURM sends before it takes a job away
-    (Lightning's handler for it saves and puts the job back in the queue) is put off to the same moment.
+    (Lightning's handler for it saves and puts the job back in the queue) is put off to the same moment; one that arrived while ``ptdp``
+    was starting is acted on after the first steps. Under the ptdp strategy the checkpoint that it leaves is removed when the run has a
+    newer one.
 
     Args:
         name: Name of the checkpoint; it lies where ModelCheckpoint writes, else in ``default_root_dir``.
@@ -41,6 +46,8 @@ class SaveOnSignal(pl.Callback):
         self._name = name
         self._notes = SignalNotes()
         self._before: dict[int, Any] = {}
+        self._after: dict[int, Any] = {}
+        self._left: set[Path] = set()
         self._group: Any = None
         self._pending: tuple[Any, torch.Tensor] | None = None
 
@@ -52,6 +59,11 @@ class SaveOnSignal(pl.Callback):
         self._before = {number: signal.getsignal(number) for number in numbers}
         self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
         self._notes.take(*numbers)
+        held = {number: handler for number, handler in self._before.items() if isinstance(handler, HeldSignal)}
+        self._after = {number: requeue_handler(trainer) for number in held}
+        self._before |= self._after
+        self._notes.received |= {number for number, handler in held.items() if handler.received}
+        self._left = {Path(trainer.ckpt_path).resolve()} if trainer.ckpt_path else set()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         """Look at what the ranks said after the step before, and say what has come since."""
@@ -69,7 +81,7 @@ class SaveOnSignal(pl.Callback):
         for number in received:
             if number not in _ENDS:
                 self._notes.received.discard(number)
-                self._before[number](number, None)
+                self._requeue(trainer, number)
         if signal.SIGINT in received:
             self._save(trainer, "Ctrl-C")
             raise KeyboardInterrupt
@@ -81,6 +93,10 @@ class SaveOnSignal(pl.Callback):
         """Give the signals back."""
         self._agreed()
         self._close()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remove what earlier signals left."""
+        self._remove_superseded(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Likewise."""
@@ -99,19 +115,53 @@ class SaveOnSignal(pl.Callback):
             work.wait()
         return flags
 
+    def _requeue(self, trainer: pl.Trainer, number: int) -> None:
+        """Let Lightning save and put the job back into the queue."""
+        _finish_saving(trainer)  # and save in the foreground from now on: SLURM ends the job as soon as it is in the queue
+        before = _requeued(trainer)
+        self._before[number](number, None)
+        self._left |= _requeued(trainer) - before
+        self._remove_superseded(trainer)
+
+    def _remove_superseded(self, trainer: pl.Trainer) -> None:
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "run_facts"):
+            return
+        _finish_saving(trainer)
+        if not trainer.is_global_zero:
+            return
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        saved = {path for one in callbacks for path in (one.last_model_path, one.best_model_path, *one.best_k_models) if path}
+        named = strategy.run_facts.get("started_from")
+        found = _requeued(trainer) - {Path(named).resolve() if named else None}
+        experiment = strategy.run_facts.get("experiment")
+        for path in superseded(found, saved=map(Path, saved), own=self._left, experiment=experiment):
+            strategy.remove_checkpoint(path)
+
     def _save(self, trainer: pl.Trainer, why: str) -> None:
         folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         path = Path(next((folder for folder in folders if folder), trainer.default_root_dir)) / self._name
         rank_zero_info(f"{why}: saving {path}")
         trainer.save_checkpoint(path)
-        strategy: Any = trainer.strategy
-        if hasattr(strategy, "finish_saving"):
-            strategy.finish_saving()
+        _finish_saving(trainer)
         rank_zero_info(f"{why}: saved {path}; go on with fit(..., ckpt_path=...)")
 
     def _close(self) -> None:
         self._pending = None  # not waited for: after an exception a rank may be gone
         self._notes.give_back()
+        for number, handler in self._after.items():
+            signal.signal(number, handler)
+        self._after = {}
+
+
+def _finish_saving(trainer: pl.Trainer) -> None:
+    strategy: Any = trainer.strategy
+    if hasattr(strategy, "finish_saving"):
+        strategy.finish_saving()
+
+
+def _requeued(trainer: pl.Trainer) -> set[Path]:
+    return {path.resolve() for path in Path(trainer.default_root_dir).glob(_REQUEUED)}
 
 
 def _signals(trainer: pl.Trainer) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_ptdp import PTDPStrategy, Sampling
 from lightning_ptdp.callbacks import WriteSamples
 from lightning_ptdp.cli import main
-from lightning_ptdp.models import LitCausalLM
+from lightning_ptdp.models import AdamWConfig, LitCausalLM
 from lightning_ptdp.models.tiny import make_tiny
 
 Said = Callable[..., tuple[int, str, str]]
@@ -121,7 +121,8 @@ def test_samples_are_written_while_a_model_is_trained_and_from_its_checkpoint(sa
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(LitCausalLM(str(folder)), datamodule=Rows())
+    # A learning rate at which six steps change the text, whatever the initial weights are.
+    trainer.fit(LitCausalLM(str(folder), optimizer=AdamWConfig(learning_rate=0.05)), datamodule=Rows())
     rows = [json.loads(line) for line in (tmp_path / "log" / "1" / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["prompt"]) for row in rows] == [(step, prompt) for step in (2, 6) for prompt in PROMPTS]
     assert rows[0]["text"] != rows[2]["text"], "it has learned"
