@@ -47,6 +47,8 @@ def check_run(
     """
     _check_sizes(model, datamodule)
     if hasattr(trainer.strategy, "check"):
+        if writes:
+            trainer.strategy.check_processes()
         trainer.strategy.check(model, datamodule)
     check_data(trainer, datamodule)
     check_checkpoint("--ckpt_path", ckpt_path, resumes=writes)

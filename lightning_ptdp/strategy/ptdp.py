@@ -100,6 +100,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         if trainer is None or self.lightning_module is None:
             return
         if fits(trainer):
+            self.check_processes()
             self._choose(trainer, [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None])
         check_trainer(self, trainer)
         if not self._is_cut_here:

@@ -15,6 +15,7 @@ from lightning_ptdp._lightning import Launcher
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.checks.device import check_device
+from lightning_ptdp.strategy.checks.processes import check_processes
 from lightning_ptdp.strategy.crowd import Crowd
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.joining import join
@@ -85,6 +86,14 @@ class World(RunningStrategy):
         """Samples are split over replicas; all ranks of a replica read the same ones."""
         layout = self.layout
         return {"num_replicas": layout.num_replicas, "rank": layout.replica(self.global_rank)}
+
+    def check_processes(self) -> None:
+        """Refuse to fit where a launcher has started processes that would not join.
+
+        Raises:
+            ValueError: It has; says what would work.
+        """
+        check_processes(self.cluster_environment, os.environ, devices=self.num_processes, num_nodes=self.num_nodes)
 
     def setup_environment(self) -> None:
         """Join the process group and make the mesh."""

@@ -1,0 +1,57 @@
+"""Processes that a launcher has started although the Trainer does not count them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["check_processes"]
+
+_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_OTHERS = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")  # of a step of srun, which a shell in an allocation is not; of torchrun and Ray
+
+
+def check_processes(environment: Any, variables: Mapping[str, str], *, devices: int, num_nodes: int) -> None:
+    """Refuse a training that each of several processes would run by itself.
+
+    Args:
+        environment: Lightning's cluster environment.
+        variables: The environment's variables.
+        devices: Processes of a machine, as the Trainer counts them.
+        num_nodes: Machines, as the Trainer counts them.
+
+    Raises:
+        ValueError: A launcher has started more processes than join; says what would work.
+    """
+    joins = environment is not None and environment.creates_processes_externally
+    for name, count in _announced(environment, variables):
+        if count < 2:
+            continue
+        alone = devices * num_nodes == 1
+        started_again = name in _MPI and not joins and count != num_nodes  # one that starts the others is on each node
+        if not alone and not started_again:
+            continue
+        if joins:
+            works = f"Use Trainer(devices=..., num_nodes=...) with devices * num_nodes = {count}, or start one process"
+        else:
+            works = (
+                f"Use Trainer(devices={count}, num_nodes=1) and start it with: torchrun --nproc-per-node {count} --no-python "
+                f"{shlex.join(sys.orig_argv)}"
+            )
+        raise ValueError(
+            f"{name}={count}, but Trainer(devices={devices}, num_nodes={num_nodes}): each of the {count} processes would run a training of "
+            f"its own. {works}"
+        )
+
+
+def _announced(environment: Any, variables: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Yield what says how many processes there are, and their number."""
+    for name in (*_MPI, *_OTHERS):
+        value = variables.get(name, "")
+        if value.isdecimal():
+            yield name, int(value)
+    # SLURM's counts the tasks of the job, also in a shell that runs one process.
+    if environment is not None and environment.creates_processes_externally and not hasattr(environment, "requeue_signal"):
+        yield f"{type(environment).__name__}.world_size()", environment.world_size()

@@ -1,0 +1,118 @@
+"""Trainings in processes of which the Trainer counts fewer than a launcher has started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
+
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.conformance.toys import LitNet, loader
+
+VARIABLES = (
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_JOB_NAME"),
+    *("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NNODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+)
+
+
+class RayLike(LightningEnvironment):
+    """An environment whose processes are started elsewhere."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return 2
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def trainer(*, devices: Any = "auto", plugin: ClusterEnvironment | None = None) -> L.Trainer:
+    return L.Trainer(
+        strategy=PTDPStrategy(),
+        accelerator="cpu",
+        devices=devices,
+        plugins=plugin,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+@pytest.mark.parametrize("devices", ["auto", 2])
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_mpirun_is_refused_with_the_command_that_works(monkeypatch: pytest.MonkeyPatch, name: str, devices: Any) -> None:
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ValueError, match=f"{name}=2.*Trainer\\(devices=2.*torchrun --nproc-per-node 2 --no-python"):
+        trainer(devices=devices).fit(LitNet(), loader())
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"},
+        {
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+        },
+    ],
+)
+def test_processes_that_could_join_are_told_how(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"each of the 2 processes.*with devices \* num_nodes = 2"):
+        trainer().fit(LitNet(), loader())
+
+
+def test_an_environment_that_counts_more_processes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"RayLike.world_size\(\)=2"):
+        trainer(plugin=RayLike()).fit(LitNet(), loader())
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"WORLD_SIZE": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"},
+        {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},  # a batch script, or a shell of salloc, without srun
+        {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"},
+    ],
+)
+def test_one_process_trains_alone(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    one = trainer()
+    one.fit(LitNet(), loader())
+    assert one.global_step == 1
+
+
+def test_one_process_of_several_may_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainer(devices=1).validate(LitNet(), loader(), verbose=False)
+
+
+def test_processes_that_join_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "SLURM_STEP_NUM_TASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    strategy: Any = trainer(devices=2).strategy
+    strategy.check_processes()
+
+
+def test_a_process_on_each_node_that_starts_the_others_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    strategy: Any = L.Trainer(strategy=PTDPStrategy(), accelerator="cpu", devices=2, num_nodes=2, logger=False).strategy
+    strategy.check_processes()
