@@ -67,7 +67,8 @@ def slurm_script(job: LaunchJob) -> str:
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
-        f"# SIGUSR1 comes {_SAVE_S} s before the end: all ranks finish their step and save, and the job goes back into the queue.",
+        f"# SIGUSR1 comes {_SAVE_S} s before the time limit: all ranks finish their step and save, and the job goes back into the queue.",
+        "# Before a preemption it comes only if slurm.conf has PreemptParameters=send_user_signal; at SIGTERM the ranks save, too.",
         "set -euo pipefail",
         "",
         'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',

@@ -58,6 +58,15 @@ def test_a_script_for_slurm(ptdp: Run, tmp_path: Path, monkeypatch: pytest.Monke
     ]  # fmt: skip
 
 
+def test_the_page_shows_the_script_that_its_command_makes(ptdp: Run) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
+    (command,) = [line for line in page.splitlines() if "--launcher slurm" in line and line.startswith("ptdp fit --config")]
+    code, made, err = ptdp(*shlex.split(command)[1:])
+    assert code == 0, err
+    shown = page.partition('title="train.sbatch"\n')[2].partition("```")[0]
+    assert shown == made.replace(str(Path.cwd()), "/shared/project").replace(sys.executable, "/shared/venv/bin/python")
+
+
 def test_a_script_for_torchrun(ptdp: Run) -> None:
     one = words(script(ptdp, "--launcher=torchrun", "-c", "gpt/nano", "--ckpt_path", "x.ckpt"))
     assert one[1:5] == [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
