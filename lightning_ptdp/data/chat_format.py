@@ -13,6 +13,7 @@ beginning of the whole (it leaves earlier answers' thoughts out, say) has no suc
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -22,12 +23,16 @@ import numpy as np
 from lightning_ptdp.data.conversations import Conversation, FaultyRow
 from lightning_ptdp.data.errors import TokenizerError, reading
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
+from lightning_ptdp.time_limit import time_limit
 from lightning_ptdp.untrusted import read_bytes
 
-__all__ = ["ChatFormat", "Learn", "read_template"]
+__all__ = ["LIMIT_S", "ChatFormat", "Learn", "read_template"]
 
 Learn: TypeAlias = Literal["answers", "last_answer"]
 
+LIMIT_S = 10.0
+"""For a template to render a conversation, which takes milliseconds."""
+_ENDLESS = "give one without (chat_template: a file)"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MEND = "give a template that marks its answers with {% generation %} (chat_template: a file), or learn: last_answer"
 
@@ -41,7 +46,7 @@ class ChatFormat:
         learn: Every answer, or each conversation's last one only.
 
     Raises:
-        TokenizerError: There is no template, or the tokenizer cannot tell where its tokens stand in a text.
+        TokenizerError: There is no template, or one that computes powers, or the tokenizer cannot tell where its tokens stand in a text.
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, *, template: str | None = None, learn: Learn = "answers") -> None:
@@ -59,6 +64,7 @@ class ChatFormat:
             raise TokenizerError(
                 f"the tokenizer of {tokenizer.folder} is a slow one, which does not tell where a token stands in a text"
             )
+        _check_powers(self.template, tokenizer.folder if template is None else template)
         added = self._tokenizer.added_tokens_decoder.items()
         self._special = np.array([index for index, token in added if token.special], np.int64)
 
@@ -67,6 +73,7 @@ class ChatFormat:
 
         Raises:
             FaultyRow: The template does not take the conversation, or there is nothing to learn in it.
+            TokenizerError: The template takes too long.
         """
         text = self._render(conversation)
         _check_rendered(conversation, text)
@@ -125,7 +132,10 @@ class ChatFormat:
 
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(conversation, chat_template=self.template, **options)
+            with time_limit(LIMIT_S):
+                return self._tokenizer.apply_chat_template(conversation, chat_template=self.template, **options)
+        except TimeoutError as error:
+            raise TokenizerError(f"the chat template is {error} for one conversation: {_ENDLESS}") from error
         except Exception as error:  # a template is a program
             roles = ", ".join(str(message["role"]) for message in conversation)
             raise FaultyRow(
@@ -141,6 +151,16 @@ def read_template(path: str) -> str:
     """
     with reading(f"chat_template={path}", TokenizerError, "name a file with a Jinja template"):
         return read_bytes(Path(path)).decode()
+
+
+def _check_powers(template: str, where: str | Path) -> None:
+    """Refuse ``**``: one power can take hours in a call that no time limit interrupts, and no chat template needs it."""
+    import jinja2
+
+    with contextlib.suppress(jinja2.TemplateSyntaxError):  # told where it is rendered
+        tokens = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(template)
+        if any(kind == "operator" and value == "**" for _, kind, value in tokens):
+            raise TokenizerError(f"the chat template of {where} computes a power (**): {_ENDLESS}")
 
 
 def _check_rendered(conversation: Conversation, text: str) -> None:

@@ -18,12 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from lightning_ptdp.data.errors import StoreError
-from lightning_ptdp.data.manifest import SPLITS, Manifest, SplitName, check_file
+from lightning_ptdp.data.manifest import SPLITS, Manifest, SplitName, check_files
+from lightning_ptdp.data.store import check_ids
 
 __all__ = ["FORM", "ChatStore", "Sample", "verify_chat"]
 
 FORM = "chat"
 """What a manifest calls it."""
+_TOKENS = "tokens.bin"
 
 Sample = tuple[np.ndarray, np.ndarray]
 
@@ -46,7 +48,7 @@ class ChatStore:
         held = manifest.splits[split]
         self.fingerprint = manifest.fingerprint(split)
         self._boundaries = self._map("boundaries.bin", "int64", held.documents + 1)
-        self._tokens = self._map("tokens.bin", held.dtype, held.tokens)
+        self._tokens = self._map(_TOKENS, held.dtype, held.tokens)
         self._learned = self._map("learned.bin", "bool", held.tokens)
         self.lengths = np.diff(self._boundaries)
         if self._boundaries[0] != 0 or (self.lengths < 2).any() or self._boundaries[-1] != held.tokens:
@@ -58,13 +60,28 @@ class ChatStore:
         return ChatStore, (self._folder, self._split)
 
     def read(self, index: int) -> Sample:
-        """Ids and which of them are learned, of one sample."""
+        """Return the ids of one sample, and which of them are learned.
+
+        Raises:
+            StoreError: An id is outside the vocabulary.
+        """
         here = slice(int(self._boundaries[index]), int(self._boundaries[index + 1]))
-        return self._tokens[here], self._learned[here]
+        tokens = self._tokens[here]
+        check_ids(tokens, self.vocabulary_size, self._folder / self._split / _TOKENS)
+        return tokens, self._learned[here]
+
+    def check(self) -> None:
+        """Read all tokens once and compare them with the vocabulary.
+
+        Raises:
+            StoreError: A token is outside the vocabulary.
+        """
+        check_ids(self._tokens, self.vocabulary_size, self._folder / self._split / _TOKENS)
 
     def learned_within(self, most: int) -> np.ndarray:
         """Whether a sample has something to learn among its first ``most`` tokens (the first is never predicted), bool."""
-        return np.array([self.read(index)[1][1:most].any() for index in range(len(self.lengths))], bool)
+        ends = zip(self._boundaries[:-1], self._boundaries[1:], strict=True)
+        return np.array([self._learned[start:stop][1:most].any() for start, stop in ends], bool)
 
     def _map(self, name: str, dtype: str, length: int) -> np.ndarray:
         path = self._folder / self._split / name
@@ -75,14 +92,15 @@ class ChatStore:
 
 
 def verify_chat(folder: str | Path, *, hashes: bool = True) -> Manifest:
-    """Check a prepared folder against its manifest.
+    """Check a prepared folder against its manifest, and its tokens against the vocabulary unless ``hashes`` is off.
 
     Raises:
         StoreError: The message names the first file that is wrong.
     """
     manifest = Manifest.read(folder)
-    for name, record in manifest.files.items():
-        check_file(Path(folder, name), record, hashes=hashes)
+    check_files(folder, manifest, hashes=hashes)
     for split in SPLITS:
-        ChatStore(folder, split)
+        store = ChatStore(folder, split)
+        if hashes:
+            store.check()
     return manifest

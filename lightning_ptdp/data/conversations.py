@@ -6,19 +6,21 @@ The ``datasets`` library does the reading: JSON lines, Parquet, or a folder that
 from __future__ import annotations
 
 import ast
-import json
+import contextlib
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.data.corpus import Corpus
-from lightning_ptdp.data.errors import CorpusError
+from lightning_ptdp.data.errors import CorpusError, reading
 from lightning_ptdp.option_types import nearest
 from lightning_ptdp.requirements import RequirementError, import_optional
-from lightning_ptdp.untrusted import reason
+from lightning_ptdp.untrusted import parse_json, reason, regular_size
 
 __all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows"]
 
@@ -33,6 +35,7 @@ _SHARED = {"human": "user", "gpt": "assistant", "system": "system"}
 """Roles of data in the form {"from": ..., "value": ...}."""
 _BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 _DOCSTRINGS = 2000
+_LONGEST_LINE = 1 << 26  # bytes
 _SAVED = ("state.json", "dataset_dict.json")
 
 
@@ -147,6 +150,8 @@ def read_rows(path: str | Sequence[str] | None, *, split: str = "train") -> Iter
     for file in chat_files(path):
         if file.is_file() and not file.stat().st_size:
             continue  # datasets falls over it
+        with reading(f"path={file}", CorpusError, "copy it again"):
+            _check_regular(file)
         try:
             yield from _rows_of(file, split)
         except (CorpusError, RequirementError):
@@ -175,18 +180,39 @@ def _rows_of(file: Path, split: str) -> Iterator[dict[str, Any]]:
         log.setLevel(level)
 
 
+def _check_regular(file: Path) -> None:
+    """Refuse what a reader would wait for, or fill the memory with."""
+    if file.is_dir():
+        return
+    size = regular_size(file)
+    if _BUILDERS.get(file.suffix) == "json" and size:
+        with open(file, "rb") as stream, contextlib.suppress(OSError):  # of a file system that knows no holes
+            if (hole := os.lseek(stream.fileno(), 0, os.SEEK_HOLE)) < size:
+                raise ValueError(f"it is a sparse file, without content from byte {hole} on")
+
+
 def _why(file: Path, error: Exception) -> str:
-    """Which line is no JSON, where that is it."""
+    """Return the first line that is no JSON object, or else what the library says."""
     if file.is_file() and _BUILDERS[file.suffix] == "json":
-        with open(file, encoding="utf-8", errors="replace") as lines:
+        with open(file, "rb") as stream:
+            lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
             for number, line in enumerate(lines, start=1):
-                try:
-                    row = json.loads(line) if line.strip() else {}
-                except ValueError as wrong:
-                    return f"line {number} is not JSON ({reason(wrong)}); a file of JSON lines has one object a line"
-                if not isinstance(row, dict):
-                    return f"line {number} is a {type(row).__name__}; a file of JSON lines has one object a line"
+                if wrong := _wrong_line(line):
+                    return f"line {number} {wrong}; a file of JSON lines has one object a line"
     return reason(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+
+
+def _wrong_line(line: bytes) -> str:
+    """Return what is wrong with a line of a file of JSON lines, or an empty text."""
+    if len(line) == _LONGEST_LINE:
+        return f"has more than {_LONGEST_LINE} bytes"
+    try:
+        row = parse_json(line.decode().encode()) if line.strip() else {}
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 (byte {error.start + 1}: 0x{line[error.start]:02x})"
+    except ValueError as error:
+        return f"is not JSON ({reason(error)})"
+    return "" if isinstance(row, dict) else f"is a {type(row).__name__}"
 
 
 def _find(key: str, present: Sequence[str], given: Mapping[str, str]) -> str | None:

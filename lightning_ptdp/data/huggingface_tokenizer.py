@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from lightning_ptdp.data.errors import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.requirements import RequirementError, import_optional
-from lightning_ptdp.untrusted import read_files, reason, small_files
+from lightning_ptdp.untrusted import parse_json, read_files, reason, small_files
 
 __all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tokenizer"]
 
@@ -48,6 +48,7 @@ class HuggingFaceTokenizer:
         with reading(f"tokenizer folder {folder}", TokenizerError, "put a tokenizer's own files there"):
             self._files = read_files(self.folder, (*_FILES, "config.json"))
             small_files(self.folder, _READ)
+            parse_json(self._files[_SETTINGS])
         digest = hashlib.sha256()
         for name, content in sorted(self._files.items()):
             if name != "config.json":
@@ -72,7 +73,8 @@ class HuggingFaceTokenizer:
                     f"tokenizer folder {self.folder} needs code of its own (auto_map), which is not run: use a model whose tokenizer "
                     "transformers has"
                 ) from error
-            raise TokenizerError(f"tokenizer folder {self.folder} cannot be read: {reason(error)}") from error
+            why = " ".join(reason(error).split())[:300]
+            raise TokenizerError(f"tokenizer folder {self.folder} cannot be read: {why}") from error
 
     @property
     def files(self) -> dict[str, bytes]:

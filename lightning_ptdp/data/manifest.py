@@ -19,12 +19,22 @@ from typing import Any, Literal
 
 from lightning_ptdp.data.errors import StoreError, reading
 from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER, load_tokenizer
-from lightning_ptdp.data.store import INDEX_FILE, Chunk, TokenType, read_chunks
+from lightning_ptdp.data.store import INDEX_FILE, Chunk, ChunkMap, TokenType, read_chunks
 from lightning_ptdp.data.tokenizer import MODEL_FILE, RECORD_FILE, Tokenizer
 from lightning_ptdp.option_types import Count, check_types
 from lightning_ptdp.untrusted import inside, read_json
 
-__all__ = ["CorpusRecord", "FileRecord", "Manifest", "SplitName", "SplitRecord", "check_file", "record_files", "verify_store"]
+__all__ = [
+    "CorpusRecord",
+    "FileRecord",
+    "Manifest",
+    "SplitName",
+    "SplitRecord",
+    "check_file",
+    "check_files",
+    "record_files",
+    "verify_store",
+]
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
@@ -166,8 +176,8 @@ def record_files(folder: str | Path) -> dict[str, FileRecord]:
 
 
 def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
-    """Check a prepared folder against its manifest: every file is there, of its size and (unless ``hashes`` is off) its hash,
-    and the tokenizer is the one whose ids are stored.
+    """Check a prepared folder against its manifest: every file is there, of its size and (unless ``hashes`` is off) its hash, with
+    tokens of the vocabulary alone, and the tokenizer is the one whose ids are stored.
 
     litdata itself waits two minutes for a missing chunk and does not see a flipped byte, so this comes before it is opened.
 
@@ -176,10 +186,12 @@ def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
         TokenizerError: The tokenizer is damaged.
     """
     manifest = Manifest.read(folder)
-    for name, record in manifest.files.items():
-        check_file(_member(folder, name), record, hashes=hashes)
+    check_files(folder, manifest, hashes=hashes)
     for split in SPLITS:
-        named = {f"{split}/{chunk.path.name}" for chunk in manifest.chunks(folder, split)}
+        chunks = manifest.chunks(folder, split)
+        if hashes:
+            ChunkMap(chunks, manifest.splits[split].dtype, vocabulary_size=manifest.vocabulary_size).check()
+        named = {f"{split}/{chunk.path.name}" for chunk in chunks}
         unknown = ({f"{split}/{INDEX_FILE}", *named} if named else named) - set(manifest.files)
         if unknown:
             raise StoreError(f"{Path(folder, min(unknown))} is not listed in {MANIFEST_FILE}: {_MEND}")
@@ -195,6 +207,16 @@ def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
             f"{tokenizer.fingerprint[:12]}: another tokenizer was put in its place"
         )
     return manifest
+
+
+def check_files(folder: str | Path, manifest: Manifest, *, hashes: bool = True) -> None:
+    """Compare every file of a prepared folder with its record.
+
+    Raises:
+        StoreError: One is missing, damaged, or outside of the folder.
+    """
+    for name, record in manifest.files.items():
+        check_file(_member(folder, name), record, hashes=hashes)
 
 
 def check_file(path: Path, record: FileRecord, *, hashes: bool = True, said: str | None = None) -> None:

@@ -22,12 +22,13 @@ import numpy as np
 from lightning_ptdp.data.errors import StoreError, reading
 from lightning_ptdp.untrusted import inside, read_json
 
-__all__ = ["Chunk", "ChunkMap", "TokenType", "read_chunks", "token_dtype", "write_chunks"]
+__all__ = ["Chunk", "ChunkMap", "TokenType", "check_ids", "read_chunks", "token_dtype", "write_chunks"]
 
 INDEX_FILE = "index.json"
 TokenType = Literal["uint16", "int32"]
 _HEADER_BYTES = 12  # number of items (one), its first byte and the byte behind it, four bytes each; then the tokens
 _MOST_TOKENS = 1 << 30  # of a chunk, whose bytes are counted in four
+_CHECKED = 1 << 22  # tokens at a time
 _MAPPED = 64  # chunks at a time: each takes an open file
 _ALONE = {"DATA_OPTIMIZER_GLOBAL_RANK": "0", "DATA_OPTIMIZER_NUM_WORKERS": "1", "DATA_OPTIMIZER_NUM_NODES": "1"}
 
@@ -101,6 +102,22 @@ def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
     return tuple(Chunk(file, tokens) for file, tokens in named)
 
 
+def check_ids(tokens: np.ndarray, vocabulary_size: int, path: Path) -> None:
+    """Compare tokens of a file with the vocabulary, a few megabytes at a time.
+
+    Raises:
+        StoreError: A token is outside of it.
+    """
+    for start in range(0, len(tokens), _CHECKED):
+        some = tokens[start : start + _CHECKED]
+        for wrong in (int(some.min()), int(some.max())):
+            if not 0 <= wrong < vocabulary_size:
+                raise StoreError(
+                    f"{path} holds token {wrong}, outside the vocabulary of {vocabulary_size}: the tokens are not of the tokenizer "
+                    "beside them; prepare the data again with overwrite"
+                )
+
+
 class ChunkMap:
     """Random access to the tokens of a split, in blocks of ``block_size``; a block never spans two chunks.
 
@@ -141,13 +158,17 @@ class ChunkMap:
         stop = begin + count * self._block_size
         assert stop <= self._chunks[number].tokens, "a run never spans two chunks"
         tokens: np.ndarray = self._map(number)[begin:stop].astype(np.int32)
-        if count and not (tokens.min() >= 0 and tokens.max() < self._vocabulary_size):
-            wrong = int(tokens[(tokens < 0) | (tokens >= self._vocabulary_size)][0])
-            raise StoreError(
-                f"{self._chunks[number].path} holds token {wrong}, outside the vocabulary of {self._vocabulary_size}: the tokens are not "
-                "of the tokenizer beside them; prepare the data again with overwrite"
-            )
+        check_ids(tokens, self._vocabulary_size, self._chunks[number].path)
         return tokens
+
+    def check(self) -> None:
+        """Read all tokens once and compare them with the vocabulary.
+
+        Raises:
+            StoreError: A token is outside the vocabulary.
+        """
+        for chunk, tokens in zip(self._chunks, self, strict=True):
+            check_ids(tokens, self._vocabulary_size, chunk.path)
 
     def _open(self, number: int) -> np.ndarray:
         chunk = self._chunks[number]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from lightning_ptdp.data import Tokenizer
+from lightning_ptdp.data.chat_format import LIMIT_S, read_template
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.exchange.tokenizers import tokenizer_folder
 from lightning_ptdp.models.folder import local_folder
+from lightning_ptdp.time_limit import time_limit
+from lightning_ptdp.untrusted import hub_blobs, read_json
 
 __all__ = ["Message", "TextTokenizer", "find_tokenizer"]
 
@@ -86,7 +88,7 @@ class _HuggingFace:
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None) -> None:
         self._folder, self._tokenizer = tokenizer.folder, tokenizer.of_transformers
         if template is not None:
-            self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+            self._tokenizer.chat_template = read_template(template)
         ends = [*_ends(self._folder), self._tokenizer.eos_token_id]
         self.eos_ids = frozenset(index for index in ends if index is not None)
 
@@ -104,7 +106,8 @@ class _HuggingFace:
         if not self._tokenizer.chat_template:
             raise ValueError(f"the tokenizer in {self._folder} has no chat template; ptdp generate continues a text")
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            with time_limit(LIMIT_S):
+                text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # jinja's, of a template that refuses a role or an order
             raise ValueError(f"the chat template in {self._folder} does not take this conversation: {error}") from error
         found: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -115,7 +118,7 @@ def _ends(folder: Path) -> list[int]:
     """What the model's generation config ends a text with: an instruction model often has more than the tokenizer's one."""
     file = folder / "generation_config.json"
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+        found = read_json(file, linked=hub_blobs(folder)).get("eos_token_id") if file.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
     return [index for index in (found if isinstance(found, list) else [found]) if isinstance(index, int)]

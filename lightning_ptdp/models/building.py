@@ -40,7 +40,7 @@ def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **opt
     """Build a model with the weights of a folder or of the hub; without one, with initial values.
 
     Raises:
-        ValueError: The weights have other shapes than the configuration describes.
+        ValueError: The weights are missing, or have other shapes than the configuration describes.
     """
     if weights is None:
         return kind.from_config(config, trust_remote_code=False, **options)
@@ -51,3 +51,6 @@ def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **opt
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(f"{said}: the weights have other shapes than config.json describes") from error
+    except OSError as error:
+        why = " ".join(str(error).split())[:300]
+        raise ValueError(f"{said}: the weights cannot be read ({why})") from error

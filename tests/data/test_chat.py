@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,13 @@ import pytest
 import torch
 
 from lightning_ptdp.cli import main
-from lightning_ptdp.data import ChatDataModule
+from lightning_ptdp.data import ChatDataModule, chat_format
 from lightning_ptdp.data.chat_format import ChatFormat
+from lightning_ptdp.data.chat_store import ChatStore, verify_chat
 from lightning_ptdp.data.conversations import FaultyRow
+from lightning_ptdp.data.errors import CorpusError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from lightning_ptdp.data.manifest import FileRecord, Manifest, record_files
 from lightning_ptdp.data.packing import pack
 from lightning_ptdp.models import make_tiny
 
@@ -318,3 +324,82 @@ def test_ptdp_takes_the_tokenizer_of_the_model(
     text = ["--data.source", str(chat.with_name("text.jsonl")), "--data.data_dir", "text"]
     assert main(["prepare", "--config", "hf/nano", *given, *text, "--data.validation_fraction", "0.5"]) == 0
     assert load_tokenizer("text").fingerprint == load_tokenizer(store).fingerprint == HuggingFaceTokenizer(model).fingerprint
+
+
+def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(model: Path, chat: Path, tmp_path: Path) -> None:
+    made = prepared(model, chat, tmp_path / "store")
+    file = tmp_path / "store" / "train" / "tokens.bin"
+    tokens = np.fromfile(file, "uint16")
+    tokens[5] = 60_000
+    tokens.tofile(file)
+    replace(Manifest.read(tmp_path / "store"), files=record_files(tmp_path / "store")).write(tmp_path / "store")
+    words = r"train/tokens\.bin holds token 60000, outside the vocabulary of \d+"
+    with pytest.raises(StoreError, match=words):
+        data(model, chat, tmp_path / "store").check()
+    with pytest.raises(StoreError, match=words):
+        data(model, chat, tmp_path / "store").prepare_data()
+    made.setup()  # of another process, which does not read all tokens again
+    with pytest.raises(StoreError, match=words):
+        ChatStore(tmp_path / "store", "train").read(0)
+
+
+def test_a_manifest_of_conversations_names_no_file_outside(model: Path, chat: Path, tmp_path: Path) -> None:
+    prepared(model, chat, tmp_path / "store")
+    (tmp_path / "secret").write_text("not for you")
+    manifest = Manifest.read(tmp_path / "store")
+    secret = FileRecord(size=11, sha256=hashlib.sha256(b"not for you").hexdigest())
+    replace(manifest, files={**manifest.files, "../secret": secret}).write(tmp_path / "store")
+    with pytest.raises(StoreError, match=r"'\.\./secret' is not the name of a file inside"):
+        verify_chat(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% for i in range(99999) %}{{ f(n) if n else '' }}{% endfor %}{% endmacro %}{% for i in range(99999) %}"
+        "{{ f(0) }}{% endfor %}",
+    ],
+)
+def test_a_template_that_loops_is_stopped(
+    model: Path, chat: Path, tmp_path: Path, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_format, "LIMIT_S", 0.2)
+    (tmp_path / "loop.jinja").write_text(loop + (model.parent / "plain.jinja").read_text())
+    for faulty in ("error", "drop"):
+        with pytest.raises(
+            TokenizerError, match=r"the chat template is not finished after 0\.2 s for one conversation: give one"
+        ):
+            data(model, chat, tmp_path / "store", chat_template=str(tmp_path / "loop.jinja"), faulty=faulty).check()
+
+
+def test_a_template_that_computes_powers_is_refused(model: Path, chat: Path, tmp_path: Path) -> None:
+    plain = (model.parent / "plain.jinja").read_text()
+    (tmp_path / "power.jinja").write_text("{{ 9 ** 9 ** 9 ** 9 }}" + plain)
+    with pytest.raises(TokenizerError, match=r"the chat template of .*power\.jinja computes a power \(\*\*\)"):
+        data(model, chat, tmp_path / "store", chat_template=str(tmp_path / "power.jinja")).check()
+    (tmp_path / "bold.jinja").write_text(plain + "{# **bold** #}{{ '**bold**' if false else '' }}")
+    assert data(model, chat, tmp_path / "store", chat_template=str(tmp_path / "bold.jinja")).check() is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 is not JSON \\(its brackets are more than 64 deep\\)"),
+        (b'{"prompt": "\xff", "response": "b"}', "line 2 is not UTF-8 \\(byte 13: 0xff\\)"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(model: Path, tmp_path: Path, line: bytes, words: str) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "a", "response": "b"}\n' + line + b"\n")
+    with pytest.raises(CorpusError, match=rf"path=.*bad\.jsonl cannot be read: {words}; a file of JSON lines"):
+        data(model, tmp_path / "bad.jsonl", tmp_path / "store").prepare_data()
+
+
+def test_a_pipe_and_a_sparse_file_of_conversations_are_refused(model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(CorpusError, match=r"a\.jsonl cannot be read: it is not a regular file"):
+        data(model, tmp_path / "a.jsonl", tmp_path / "store").check()
+    with open(tmp_path / "b.jsonl", "wb") as stream:
+        stream.truncate(1 << 42)
+    with pytest.raises(CorpusError, match=r"b\.jsonl is damaged: it is a sparse file, without content from byte 0 on"):
+        data(model, tmp_path / "b.jsonl", tmp_path / "store").check()

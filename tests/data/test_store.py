@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lightning_ptdp.data import StoreError
+from lightning_ptdp.data import PrepareConfig, StoreError, prepare, verify_store
+from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.store import ChunkMap, TokenType, read_chunks, token_dtype, write_chunks
+from tests.data.conftest import write_corpus
 from tests.pool import Pool
 
 
@@ -143,3 +146,20 @@ def test_more_chunks_than_open_files(tmp_path: Path) -> None:
     assert [int(reader.read(number)[0]) for number in range(300)] == list(range(300))
     assert len(os.listdir("/proc/self/fd")) - before < 100
     assert np.concatenate(list(reader)).tolist() == list(range(300))
+
+
+def test_a_token_outside_the_vocabulary_is_found_when_the_folder_is_verified(tmp_path: Path) -> None:
+    made = prepare(
+        PrepareConfig(
+            output=tmp_path / "store", source=str(write_corpus(tmp_path / "text", documents=12)), vocabulary_size=300,
+            chunk_tokens=5000, validation_fraction=0.2,
+        )
+    )  # fmt: skip
+    chunk = made.folder / "train" / "chunk-0-0.bin"
+    content = bytearray(chunk.read_bytes())
+    content[-2:] = (300).to_bytes(2, "little")
+    chunk.write_bytes(content)
+    replace(made.manifest, files=record_files(made.folder)).write(made.folder)
+    with pytest.raises(StoreError, match=r"chunk-0-0\.bin holds token 300, outside the vocabulary of 300"):
+        verify_store(made.folder)
+    verify_store(made.folder, hashes=False)  # every process: the tokens are compared as they are read

@@ -32,6 +32,7 @@ MOST_S = 1.0  # of a processor: the machine may be busy with something else
 _PATIENCE_S = 15.0  # of the clock: whoever waits for a pipe takes no processor
 MOST_MB = 200.0
 _ADDRESS_SPACE = 4 << 30  # more than there was: what is bigger than the machine ends in a MemoryError, not in the kernel's choice
+_PACKAGE = Path(__file__).resolve().parents[2] / "lightning_ptdp"
 _EVALUATING = (
     "typing.py",
     "collections/__init__.py",
@@ -157,8 +158,9 @@ def _confined(case: Case, folder: Path) -> dict[str, Any]:
 
 def _unnamed(error: BaseException, said: str, case: Case, folder: Path) -> str:
     """What an error lacks to be one of ours that names a file."""
-    if not isinstance(error, ValueError) or not type(error).__module__.startswith("lightning_ptdp"):
-        place = traceback.extract_tb(error.__traceback__)[-1]
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    ours = type(error).__module__.startswith("lightning_ptdp") or Path(place.filename).is_relative_to(_PACKAGE)
+    if not isinstance(error, ValueError) or not ours:
         return f"{type(error).__name__} of {place.filename}:{place.lineno}: {said[:200]}"
     if "\n" in said or len(said) > 1500:
         return f"more than a sentence: {said[:300]!r}"

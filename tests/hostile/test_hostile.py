@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile import Case, configurations, data, tokenizers
+from tests.hostile import Case, configurations, data, models, tokenizers
 from tests.hostile.confined import CANARY, Confinement, Outcome
 
 _OF_EACH = 12
@@ -23,7 +23,9 @@ def selection(cases: Iterable[Case]) -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    "cases", [data.cases, configurations.cases, tokenizers.cases], ids=["data", "configurations", "tokenizers"]
+    "cases",
+    [data.cases, configurations.cases, tokenizers.cases, models.cases],
+    ids=["data", "configurations", "tokenizers", "models"],
 )
 def test_hostile_files_are_refused_by_name_and_touch_nothing(cases: Callable[[], Iterable[Case]], tmp_path: Path) -> None:
     confinement = Confinement(tmp_path / "cases")

@@ -1,0 +1,52 @@
+"""A limit for the time that foreign code may take in this process."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["time_limit"]
+
+
+class _Late(BaseException):
+    """Raised in the thread whose time is up; code that handles exceptions lets it pass."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt the block if it runs longer than ``seconds``, in any thread.
+
+    Python code is interrupted; a single call into a C library is not before it returns.
+
+    Raises:
+        TimeoutError: The block was not finished.
+    """
+    thread, done, turn = threading.get_ident(), threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        if done.wait(seconds):
+            return
+        with turn:
+            if not done.is_set():
+                _raise_in(thread, _Late)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        try:
+            yield
+        finally:
+            with turn:
+                done.set()
+    except _Late:
+        with turn:
+            done.set()
+            _raise_in(thread, None)
+        raise TimeoutError(f"not finished after {seconds:g} s") from None
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise ``error`` in a thread at its next instruction; None takes back what was not raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error))

@@ -1,0 +1,45 @@
+"""A limit for foreign code that runs in this process."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lightning_ptdp.time_limit import time_limit
+
+
+def _endless() -> None:
+    while True:
+        try:
+            while True:
+                pass
+        except Exception:
+            pass
+
+
+def test_an_endless_loop_is_interrupted_in_any_thread() -> None:
+    with pytest.raises(TimeoutError, match=r"not finished after 0\.05 s"), time_limit(0.05):
+        _endless()
+    said: list[str] = []
+
+    def work() -> None:
+        try:
+            with time_limit(0.05):
+                _endless()
+        except TimeoutError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert said == ["not finished after 0.05 s"]
+
+
+def test_what_ends_in_time_is_left_alone() -> None:
+    for _ in range(50):
+        with time_limit(60):
+            value = sum(range(100))
+    assert value == 4950
+    with pytest.raises(KeyError), time_limit(60):
+        raise KeyError("its own error")
