@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ptdp.output import say
 from lightning_ptdp.summary import StrategySummary, render
 
 __all__ = ["LayoutSummary"]
@@ -24,7 +25,7 @@ class LayoutSummary(Callback):
         if not trainer.is_global_zero:
             return
         text = render(summary)
-        print(f"\n{text}\n", flush=True)
+        say(f"\n{text}\n")
         for logger in trainer.loggers:
             if hasattr(logger, "log_tags"):
                 logger.log_tags(_tags(summary))

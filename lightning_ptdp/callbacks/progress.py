@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_ptdp.option_types import Size, check_arguments
+from lightning_ptdp.output import say
 
 __all__ = ["StepProgress"]
 
@@ -191,7 +192,7 @@ class _Lines:
         if step == self._printed or (step % self._every and step != self._last):
             return
         self._printed = step
-        print(f"step {step}{'' if self._last is None else f'/{self._last}'}: {text}{self._eta(step)}", flush=True)
+        say(f"step {step}{'' if self._last is None else f'/{self._last}'}: {text}{self._eta(step)}")
 
     def _eta(self, step: int) -> str:
         if self._last is None or step >= self._last:

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.callbacks.folder import run_folder
+from lightning_ptdp.output import say
 
 __all__ = ["RunRecord", "RunReport"]
 
@@ -82,7 +83,7 @@ class RunReport(Callback):
             for logger in trainer.loggers:
                 if record.checkpoint and hasattr(logger, "log_tags"):
                     logger.log_tags({"checkpoint": record.checkpoint, "best_checkpoint": record.best_checkpoint})
-            print("\n" + "\n".join(record.lines()), flush=True)
+            say("\n" + "\n".join(record.lines()))
 
     def _write(self, record: RunRecord) -> None:
         if self.file is not None:

@@ -16,6 +16,7 @@ from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import language_model
 from lightning_ptdp.generation.text import TextTokenizer, find_tokenizer
 from lightning_ptdp.option_types import Size, check_arguments
+from lightning_ptdp.output import say
 
 __all__ = ["WriteSamples"]
 
@@ -82,7 +83,7 @@ class WriteSamples(Callback):
                 self._write(trainer, pl_module)
             except ValueError as error:
                 if trainer.is_global_zero:
-                    print(f"no sample: {error}", flush=True)
+                    say(f"no sample: {error}")
 
     def _write(self, trainer: Trainer, module: LightningModule) -> None:
         texts, rows, eos_ids = self._encoded(trainer, module)
@@ -113,7 +114,7 @@ class WriteSamples(Callback):
         step = trainer.global_step
         rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         for row in rows:
-            print(f"\nsample at step {step} ({row['prompt']!r}):\n{row['text']}", flush=True)
+            say(f"\nsample at step {step} ({row['prompt']!r}):\n{row['text']}")
         folder = run_folder(trainer)
         try:
             folder.mkdir(parents=True, exist_ok=True)

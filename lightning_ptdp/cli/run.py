@@ -27,6 +27,7 @@ from lightning_ptdp.cli.resume import Found, find_newest, was_requeued
 from lightning_ptdp.generation import Sampling
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.store import check_writable_folder
+from lightning_ptdp.output import survive_closed_output
 
 __all__ = ["run"]
 
@@ -37,6 +38,8 @@ def run(verb: str, arguments: list[str]) -> int:
     Raises:
         ValueError: The configuration cannot work.
     """
+    if verb == "fit":
+        survive_closed_output()
     # torch's deprecation, seen by Lightning, once a process.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     with held_back():

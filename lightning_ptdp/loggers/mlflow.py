@@ -32,7 +32,7 @@ from lightning_ptdp.loggers.datasets import as_input
 from lightning_ptdp.loggers.ending import was_told_to_end
 from lightning_ptdp.loggers.monitor import finish_monitor, start_monitor
 from lightning_ptdp.loggers.names import allowed_name, new_parameters
-from lightning_ptdp.loggers.store import SilentServerError, check_store, check_writable_folder
+from lightning_ptdp.loggers.store import SilentServerError, check_store, check_writable_folder, sqlite_uri
 from lightning_ptdp.loggers.unwritten import append_metrics, keep_metrics, unwritten_file
 from lightning_ptdp.loggers.writer import BackgroundWriter
 
@@ -82,7 +82,7 @@ class MLFlowLogger(Logger):
         super().__init__()
         folder = Path(save_dir).absolute()
         if tracking_uri is None:
-            tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
+            tracking_uri = sqlite_uri(folder / "mlflow.db")
             artifact_location = artifact_location or (folder / "artifacts").as_uri()
         self._save_dir = str(folder)
         self._run_id = run_id

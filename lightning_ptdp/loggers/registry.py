@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 from lightning_ptdp.loggers.connection import quiet, set_defaults
+from lightning_ptdp.loggers.store import sqlite_uri
 from lightning_ptdp.requirements import import_optional
 
 __all__ = ["register_model", "store_of"]
@@ -21,7 +22,7 @@ def store_of(checkpoint: str | os.PathLike[str]) -> tuple[str, str] | None:
     parents = Path(checkpoint).resolve().parents
     if len(parents) < 4 or not (parents[3] / _DATABASE).is_file():
         return None
-    return f"sqlite:///{parents[3] / _DATABASE}", parents[1].name
+    return sqlite_uri(parents[3] / _DATABASE), parents[1].name
 
 
 def register_model(

@@ -11,20 +11,30 @@ import os
 import socket
 from importlib.metadata import entry_points
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from lightning_ptdp.option_types import nearest
 
-__all__ = ["SilentServerError", "check_store", "check_writable_folder", "sqlite_path"]
+__all__ = ["SilentServerError", "check_store", "check_writable_folder", "sqlite_path", "sqlite_uri"]
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "databricks-uc", "uc")
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
 
+_SQLITE = "sqlite:///"
+
+
+def sqlite_uri(path: Path) -> str:
+    """Return the tracking URI of a database file, with the characters quoted that have a meaning in a URI."""
+    return _SQLITE + quote(str(path))
+
+
 def sqlite_path(tracking_uri: str) -> Path | None:
-    """The database file of ``sqlite:///relative.db`` or ``sqlite:////absolute.db``; None for any other store."""
-    prefix = "sqlite:///"
-    return Path(tracking_uri[len(prefix) :]) if tracking_uri.startswith(prefix) else None
+    """Return the file of ``sqlite:///relative.db`` or ``sqlite:////absolute.db``, as MLflow reads it; None for any other store."""
+    if not tracking_uri.startswith(_SQLITE):
+        return None
+    quoted, _, _ = tracking_uri.removeprefix(_SQLITE).partition("?")
+    return Path(unquote(quoted))
 
 
 class SilentServerError(ValueError):

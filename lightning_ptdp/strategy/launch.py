@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from lightning_ptdp._lightning import Launcher, StrategyBase, Trainer, fits, lightning_names
 from lightning_ptdp._torch import is_communication_error
+from lightning_ptdp.output import survive_closed_output
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.strategy.shared_file import shared_file
 from lightning_ptdp.strategy.stopping import INTERRUPTED, ending_children_on_sigterm, handing_on_ctrl_c, not_handing_on
@@ -120,6 +121,7 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
 
         def _wrapping_function(self, process_idx: int, trainer: Trainer, *call: Any) -> None:
             not_handing_on()
+            survive_closed_output()
             try:
                 super()._wrapping_function(process_idx, trainer, *call)
             except KeyboardInterrupt:

@@ -41,6 +41,7 @@ from lightning_ptdp.strategy.checks import (
     check_data,
     check_hyperparameters,
     check_initial_weights,
+    check_machine,
     check_model,
     check_optimizer_state,
     check_packing,
@@ -96,13 +97,17 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         self._launcher = make_launcher(self, self._names.namespace, self.config.start_method)
 
     def check_before_launch(self, trainer: Trainer | None, arguments: Sequence[object]) -> None:
-        """Everything that can be known to be wrong now, before processes start; ``arguments`` are those of the trainer's function."""
+        """Check everything that is known before processes start; ``arguments`` are those of the Trainer's function."""
         if trainer is None or self.lightning_module is None:
             return
         if fits(trainer):
             self.check_processes()
             self._choose(trainer, [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None])
         check_trainer(self, trainer)
+        if self._starts_all_ranks:
+            check_machine(
+                world_size=self.layout.world_size, start_method=self.config.start_method, accelerator=self.root_device.type
+            )
         if not self._is_cut_here:
             self.check(self.lightning_module)
         if fits(trainer) and len(arguments) > 1:
@@ -111,6 +116,12 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
                 check_packing(self.lightning_module, source, self.config)
                 if trainer.checkpoint_callbacks:
                     check_hyperparameters(source)
+
+    @property
+    def _starts_all_ranks(self) -> bool:
+        """Whether this process starts all ranks, on this machine; False in a rank that a launcher has started."""
+        environment = self.cluster_environment
+        return 1 < self.layout.world_size == self.num_processes and not environment.creates_processes_externally
 
     def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:
         """Check a module (and data module) against the layout without starting anything.

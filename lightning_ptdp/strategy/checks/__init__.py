@@ -1,6 +1,7 @@
-"""What can be known to be wrong before a process is started: a sentence that names the field, the value and what would work."""
+"""Checks before any process is started. Each error names the field, the value and what would work."""
 
 from lightning_ptdp.strategy.checks.data import check_data
+from lightning_ptdp.strategy.checks.machine import check_machine
 from lightning_ptdp.strategy.checks.model import (
     CUT_MARK,
     check_model,
@@ -20,6 +21,7 @@ __all__ = [
     "check_hyperparameters",
     "check_data",
     "check_initial_weights",
+    "check_machine",
     "check_model",
     "check_quantized",
     "check_optimizer_state",

@@ -1,0 +1,67 @@
+"""Standard output and error that never end a program: a closed pipe or a lost terminal is followed by silence."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+__all__ = ["say", "survive_closed_output"]
+
+
+class _Survivor(io.RawIOBase):
+    """A file descriptor whose writes go nowhere once one has failed, also those of C++ and of child processes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._descriptor)
+            os.close(nowhere)
+            return len(data)
+
+
+def survive_closed_output() -> None:
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that survive a closed pipe, a lost terminal or a full disk.
+
+    They write characters that their encoding lacks as "?". Streams that a program or a test has replaced already are left alone.
+    """
+    if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
+        sys.stdout = _surviving(sys.__stdout__, is_error=False)
+    if sys.__stderr__ is not None and sys.stderr is sys.__stderr__:
+        sys.stderr = _surviving(sys.__stderr__, is_error=True)
+
+
+def say(text: str) -> None:
+    """Print ``text`` to standard output, if anything still reads it there."""
+    try:
+        print(text, flush=True)
+    except UnicodeEncodeError:
+        print(text.encode("ascii", "replace").decode("ascii"), flush=True)
+    except OSError:
+        pass
+
+
+def _surviving(stream: TextIO, *, is_error: bool) -> TextIO:
+    with contextlib.suppress(OSError):
+        stream.flush()
+    raw = _Survivor(stream.fileno())
+    is_interactive = raw.isatty()
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=stream.encoding, errors="replace", line_buffering=is_interactive or is_error
+    )

@@ -1,0 +1,21 @@
+"""Database files in folders with unusual names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from lightning_ptdp.loggers import MLFlowLogger
+from lightning_ptdp.loggers.store import sqlite_path, sqlite_uri
+
+
+@pytest.mark.parametrize("name", ["plain", "it's [a] {b} %41 #1", "what?mode=ro", "ü & ;"])
+def test_mlflow_writes_the_database_into_the_folder_of_the_logger(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    logger = MLFlowLogger(save_dir=str(folder))
+    MlflowClient(logger.tracking_uri).create_experiment("one")
+    assert (folder / "mlflow.db").is_file()
+    assert sqlite_path(sqlite_uri(folder / "mlflow.db")) == folder / "mlflow.db"

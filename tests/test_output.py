@@ -1,0 +1,66 @@
+"""Output that nobody reads any more."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+WRITES = """
+import sys
+from lightning_ptdp.output import say, survive_closed_output
+if sys.argv[1] == "survives":
+    survive_closed_output()
+sys.stdin.readline()  # the reader has gone
+for _ in range(3):
+    {write}
+open(sys.argv[2], "w").write("the end")
+"""
+
+
+def run_without_reader(write: str, mode: str, file: str, output: int) -> None:
+    """Run a program whose standard output is closed before it writes; ``output`` is the end that it writes to."""
+    program = [sys.executable, "-c", WRITES.format(write=write), mode, file]
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE)
+    os.close(output)
+    process.communicate(b"go\n", timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("write", "mode"), [("print('x' * 100000)", "survives"), ("print('x', flush=True)", "survives"), ("say('x')", "plain")]
+)
+def test_closed_pipe_does_not_end_the_program(write: str, mode: str, tmp_path: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    run_without_reader(write, mode, f"{tmp_path}/end", writer)
+    assert os.path.exists(f"{tmp_path}/end")
+
+
+def test_lost_terminal_does_not_end_the_program(tmp_path: str) -> None:
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    run_without_reader("print('x' * 100000)", "survives", f"{tmp_path}/end", theirs)
+    assert os.path.exists(f"{tmp_path}/end")
+
+
+def test_without_it_a_closed_pipe_ends_the_program(tmp_path: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    run_without_reader("print('x' * 100000)", "plain", f"{tmp_path}/end", writer)
+    assert not os.path.exists(f"{tmp_path}/end")
+
+
+def test_characters_that_the_encoding_lacks_are_replaced() -> None:
+    code = "from lightning_ptdp.output import say, survive_closed_output\n{first}say('5 × ü')"
+    for first in ("", "survive_closed_output()\n"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(first=first)],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout == b"5 ? ?\n"
