@@ -99,7 +99,9 @@ class SaveOnSignal(pl.Callback):
         self._remove_superseded(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Likewise."""
+        """Give the signals back; of a SIGTERM that no step followed, the launcher is told."""
+        if signal.SIGTERM in self._notes.received and hasattr(trainer.strategy, "told_to_end"):
+            trainer.strategy.run.stop_request.received = True
         self._close()
 
     def __reduce__(self) -> tuple[type[SaveOnSignal], tuple[str]]:

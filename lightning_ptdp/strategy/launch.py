@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import signal
 import sys
 import time
@@ -40,6 +42,7 @@ def make_launcher(strategy: StrategyBase, namespace: str, start_method: str) -> 
             'run again: use Trainer(strategy="ptdp_fork") or start_method="fork" and leave CUDA alone before fit, or run '
             "a script"
         )
+    atexit.register(gc.freeze)  # else Python's last collection looks at every object of torch, for a second or more
     subprocesses, workers = _launcher_classes(namespace)
     if start_method == "popen":
         return subprocesses(strategy)
@@ -131,8 +134,10 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                     call[3].put(_Ended())  # behind the function and its arguments, the queue of its results
                 raise
             except Exception as error:
-                if isinstance(error, PeerError) or is_communication_error(error):
-                    # The main process shows the error of who ends first, and ends the others: let that be the rank that was lost.
+                peer_lost = isinstance(error, PeerError) or is_communication_error(error)
+                # The main process shows the error of the rank that ends first and ends the others by SIGTERM. Before SIGTERM has come, wait
+                # for it, so that the lost rank is the first.
+                if peer_lost and not self._strategy.told_to_end:
                     time.sleep(_LAST_WORD_S)
                 if _FORKED_TOO_LATE in str(error):
                     error.add_note(

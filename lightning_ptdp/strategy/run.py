@@ -76,6 +76,11 @@ class RunningStrategy(StrategyBase):
         return error
 
     @property
+    def told_to_end(self) -> bool:
+        """Return True if this rank got SIGTERM in the run."""
+        return self._run is not None and self._run.stop_request.received
+
+    @property
     def run(self) -> Run:
         """What ``setup_environment`` made."""
         assert self._run is not None

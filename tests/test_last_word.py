@@ -1,0 +1,56 @@
+"""How quickly the processes of a launch end when one of them is lost."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+
+from lightning_ptdp._lightning import lightning_names
+from lightning_ptdp.callbacks import SaveOnSignal
+from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.strategy import PTDPStrategy, launch
+
+
+def strategy(start_method: str) -> Any:
+    return L.Trainer(strategy=PTDPStrategy(start_method=start_method), accelerator="cpu", devices=2, logger=False).strategy
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_forked_rank_waits_for_sigterm_only_if_it_has_not_come(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=slept.append))
+    ours = strategy("fork")
+    ours._run = SimpleNamespace(stop_request=SimpleNamespace(received=told))
+    launcher = lightning_names("lightning.pytorch").MultiProcessingLauncher
+
+    def lose_a_peer(*_: object) -> None:
+        raise PeerError("rank 0 was lost")
+
+    monkeypatch.setattr(launcher, "_wrapping_function", lose_a_peer)
+    with pytest.raises(PeerError):
+        ours.launcher._wrapping_function(1, None)
+    assert slept == ([] if told else [launch._LAST_WORD_S])
+
+
+def test_a_sigterm_that_no_step_followed_is_told_to_the_launcher() -> None:
+    ours, callback = strategy("fork"), SaveOnSignal()
+    ours._run = SimpleNamespace(stop_request=SimpleNamespace(received=False))
+    trainer: Any = SimpleNamespace(strategy=ours)
+    callback.on_exception(trainer, L.LightningModule(), PeerError("rank 0 was lost"))
+    assert not ours.told_to_end
+    callback._notes.received.add(15)
+    callback.on_exception(trainer, L.LightningModule(), PeerError("rank 0 was lost"))
+    assert ours.told_to_end
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+def test_the_last_collection_of_a_process_is_left_out(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
+    at_exit = list[object]()
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    strategy(start_method)
+    assert gc.freeze in at_exit
