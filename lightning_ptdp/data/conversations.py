@@ -6,15 +6,17 @@ The ``datasets`` library does the reading: JSON lines, Parquet, or a folder that
 from __future__ import annotations
 
 import ast
-import contextlib
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from lightning_ptdp.data.corpus import Corpus
 from lightning_ptdp.data.errors import CorpusError, reading
@@ -35,7 +37,11 @@ _SHARED = {"human": "user", "gpt": "assistant", "system": "system"}
 """Roles of data in the form {"from": ..., "value": ...}."""
 _BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 _DOCSTRINGS = 2000
-_LONGEST_LINE = 1 << 26  # bytes
+_LONGEST_LINE, _LONGEST_DOCUMENT = 1 << 26, 1 << 30  # bytes
+_MOST_DEPTH = 64
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 _SAVED = ("state.json", "dataset_dict.json")
 
 
@@ -151,7 +157,7 @@ def read_rows(path: str | Sequence[str] | None, *, split: str = "train") -> Iter
         if file.is_file() and not file.stat().st_size:
             continue  # datasets falls over it
         with reading(f"path={file}", CorpusError, "copy it again"):
-            _check_regular(file)
+            _check_file(file)
         try:
             yield from _rows_of(file, split)
         except (CorpusError, RequirementError):
@@ -180,15 +186,42 @@ def _rows_of(file: Path, split: str) -> Iterator[dict[str, Any]]:
         log.setLevel(level)
 
 
-def _check_regular(file: Path) -> None:
-    """Refuse what a reader would wait for, or fill the memory with."""
+def _check_file(file: Path) -> None:
+    """Refuse what a reader would wait for, fill the memory with, or end the process over (pyarrow, of deep brackets)."""
     if file.is_dir():
         return
     size = regular_size(file)
-    if _BUILDERS.get(file.suffix) == "json" and size:
-        with open(file, "rb") as stream, contextlib.suppress(OSError):  # of a file system that knows no holes
-            if (hole := os.lseek(stream.fileno(), 0, os.SEEK_HOLE)) < size:
-                raise ValueError(f"it is a sparse file, without content from byte {hole} on")
+    if _BUILDERS.get(file.suffix) != "json" or not size:
+        return
+    with open(file, "rb") as stream:
+        hole = _first_hole(stream.fileno(), size)
+        if hole < size:
+            raise ValueError(f"it is a sparse file, without content from byte {hole} on")
+        stream.seek(0)
+        _check_depth(stream, one_document=file.suffix == ".json")
+
+
+def _first_hole(descriptor: int, size: int) -> int:
+    try:
+        return os.lseek(descriptor, 0, os.SEEK_HOLE)
+    except OSError:  # of a file system that knows no holes
+        return size
+
+
+def _check_depth(stream: IO[bytes], *, one_document: bool) -> None:
+    """Compare the depth of brackets with a limit; a line of few brackets is not looked into, unless the document goes on in the next."""
+    longest = _LONGEST_DOCUMENT if one_document else _LONGEST_LINE
+    depth = 0
+    for number, line in enumerate(iter(partial(stream.readline, longest), b""), start=1):
+        if len(line) == longest:
+            raise ValueError(f"line {number} has more than {longest} bytes")
+        if not one_document and line.count(b"[") + line.count(b"{") <= _MOST_DEPTH:
+            continue
+        brackets = _STEPS[np.frombuffer(_STRING.sub(b"", line), np.uint8)]
+        depths = np.cumsum(brackets, dtype=np.int64) + depth
+        if depths.max(initial=0) > _MOST_DEPTH:
+            raise ValueError(f"the brackets of line {number} are more than {_MOST_DEPTH} deep")
+        depth = max(int(depths[-1]), 0) if one_document and len(depths) else 0
 
 
 def _why(file: Path, error: Exception) -> str:

@@ -383,15 +383,28 @@ def test_a_template_that_computes_powers_is_refused(model: Path, chat: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 is not JSON \\(its brackets are more than 64 deep\\)"),
-        (b'{"prompt": "\xff", "response": "b"}', "line 2 is not UTF-8 \\(byte 13: 0xff\\)"),
-    ],
+    "brackets", [b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b"[" * 100_000]
 )
-def test_a_line_that_cannot_be_read_is_named(model: Path, tmp_path: Path, line: bytes, words: str) -> None:
-    (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "a", "response": "b"}\n' + line + b"\n")
-    with pytest.raises(CorpusError, match=rf"path=.*bad\.jsonl cannot be read: {words}; a file of JSON lines"):
+@pytest.mark.parametrize("name", ["bad.jsonl", "bad.json"])
+def test_deep_brackets_are_refused_with_their_line(model: Path, tmp_path: Path, brackets: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": ' + brackets + b"}\n")
+    with pytest.raises(CorpusError, match=rf"path=.*{name} is damaged: the brackets of line 2 are more than 64 deep"):
+        data(model, tmp_path / name, tmp_path / "store").prepare_data()
+
+
+def test_brackets_in_a_text_are_not_counted(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number} " + "[{" * 500 + '"\\', "response": "}" * 70} for number in range(4)]
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "good.json").write_text(json.dumps(rows, indent=1))
+    for name in ("good.jsonl", "good.json"):
+        assert data(model, tmp_path / name, tmp_path / "store", sequence_length=4096).check() is None
+
+
+def test_a_line_that_is_not_utf_8_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": "\xff", "response": "b"}\n')
+    with pytest.raises(
+        CorpusError, match=r"bad\.jsonl cannot be read: line 2 is not UTF-8 \(byte 13: 0xff\); a file of JSON lines"
+    ):
         data(model, tmp_path / "bad.jsonl", tmp_path / "store").prepare_data()
 
 

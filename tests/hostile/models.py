@@ -157,7 +157,12 @@ def _build(folder: Path) -> None:
 
 
 def _chat(folder: Path) -> None:
-    chat_format.LIMIT_S = _LIMIT_S  # type: ignore[misc]  # in the process of the case alone
+    import datasets
+
+    # In the process of the case alone; the library counts its users, and keeps a folder of its own.
+    chat_format.LIMIT_S = _LIMIT_S  # type: ignore[misc]
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    datasets.config.HF_DATASETS_CACHE = folder / "out"
     ChatDataModule(
         tokenizer_dir=str(folder / "model"), path=str(folder / _CHAT), data_dir=str(folder / "out" / "store"), sequence_length=64
     ).check()
