@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,11 +44,3 @@ def test_a_sigterm_that_no_step_followed_is_told_to_the_launcher() -> None:
     callback._notes.received.add(15)
     callback.on_exception(trainer, L.LightningModule(), PeerError("rank 0 was lost"))
     assert ours.told_to_end
-
-
-@pytest.mark.parametrize("start_method", ["popen", "fork"])
-def test_the_last_collection_of_a_process_is_left_out(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
-    at_exit = list[object]()
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    strategy(start_method)
-    assert gc.freeze in at_exit

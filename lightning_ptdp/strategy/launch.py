@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import signal
 import sys
 import time
@@ -42,7 +40,6 @@ def make_launcher(strategy: StrategyBase, namespace: str, start_method: str) -> 
             'run again: use Trainer(strategy="ptdp_fork") or start_method="fork" and leave CUDA alone before fit, or run '
             "a script"
         )
-    atexit.register(gc.freeze)  # else Python's last collection looks at every object of torch, for a second or more
     subprocesses, workers = _launcher_classes(namespace)
     if start_method == "popen":
         return subprocesses(strategy)
