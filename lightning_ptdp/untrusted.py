@@ -15,6 +15,8 @@ from typing import Any
 
 __all__ = [
     "MOST_BYTES",
+    "MOST_SETTINGS",
+    "check_values",
     "hub_blobs",
     "inside",
     "parse_json",
@@ -27,6 +29,8 @@ __all__ = [
 ]
 
 MOST_BYTES = 1 << 24
+MOST_SETTINGS = 1 << 17
+"""Values of a configuration: some programs take the square of their number in time."""
 _MOST_BESIDE = 1 << 27  # bytes of a tokenizer's file; the largest vocabularies take a quarter of it
 _MOST_VALUES = 1 << 21  # of 64 bytes each where they are empty lists; the index of a large model has half as many
 _MOST_DEPTH = 64
@@ -115,15 +119,20 @@ def read_json(path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequenc
     return parse_json(read_bytes(path, most_bytes=most_bytes, linked=linked))
 
 
+def check_values(data: bytes, most_values: int) -> None:
+    """Refuse JSON of more than about ``most_values`` values with a ValueError, without parsing it."""
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if values > most_values:
+        raise ValueError(f"it holds about {values} values, at most {most_values} are read")
+
+
 def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
     """JSON of at most so many values, 64 deep.
 
     Raises:
         ValueError: It is something else.
     """
-    values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if values > most_values:
-        raise ValueError(f"it holds about {values} values, at most {most_values} are read")
+    check_values(data, most_values)
     try:
         content = json.loads(data)
     except RecursionError:

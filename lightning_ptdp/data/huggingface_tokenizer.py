@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from lightning_ptdp.data.errors import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.requirements import RequirementError, import_optional
-from lightning_ptdp.untrusted import parse_json, read_files, reason, small_files
+from lightning_ptdp.untrusted import MOST_SETTINGS, check_values, parse_json, read_files, reason, small_files
 
 __all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tokenizer"]
 
@@ -20,6 +20,7 @@ TOKENIZER_FOLDER = "tokenizer"
 _FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
 _READ = ("*.json", "*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "additional_chat_templates/*")
 """Further files that transformers may read."""
+_MOST_VALUES = 1 << 22  # twice those of the largest vocabularies with their merges
 _SETTINGS = "tokenizer_config.json"
 
 
@@ -48,7 +49,10 @@ class HuggingFaceTokenizer:
         with reading(f"tokenizer folder {folder}", TokenizerError, "put a tokenizer's own files there"):
             self._files = read_files(self.folder, (*_FILES, "config.json"))
             small_files(self.folder, _READ)
-            parse_json(self._files[_SETTINGS])
+            parse_json(self._files[_SETTINGS], most_values=MOST_SETTINGS)
+            for name, content in self._files.items():
+                if name.endswith(".json"):
+                    check_values(content, _MOST_VALUES)
         digest = hashlib.sha256()
         for name, content in sorted(self._files.items()):
             if name != "config.json":

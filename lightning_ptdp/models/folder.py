@@ -17,7 +17,7 @@ from lightning_ptdp.models.checked_config import check_sizes, stored_tensors
 from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.option_types import nearest
 from lightning_ptdp.requirements import import_optional
-from lightning_ptdp.untrusted import hub_blobs, read_json, small_files
+from lightning_ptdp.untrusted import MOST_SETTINGS, parse_json, small_files
 
 __all__ = [
     "ADAPTER_NAMES",
@@ -135,7 +135,7 @@ def read_model_config(path: str) -> Any:
 def _read_config(folder: Path, said: str) -> dict[str, Any]:
     try:
         small_files(folder, _READ)
-        given: dict[str, Any] = read_json(folder / _CONFIG, linked=hub_blobs(folder))
+        given: dict[str, Any] = parse_json((folder / _CONFIG).read_bytes(), most_values=MOST_SETTINGS)
         if not isinstance(given, dict):
             raise ValueError(f"{_CONFIG} holds no JSON object")
         stored = stored_tensors(folder)
