@@ -49,6 +49,7 @@ def check_run(
     if hasattr(trainer.strategy, "check"):
         if writes:
             trainer.strategy.check_processes()
+        trainer.strategy.check_machine()
         trainer.strategy.check(model, datamodule)
     check_data(trainer, datamodule)
     check_checkpoint("--ckpt_path", ckpt_path, resumes=writes)

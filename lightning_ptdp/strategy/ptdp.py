@@ -41,7 +41,6 @@ from lightning_ptdp.strategy.checks import (
     check_data,
     check_hyperparameters,
     check_initial_weights,
-    check_machine,
     check_model,
     check_optimizer_state,
     check_packing,
@@ -104,10 +103,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             self.check_processes()
             self._choose(trainer, [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None])
         check_trainer(self, trainer)
-        if self._starts_all_ranks:
-            check_machine(
-                world_size=self.layout.world_size, start_method=self.config.start_method, accelerator=self.root_device.type
-            )
+        self.check_machine()
         if not self._is_cut_here:
             self.check(self.lightning_module)
         if fits(trainer) and len(arguments) > 1:
@@ -116,12 +112,6 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
                 check_packing(self.lightning_module, source, self.config)
                 if trainer.checkpoint_callbacks:
                     check_hyperparameters(source)
-
-    @property
-    def _starts_all_ranks(self) -> bool:
-        """Whether this process starts all ranks, on this machine; False in a rank that a launcher has started."""
-        environment = self.cluster_environment
-        return 1 < self.layout.world_size == self.num_processes and not environment.creates_processes_externally
 
     def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:
         """Check a module (and data module) against the layout without starting anything.

@@ -15,6 +15,7 @@ from lightning_ptdp._lightning import Launcher
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.checks.device import check_device
+from lightning_ptdp.strategy.checks.machine import check_machine
 from lightning_ptdp.strategy.checks.processes import check_processes
 from lightning_ptdp.strategy.crowd import Crowd
 from lightning_ptdp.strategy.interruption import Interruption
@@ -94,6 +95,16 @@ class World(RunningStrategy):
             ValueError: It has; says what would work.
         """
         check_processes(self.cluster_environment, os.environ, devices=self.num_processes, num_nodes=self.num_nodes)
+
+    def check_machine(self) -> None:
+        """Check that this machine lets the ranks start, if this process starts all of them.
+
+        Raises:
+            ValueError: A limit of the machine is too low.
+        """
+        size, environment = self.layout.world_size, self.cluster_environment
+        if 1 < size == self.num_processes and not environment.creates_processes_externally:
+            check_machine(world_size=size, start_method=self.config.start_method, accelerator=self.root_device.type)
 
     def setup_environment(self) -> None:
         """Join the process group and make the mesh."""

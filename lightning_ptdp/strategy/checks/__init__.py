@@ -1,7 +1,6 @@
 """Checks before any process is started. Each error names the field, the value and what would work."""
 
 from lightning_ptdp.strategy.checks.data import check_data
-from lightning_ptdp.strategy.checks.machine import check_machine
 from lightning_ptdp.strategy.checks.model import (
     CUT_MARK,
     check_model,
@@ -21,7 +20,6 @@ __all__ = [
     "check_hyperparameters",
     "check_data",
     "check_initial_weights",
-    "check_machine",
     "check_model",
     "check_quantized",
     "check_optimizer_state",
