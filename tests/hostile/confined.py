@@ -42,6 +42,7 @@ _EVALUATING = (
     "inspect.py",
     "annotationlib.py",
     "jinja2/environment.py",
+    "jinja2/debug.py",
 )
 _PATHS = {
     "os.remove": (0,), "os.rename": (0, 1), "os.rmdir": (0,), "os.mkdir": (0,), "os.link": (0, 1), "os.symlink": (1,), "os.truncate": (0,),
