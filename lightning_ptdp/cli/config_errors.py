@@ -84,6 +84,7 @@ def _of_union(errors: str) -> str:
 
 def _expected(errors: str) -> str:
     kinds = [match["choices"] or match["kind"].rpartition(".")[2] for match in _TYPE.finditer(errors)]
+    kinds.sort(key=lambda kind: kind == "NoneType")  # releases of jsonargparse differ in the order
     return f"Expected {' or '.join(dict.fromkeys(kinds))}".replace("NoneType", "null").replace("', '", "' or '")
 
 

@@ -90,13 +90,13 @@ class OwnGPT(LitGPT):
         self.double()
 
 
-class LitGrouped(LitHuggingFace):
-    """Experts as grouped products, which a compiler can look into."""
+class LitBatched(LitHuggingFace):
+    """Experts as batched products, which a compiler can look into with every release of torch and transformers."""
 
     def configure_model(self) -> None:
         if self.model is None:
             super().configure_model()
-            self.model.config._experts_implementation = "grouped_mm"
+            self.model.config._experts_implementation = "batched_mm"
             self.float()
 
 
@@ -197,7 +197,7 @@ def _fit_compiled(rank: int, compiled: bool, folder: str) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "LitHuggingFace", LitGrouped)
+        patch.setattr(sys.modules[__name__], "LitHuggingFace", LitBatched)
         found = fit(rank, unseen.Run(architecture="mixtral", layout=layout), folder)
     return {**found, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
