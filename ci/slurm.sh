@@ -2,7 +2,7 @@
 # Jobs on a SLURM cluster of two virtual nodes on this machine: ci/slurm.sh [FOLDER]. Needs root, slurm-wlm, munge and iproute2.
 # All daemons run in namespaces of their own (processes, network, mounts, host name) and end with this script.
 set -euo pipefail
-limit=${SLURM_CI_LIMIT:-1500}
+limit=${SLURM_CI_LIMIT:-3600}
 folder="$(realpath "${1:-$(mktemp -d)}")"
 
 for command in slurmctld slurmd munged ip unshare; do
@@ -41,7 +41,7 @@ SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/slurmd-%n.log
 SlurmctldPidFile=$folder/slurmctld.pid
 SlurmdPidFile=$folder/slurmd-%n.pid
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none

@@ -14,7 +14,7 @@ import torch
 
 from lightning_ptdp.checkpoint import newest_checkpoint, read_full, read_metadata
 
-LIMIT_S = 420.0
+LIMIT_S = 900.0
 STEPS = 30
 PTDP = [sys.executable, "-m", "lightning_ptdp"]
 DOCUMENTED = Path(__file__).parents[1] / "docs" / "machines.md"
