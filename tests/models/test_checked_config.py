@@ -15,6 +15,7 @@ import torch
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, convert
 from lightning_ptdp.models import LitCausalLM, make_tiny
+from lightning_ptdp.models.checked_config import check_sizes
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,6 +56,10 @@ def test_numbers_that_cannot_be_are_refused_before_a_model_is_built(
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("transformers was asked"))
     with pytest.raises(ValueError, match=rf"path='.*/model': config\.json: {words}"):
         LitCausalLM(str(model)).configure_model()
+
+
+def test_a_number_of_steps_is_no_epsilon() -> None:
+    check_sizes({"num_inference_steps": 50, "timesteps": 1000, "layer_norm_epsilon": 1e-5})
 
 
 def test_sizes_without_weights_are_bounded_too() -> None:
