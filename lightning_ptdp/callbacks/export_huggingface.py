@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.checkpoint import files
+from lightning_ptdp.loggers.store import check_writable_folder
 
 __all__ = ["ExportHuggingFace"]
 
@@ -29,7 +31,7 @@ class ExportHuggingFace(pl.Callback):
     was read from. What cannot be exported is an error before the first step.
 
     Args:
-        folder: The folder to make, on a file system that all ranks share; one of that kind is replaced when the new one is whole.
+        folder: The folder to make, on a file system that all ranks share; an earlier export there is replaced when the new one is whole.
         when: ``"end"``: of a fit that ends well. ``"checkpoint"``: besides, whenever a checkpoint has been saved, if
             training goes on; these are ``folder/step-NUMBER`` then, also the last one, and stay there.
         dtype: What floating-point tensors are converted to; default: as they are.
@@ -54,13 +56,28 @@ class ExportHuggingFace(pl.Callback):
         if shard_bytes < 1:
             raise ValueError(f"shard_bytes={shard_bytes} must be a positive number of bytes")
         if when == "end":
-            files.check_replaceable(folder, marker="config.json")
+            files.check_replaceable(folder, marker=files.EXPORT_MARK)
         self._folder, self._when = os.fspath(folder), when
         self._options = {"dtype": dtype and getattr(torch, dtype), "shard_bytes": shard_bytes, "prefix": prefix}
         self._last, self._is_due = -1, False
 
+    def check(self, read: Iterable[object]) -> None:
+        """Check the folder against what the run reads.
+
+        Args:
+            read: Values of the run's options. Those that are paths, alone or in lists and mappings, are read.
+
+        Raises:
+            ValueError: The folder cannot be made, or the export would change a file or folder that the run reads.
+        """
+        folder = Path(os.path.abspath(self._folder))
+        check_writable_folder(folder.parent, f"export folder {self._folder}")
+        files.check_apart(self._folder, files.existing_paths(list(read)), what="export folder")
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what could not be written at the end."""
+        data: Any = getattr(trainer, "datamodule", None)
+        self.check([dict(pl_module.hparams), dict(getattr(data, "hparams", {})), trainer.ckpt_path])
         if not hasattr(trainer.strategy, "export_huggingface"):
             raise ValueError(f'ExportHuggingFace needs Trainer(strategy="ptdp"), not {type(trainer.strategy).__name__}')
         self._last, self._is_due = -1, False

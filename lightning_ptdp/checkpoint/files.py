@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +17,12 @@ from typing import IO
 from lightning_ptdp.checkpoint.errors import CheckpointError
 
 __all__ = [
+    "EXPORT_MARK",
     "EarlySync",
+    "check_apart",
     "check_replaceable",
     "discard",
+    "existing_paths",
     "has_other_content",
     "kind_of",
     "leftover_of",
@@ -36,6 +39,8 @@ __all__ = [
     "sync_folder",
 ]
 
+EXPORT_MARK = ".lightning-ptdp"
+"""Empty file in an exported folder. Only folders that have it are replaced: any other may be the only copy of a model."""
 _PART, _OLD, _GONE, _LOCK = "tmp", "old", "gone", ".lock"
 _TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]+(?:{re.escape(_LOCK)})?")
 _SYNC_BYTES = 1 << 25
@@ -238,6 +243,39 @@ def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: boo
         raise CheckpointError(f"{Path(path)} is a folder with other content and would be lost: choose another path")
     if Path(path).is_file() and not or_file:
         raise CheckpointError(f"{Path(path)} is a file and would be lost, since a folder is made: choose another path")
+
+
+def check_apart(target: str | os.PathLike[str], read: Iterable[str | os.PathLike[str]], *, what: str = "") -> None:
+    """Refuse to write over, into or around a file or folder that is read. Links are followed.
+
+    Args:
+        target: Path to write.
+        read: Paths that are read; those that do not exist are skipped.
+        what: Option that gives ``target``, for the message.
+
+    Raises:
+        CheckpointError: ``target`` is one of them, is inside of one, or contains one.
+    """
+    written = Path(os.path.realpath(target))
+    for source in map(Path, read):
+        if not os.path.lexists(source):
+            continue
+        found = Path(os.path.realpath(source))
+        if written == found or found in written.parents or written in found.parents:
+            raise CheckpointError(f"{what} {target} would change {source}, which is read here: choose another path".lstrip())
+
+
+def existing_paths(values: object) -> Iterator[Path]:
+    """Yield the strings and paths in nested lists and mappings that name an existing file or folder."""
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, str | os.PathLike):
+        with contextlib.suppress(ValueError):  # a text with a null character
+            if os.path.lexists(values):
+                yield Path(values)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from existing_paths(value)
 
 
 def has_other_content(path: Path, *, marker: str) -> bool:

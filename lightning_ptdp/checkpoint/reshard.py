@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.files import check_apart
 from lightning_ptdp.checkpoint.local import LocalRectangle
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.save import write_checkpoint
@@ -46,8 +46,7 @@ def reshard_checkpoint(
     """
     if num_files < 1:
         raise CheckpointError(f"num_files={num_files} must be a positive integer")
-    if Path(os.path.abspath(source)).resolve() == Path(os.path.abspath(destination)).resolve():
-        raise CheckpointError(f"{source} cannot be written over itself: name another destination")
+    check_apart(destination, [source])
     verify_checkpoint(source)
     reader = TensorReader(source)
     state = {key: value for key, value in read_state(source).items() if not (weights_only and key in _TRAINING)}

@@ -79,7 +79,7 @@ def _registry(name: str, source: str, store: str | None) -> tuple[str, str | Non
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="what to read")
-    parser.add_argument("destination", help="what to write; replaced if it is there and of its kind")
+    parser.add_argument("destination", help="what to write; a file, a checkpoint or an earlier export there is replaced")
     parser.add_argument("--to", choices=_KINDS, help="what to write (default: seen from the source and the destination's suffix)")
     parser.add_argument(
         "--names", choices=("ptdp", "hf"), default="ptdp", help="from Hugging Face: names of our own model (default), or theirs"

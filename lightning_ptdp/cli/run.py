@@ -16,7 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp._lightning import load_only_named_checkpoints
-from lightning_ptdp.callbacks import PredictionWriter, RunRecord, RunReport, WriteSamples
+from lightning_ptdp.callbacks import ExportHuggingFace, PredictionWriter, RunRecord, RunReport, WriteSamples
+from lightning_ptdp.checkpoint import files
 from lightning_ptdp.cli.checks import check_data, check_run, check_weights
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.experiment import experiment_of
@@ -51,6 +52,8 @@ def run(verb: str, arguments: list[str]) -> int:
             check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=verb == "fit")
         if verb == "fit" and cli.config.init_from is not None:
             check_weights("--init_from", cli.config.init_from, cli.model)
+        if verb == "fit":
+            _check_exports(cli, ckpt_path)
     if verb == "prepare":
         _prepare(cli)
         return 0
@@ -66,6 +69,13 @@ def run(verb: str, arguments: list[str]) -> int:
         else:
             getattr(cli.trainer, verb)(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
     return 0
+
+
+def _check_exports(cli: PTDPCLI, ckpt_path: str | None) -> None:
+    read = [cli.values.get(name) for name in ("model", "data", "init_from")]
+    for callback in cli.trainer.callbacks:
+        if isinstance(callback, ExportHuggingFace):
+            callback.check([*read, ckpt_path])
 
 
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
@@ -134,6 +144,8 @@ def _predict(cli: PTDPCLI, ckpt_path: str | None) -> None:
         if Path(output).is_dir():
             raise UserError(f"--output {output} is a folder; name a file in it")
         check_writable_folder(Path(output).absolute().parent, f"--output {output}")
+        read = [dict(getattr(cli.datamodule, "hparams", {})), ckpt_path]
+        files.check_apart(output, files.existing_paths(read), what="--output")
     cli.trainer.callbacks.append(PredictionWriter(output))
     cli.trainer.predict(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, return_predictions=False)
 

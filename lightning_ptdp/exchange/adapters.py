@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, files, read_state
-from lightning_ptdp.exchange.folder import CONFIG_FILE
 from lightning_ptdp.exchange.plain import converted
 from lightning_ptdp.exchange.safetensors import write_safetensors
 from lightning_ptdp.exchange.tokenizers import files_beside
@@ -37,7 +36,7 @@ def to_adapters(source: str | os.PathLike[str], destination: str | os.PathLike[s
 
     Args:
         source: The checkpoint folder.
-        destination: The folder to make; an existing folder of that kind is replaced.
+        destination: The folder to make; an earlier export there is replaced.
         dtype: What floating-point tensors are converted to; default: as they are.
 
     Raises:
@@ -52,9 +51,10 @@ def to_adapters(source: str | os.PathLike[str], destination: str | os.PathLike[s
     names = {_peft_name(name): name for name in reader.tensors if name.startswith(_OURS)}
     held = {new: reader.tensors[name] for new, name in sorted(names.items())}
     entries = {name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()}
-    files.check_replaceable(target, marker=ADAPTER_FILE)
+    files.check_replaceable(target, marker=files.EXPORT_MARK)
     with files.replacing(target) as part:
         part.mkdir()
+        (part / files.EXPORT_MARK).touch()
         config.save_pretrained(str(part))
         write_safetensors(
             part / _WEIGHTS, entries, lambda name: reader.read(names[name]).to(entries[name].dtype), metadata={"format": "pt"}
@@ -75,7 +75,7 @@ def merge_adapters(
 
     Args:
         source: The checkpoint folder, of a ``LitCausalLM`` with adapters.
-        destination: The folder to make; an existing folder of that kind is replaced.
+        destination: The folder to make; an earlier export there is replaced.
         base: Where the weights are now; default: where they were.
         dtype: Of the model; default: as its folder has it.
         shard_bytes: Most bytes in one file.
@@ -90,7 +90,8 @@ def merge_adapters(
     folder = local_folder(str(base or told["path"]))
     if fingerprint(folder) != told["fingerprint"]:
         raise CheckpointError(f"{folder} has other weights than those beside which the adapters of {source} were trained")
-    files.check_replaceable(target, marker=CONFIG_FILE)
+    files.check_apart(target, [folder])
+    files.check_replaceable(target, marker=files.EXPORT_MARK)
     kind: Any = transformers.AutoModelForCausalLM if told["task"] == "CAUSAL_LM" else transformers.AutoModelForMaskedLM
     model = kind.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False)
     with tempfile.TemporaryDirectory() as place:
@@ -98,6 +99,7 @@ def merge_adapters(
         model = peft.PeftModel.from_pretrained(model, str(Path(place) / "adapter")).merge_and_unload()
     with files.replacing(target) as part:
         model.save_pretrained(part, max_shard_size=shard_bytes)
+        (part / files.EXPORT_MARK).touch()
         for name, content in files_beside(folder).items():
             (part / name).write_bytes(content)
         files.sync_folder(part)

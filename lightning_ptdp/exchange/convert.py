@@ -11,17 +11,17 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, files, read_state, to_lightning_file
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
-from lightning_ptdp.exchange.adapters import ADAPTER_FILE, base_of_adapters, merge_adapters, to_adapters
+from lightning_ptdp.exchange.adapters import base_of_adapters, merge_adapters, to_adapters
 from lightning_ptdp.exchange.export import SHARD_BYTES, to_huggingface
-from lightning_ptdp.exchange.folder import CONFIG_FILE, reads_as_huggingface
+from lightning_ptdp.exchange.folder import reads_as_huggingface
 from lightning_ptdp.exchange.huggingface import Names, from_huggingface
 from lightning_ptdp.exchange.plain import from_state_dict, to_state_dict
 
 __all__ = ["Kind", "convert", "kind_of", "kind_of_result"]
 
 Kind = Literal["checkpoint", "huggingface", "adapter", "state_dict", "lightning"]
-_MARKERS: Mapping[Kind, str] = {"checkpoint": METADATA_FILE, "huggingface": CONFIG_FILE, "adapter": ADAPTER_FILE}
-"""By what folders of a kind are known."""
+_MARKERS: Mapping[Kind, str] = {"checkpoint": METADATA_FILE, "huggingface": files.EXPORT_MARK, "adapter": files.EXPORT_MARK}
+"""File by which a folder is known as one that may be replaced."""
 _STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
@@ -70,6 +70,7 @@ def kind_of_result(
     if (kind == "checkpoint") == (wanted == "checkpoint"):
         hint = "there is nothing to convert" if kind == "checkpoint" else "convert to a checkpoint first, and that on"
         raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
+    files.check_apart(destination, [source])
     if wanted in _MARKERS:
         files.check_replaceable(destination, marker=_MARKERS[wanted], or_file=Path(destination).suffix == ".ckpt")
     return wanted
@@ -91,7 +92,7 @@ def convert(
 
     Args:
         source: A checkpoint folder, a Hugging Face folder, or a file (``.pt``, ``.pth``, ``.bin``, ``.safetensors``, ``.ckpt``).
-        destination: What to write; replaced if it is there and of its kind.
+        destination: What to write. A file, a checkpoint or an earlier export there is replaced.
         to: What to make. Default: a checkpoint out of anything else; out of a checkpoint a state dict or Lightning's file if the
             destination ends like one, else a Hugging Face folder.
         names: From a Hugging Face folder: "ptdp" for our own model, "hf" for a LightningModule that wraps theirs.
@@ -108,6 +109,7 @@ def convert(
         CheckpointError: It cannot be done; nothing is left at ``destination``.
     """
     kind, wanted = kind_of(source), kind_of_result(source, destination, to=to, merge=merge)
+    files.check_apart(destination, [] if config is None else [config])
     if kind == "huggingface":
         from_huggingface(source, destination, names=names, prefix="model." if prefix is None else prefix)
     elif kind != "checkpoint":

@@ -22,7 +22,6 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.agreement import from_rank_zero, gather, is_rank_zero, own_rank
 from lightning_ptdp.checkpoint.owners import Held, check_held, share_out
 from lightning_ptdp.exchange.architecture import verify_huggingface
-from lightning_ptdp.exchange.folder import CONFIG_FILE
 from lightning_ptdp.exchange.outgoing import MODEL, Described, described_by_folder, described_by_state
 from lightning_ptdp.exchange.plain import common_prefix
 from lightning_ptdp.exchange.writer import FolderPlan
@@ -45,7 +44,7 @@ def to_huggingface(
 
     Args:
         source: The checkpoint folder.
-        destination: The folder to make; an existing folder of that kind is replaced.
+        destination: The folder to make; an earlier export there is replaced.
         config: For a LightningModule that wraps a Hugging Face model, that model's ``config.json``, or the folder it is in. It follows
             from the checkpoint for our own models, and where the hyperparameters have the folder as ``path`` (``LitCausalLM``). The files
             of the tokenizer and of generation beside it go along, or for a GPT of ours the tokenizer of the data folder that the
@@ -64,7 +63,7 @@ def to_huggingface(
     described = _described(source, config)
     items = described.items(entries, prefix=prefix, dtype=dtype, source=str(source))
     plan = FolderPlan.of(items, shard_bytes=shard_bytes)
-    files.check_replaceable(target, marker=CONFIG_FILE)
+    files.check_replaceable(target, marker=files.EXPORT_MARK)
     with files.replacing(target) as part:
         plan.create(part, described.files(items))
         plan.fill(part, (_stored(reader, name, entry) for name, entry in entries.items()))
@@ -119,7 +118,7 @@ class FolderExport:
         plan, _ = self._plan(rectangles)
         with same_outcome(self._doing):
             if is_rank_zero():
-                files.check_replaceable(self.target, marker=CONFIG_FILE)
+                files.check_replaceable(self.target, marker=files.EXPORT_MARK)
                 self.target.parent.mkdir(parents=True, exist_ok=True)
                 probe = files.part_name(self.target)
                 probe.mkdir()
@@ -143,7 +142,7 @@ class FolderExport:
         try:
             with same_outcome(self._doing):
                 if is_rank_zero():
-                    files.check_replaceable(self.target, marker=CONFIG_FILE)
+                    files.check_replaceable(self.target, marker=files.EXPORT_MARK)
                     self.target.parent.mkdir(parents=True, exist_ok=True)
                     plan.create(part, self.described.files(plan.items))
             with same_outcome(self._doing):

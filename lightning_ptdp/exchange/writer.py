@@ -91,7 +91,7 @@ class FolderPlan:
                 "weight_map": {name: file for name, (file, _) in self.places.items()},
             }
             documents = {**documents, INDEX_FILE: (json.dumps(index, indent=2) + "\n").encode()}
-        for name, content in {**self.heads, **documents}.items():
+        for name, content in {files.EXPORT_MARK: b"", **self.heads, **documents}.items():
             with files.open_synced(folder / name) as stream:
                 stream.write(content)
         ends = {file: begin + self.items[name].entry.num_bytes for name, (file, begin) in self.places.items()}

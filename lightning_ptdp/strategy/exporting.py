@@ -41,7 +41,7 @@ class ModelSpaceExporting(ModelSpace):
         write together.
 
         Args:
-            folder: On a file system that all ranks share; an existing folder of that kind is replaced when the new one is whole.
+            folder: On a file system that all ranks share; an earlier export there is replaced when the new one is whole.
             dtype: What floating-point tensors are converted to; default: as they are.
             shard_bytes: Most bytes of tensors in one file.
             prefix: Where the module holds several Hugging Face models: the attribute of the one, with a dot.

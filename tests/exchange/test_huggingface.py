@@ -111,7 +111,7 @@ def test_shards_are_as_small_as_asked(theirs: tuple[torch.nn.Module, Path], tmp_
     from_huggingface(theirs[1], tmp_path / "ours")
     to_huggingface(tmp_path / "ours", tmp_path / "many", shard_bytes=20_000)
     to_huggingface(tmp_path / "ours", tmp_path / "one")
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [".lightning-ptdp", "config.json", "model.safetensors"]
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     values = open_huggingface(tmp_path / "many")
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in values.values())

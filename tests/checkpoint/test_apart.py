@@ -1,0 +1,65 @@
+"""Targets that a command must not write to, because it reads from there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_ptdp.callbacks import ExportHuggingFace
+from lightning_ptdp.checkpoint import CheckpointError
+from lightning_ptdp.checkpoint.files import EXPORT_MARK, check_apart, existing_paths
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "models" / "base"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(folder)
+    return folder
+
+
+@pytest.mark.parametrize("target", ["models/base", "models/base/tuned", "models", "link", "models/../models/base/", "link/x/y"])
+def test_target_over_inside_or_around_what_is_read_is_refused(base: Path, tmp_path: Path, target: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^--export .* would change .*base, which is read here: choose another path$"):
+        check_apart(tmp_path / target, [tmp_path / "absent", base], what="--export")
+
+
+def test_relative_target_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(base.parent)
+    with pytest.raises(CheckpointError, match="would change"):
+        check_apart("base", [base])
+
+
+def test_target_beside_what_is_read(base: Path, tmp_path: Path) -> None:
+    (base / "data.jsonl").write_text("")
+    check_apart(tmp_path / "models" / "base-tuned", [base, base / "data.jsonl", tmp_path / "absent"])
+
+
+def test_paths_in_options(base: Path) -> None:
+    options = {
+        "path": str(base),
+        "rows": 3,
+        "files": [str(base / "config.json"), "absent", None],
+        "text": "a\0b",
+        "at": {"x": base},
+    }
+    assert list(existing_paths(options)) == [base, base / "config.json", base]
+
+
+def test_export_over_the_base_model_is_refused(base: Path, tmp_path: Path) -> None:
+    (base / EXPORT_MARK).touch()
+    with pytest.raises(CheckpointError, match=r"export folder .* would change"):
+        ExportHuggingFace(tmp_path / "link").check([{"init_args": {"path": os.fspath(base)}}])
+
+
+def test_export_over_another_model_is_refused(base: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a folder with other content and would be lost"):
+        ExportHuggingFace(base)
+
+
+def test_export_below_a_file_is_refused(base: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json is a file, so no folder can be made there"):
+        ExportHuggingFace(base / "config.json" / "x").check([])
