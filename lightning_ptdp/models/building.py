@@ -7,8 +7,28 @@ from typing import Any
 import torch
 
 from lightning_ptdp.models.folder import local_folder
+from lightning_ptdp.requirements import import_optional
 
-__all__ = ["with_values", "without_values"]
+__all__ = ["check_causal", "with_values", "without_values"]
+
+
+def check_causal(config: Any, *, said: str) -> None:
+    """Refuse an encoder such as BERT, which transformers builds as a causal language model whose tokens see those that follow.
+
+    Args:
+        config: transformers' configuration.
+        said: What the user gave, for messages.
+
+    Raises:
+        ValueError: The model's attention is not causal.
+    """
+    transformers = import_optional("transformers")
+    is_encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    if is_encoder and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"{said} is a {config.model_type} model with is_decoder=False: its tokens attend to those that follow, which a causal "
+            'language model predicts. Use LitMaskedLM, or set "is_decoder": true in config.json'
+        )
 
 
 def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:

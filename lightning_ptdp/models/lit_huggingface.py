@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ptdp._transformers import has_sdpa
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
-from lightning_ptdp.models.building import with_values, without_values
+from lightning_ptdp.models.building import check_causal, with_values, without_values
 from lightning_ptdp.models.folder import (
     ADAPTER_NAMES,
     BASE_WEIGHTS,
@@ -139,7 +139,10 @@ class _LitHuggingFace(LitTokens):
         return {**sizes, "architectures": [kind.__name__]} if kind is not None else dict(sizes)
 
     def _model_config(self) -> Any:
-        return config_of_sizes(self._sizes) if self._sizes is not None else read_model_config(str(self.path))
+        config = config_of_sizes(self._sizes) if self._sizes is not None else read_model_config(str(self.path))
+        if self._task == "CAUSAL_LM":
+            check_causal(config, said=self._said)
+        return config
 
     @property
     def _said(self) -> str:

@@ -42,6 +42,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_an_encoder_is_no_causal_language_model(folders: Path) -> None:
+    module = LitCausalLM(str(folders / "bert"))
+    for call in (module.configure_model, lambda: module.check_data(None)):
+        with pytest.raises(ValueError, match=r"is a bert model with is_decoder=False: .* Use LitMaskedLM"):
+            call()
+    LitCausalLM(config={"model_type": "bert", "is_decoder": True, "num_hidden_layers": 1}).check_data(None)
+
+
 def masked(run: Run) -> LitMaskedLM:
     assert run.pretrained is not None
     return LitMaskedLM(run.pretrained, optimizer=OPTIMIZER)
