@@ -95,7 +95,7 @@ def _new_folders(callback: object, uploaded: Mapping[str, float]) -> Iterator[Fo
 @contextlib.contextmanager
 def _artifacts_of_folders() -> Iterator[None]:
     """While in the context, a file that is added to a new W&B artifact may be a folder."""
-    import wandb  # type: ignore[import-not-found]
+    import wandb
 
     plain = wandb.Artifact
 

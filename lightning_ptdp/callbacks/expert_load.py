@@ -9,9 +9,10 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_ptdp.callbacks.artifacts import store_files
 from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads
 from lightning_ptdp.callbacks.expert_picture import draw_loads
-from lightning_ptdp.callbacks.folder import keep_with_run, run_folder
+from lightning_ptdp.callbacks.folder import run_folder
 from lightning_ptdp.option_types import check_arguments
 
 __all__ = ["ExpertLoad"]
@@ -104,4 +105,4 @@ class ExpertLoad(Callback):
             rank_zero_warn(f"the experts' loads at step {trainer.global_step} could not be written: {error}")
             return
         for logger in trainer.loggers:
-            keep_with_run(logger, [picture, numbers], folder="experts")
+            store_files(logger, [picture, numbers], folder="experts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ptdp.callbacks.artifacts import store_tags, store_text
 from lightning_ptdp.output import say
 from lightning_ptdp.summary import StrategySummary, render
 
@@ -27,10 +28,8 @@ class LayoutSummary(Callback):
         text = render(summary)
         say(f"\n{text}\n")
         for logger in trainer.loggers:
-            if hasattr(logger, "log_tags"):
-                logger.log_tags(_tags(summary))
-            if hasattr(logger, "log_text"):
-                logger.log_text(f"{text}\n", "layout.txt")
+            store_tags(logger, _tags(summary))
+            store_text(logger, f"{text}\n", "layout.txt")
 
 
 def _tags(summary: StrategySummary) -> dict[str, object]:

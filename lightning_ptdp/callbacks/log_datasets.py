@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ptdp.loggers import MLFlowLogger
+
 __all__ = ["LogDatasets"]
 
 
@@ -14,7 +16,7 @@ class LogDatasets(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell them, on global rank 0."""
         describe = getattr(getattr(trainer, "datamodule", None), "datasets", None)
-        loggers = [logger for logger in trainer.loggers if hasattr(logger, "log_dataset")]
+        loggers = [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
         if describe is None or not loggers or not trainer.is_global_zero:
             return
         for dataset in describe():

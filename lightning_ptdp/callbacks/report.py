@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_ptdp.callbacks.artifacts import store_tags
 from lightning_ptdp.callbacks.folder import run_folder
 from lightning_ptdp.output import say
 
@@ -81,8 +82,8 @@ class RunReport(Callback):
             record = _record(trainer, finished=True)
             self._write(record)
             for logger in trainer.loggers:
-                if record.checkpoint and hasattr(logger, "log_tags"):
-                    logger.log_tags({"checkpoint": record.checkpoint, "best_checkpoint": record.best_checkpoint})
+                if record.checkpoint:
+                    store_tags(logger, {"checkpoint": record.checkpoint, "best_checkpoint": record.best_checkpoint})
             say("\n" + "\n".join(record.lines()))
 
     def _write(self, record: RunRecord) -> None:

@@ -7,14 +7,17 @@ from pathlib import Path
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ptdp.callbacks.artifacts import store_text
 from lightning_ptdp.callbacks.folder import run_folder
 
 __all__ = ["SaveResolvedConfig"]
 
 
 class SaveResolvedConfig(Callback):
-    """Write ``config.yaml`` into the run folder once; where the logger has artifacts, as an artifact too, and the Trainer's and the
-    strategy's keys as parameters, beside those of the module and the data, which Lightning logs.
+    """Write ``config.yaml`` into the run folder once, and as an artifact in MLflow.
+
+    Every logger gets the Trainer's and the strategy's keys as hyperparameters, beside those of the module and the data, which Lightning
+    logs.
 
     A run that is resumed in the same folder with another configuration writes ``config-1.yaml`` and so on; nothing is
     overwritten.
@@ -34,9 +37,8 @@ class SaveResolvedConfig(Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.text, encoding="utf-8")
         for logger in trainer.loggers:
-            if hasattr(logger, "log_text"):
-                logger.log_text(self.text, path.name)
-                logger.log_hyperparams(_parameters(self.text))
+            store_text(logger, self.text, path.name)
+            logger.log_hyperparams(_parameters(self.text))
 
 
 _OBJECTS = ("callbacks", "logger", "plugins", "profiler", "strategy")

@@ -9,7 +9,8 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_ptdp.callbacks.folder import keep_with_run, run_folder
+from lightning_ptdp.callbacks.artifacts import store_files
+from lightning_ptdp.callbacks.folder import run_folder
 from lightning_ptdp.option_types import Count, Size, check_arguments
 from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
 from lightning_ptdp.schedule.spans import Timeline
@@ -110,7 +111,7 @@ class PipelineTimeline(Callback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._step)
-            keep_with_run(logger, [picture, trace], folder="timeline")
+            store_files(logger, [picture, trace], folder="timeline")
 
 
 def has_pipeline(trainer: Trainer) -> bool:

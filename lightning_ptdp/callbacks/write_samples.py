@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_ptdp.callbacks.artifacts import store_table
 from lightning_ptdp.callbacks.folder import run_folder
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import language_model
@@ -123,7 +123,7 @@ class WriteSamples(Callback):
         except OSError as error:  # a full disk: training does not end for it
             rank_zero_warn(f"the samples of step {step} could not be kept: {error}")
         for logger in trainer.loggers:
-            _log(logger, {key: [row[key] for row in rows] for key in rows[0]}, step)
+            store_table(logger, {key: [row[key] for row in rows] for key in rows[0]}, "samples", step=step)
 
 
 def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
@@ -153,14 +153,3 @@ def _texts(prompts: list[str] | str) -> list[str]:
     if not found:
         raise ValueError(f"prompts={prompts!r}: the file has no line with a prompt")
     return found
-
-
-def _log(logger: Logger, table: dict[str, list[Any]], step: int) -> None:
-    """By what each logger has for text."""
-    if hasattr(logger, "log_table") and hasattr(logger, "run_id"):
-        logger.log_table(table, "samples.json")
-    elif hasattr(logger, "run_id") and hasattr(logger.experiment, "log_table"):  # Lightning's own MLflow logger
-        logger.experiment.log_table(logger.run_id, data=table, artifact_file="samples.json")
-    elif hasattr(logger.experiment, "add_text"):
-        text = "\n\n".join(f"**{prompt}**\n\n{text}" for prompt, text in zip(table["prompt"], table["text"], strict=True))
-        logger.experiment.add_text("samples", text, step)

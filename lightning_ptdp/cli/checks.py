@@ -18,6 +18,7 @@ from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.exchange import reads_as_huggingface, weights_opener
+from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.store import check_writable_folder
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM
 
@@ -56,7 +57,7 @@ def check_run(
     _check_port(trainer)
     if writes:
         for logger in trainer.loggers:
-            if hasattr(logger, "check"):
+            if isinstance(logger, MLFlowLogger):
                 logger.check()
         _check_folders(trainer)
 

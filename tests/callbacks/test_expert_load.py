@@ -35,7 +35,7 @@ STEPS, EVERY = 4, 2
 NAMES = ("expert_load_max", "expert_load_min", "expert_load_entropy", "dead_experts", "router_entropy")
 
 
-class Store(DummyLogger):
+class MLFlowLogger(DummyLogger):
     """Keeps what is logged, and files as MLflow's logger does."""
 
     run_id = "r1"
@@ -110,7 +110,7 @@ def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     L.seed_everything(3, verbose=False)
     toy = run if isinstance(run, Run) else Run(world_size=run.world_size, layout=run.layout)
-    store = Store()
+    store = MLFlowLogger()
     trainer = trainer_of(replace(toy, steps=STEPS), ExpertLoad(dirpath=folder))
     trainer.loggers, trainer.log_every_n_steps = [store], EVERY
     ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))

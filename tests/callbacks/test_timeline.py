@@ -16,14 +16,14 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_ptdp.callbacks import PipelineTimeline
-from lightning_ptdp.loggers import MLFlowLogger
+from lightning_ptdp.loggers import MLFlowLogger as OurLogger
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import Pool
 
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 
 
-class Store(DummyLogger):
+class MLFlowLogger(DummyLogger):
     """Keeps files as MLflow's logger does."""
 
     run_id = "r1"
@@ -51,7 +51,7 @@ class Members(L.Callback):
 
 
 def _fit(rank: int, world_size: int, layout: dict[str, Any], folder: str, options: dict[str, Any], accumulate: int) -> Any:
-    store, members = Store(), Members()
+    store, members = MLFlowLogger(), Members()
     trainer = make_trainer(
         Place(world_size=world_size, layout=layout),
         callbacks=[members, PipelineTimeline(**options)],
@@ -188,7 +188,7 @@ def test_mlflow_takes_files_like_this() -> None:
     from mlflow import MlflowClient
 
     inspect.signature(MlflowClient.log_artifact).bind(None, "run id", "/a/file", "timeline")
-    assert isinstance(MLFlowLogger.run_id, property) and isinstance(MLFlowLogger.experiment, property)
+    assert isinstance(OurLogger.run_id, property) and isinstance(OurLogger.experiment, property)
 
 
 @pytest.mark.parametrize(
