@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from lightning_ptdp.errors import PTDPError
+
 __all__ = [
     "FILE_NAME",
     "Check",
@@ -34,7 +36,7 @@ FILE_NAME = r"[A-Za-z0-9_.][A-Za-z0-9_.+-]{0,200}"
 _SHOWN = 60
 
 
-class Misfit(ValueError):
+class Misfit(PTDPError, ValueError):
     """A value is not what belongs there.
 
     Args:

@@ -14,6 +14,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from lightning_ptdp.errors import PTDPError
+
 __all__ = [
     "DISTRIBUTION",
     "Declared",
@@ -31,7 +33,7 @@ DISTRIBUTION = "lightning-ptdp"
 _FOR_DEVELOPERS = ("test", "docs")
 
 
-class RequirementError(ImportError):
+class RequirementError(PTDPError, ImportError):
     """A library is missing or outside the declared range. The message ends with the command that installs the right one."""
 
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_ptdp.errors import PTDPError
+
 __all__ = ["CheckpointError", "MissingCheckpointError", "explain", "reading"]
 
 
-class CheckpointError(ValueError):
+class CheckpointError(PTDPError, ValueError):
     """A checkpoint cannot be written, is damaged, or does not fit what is asked of it; the message says which and why."""
 
 

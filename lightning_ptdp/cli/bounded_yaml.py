@@ -27,9 +27,13 @@ def load_yaml_file(file: str | Path) -> Any:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is not YAML, or grows by its aliases; see ``load_yaml``.
+        ValueError: It is not YAML, has a key twice, or grows by its aliases; see ``load_yaml``.
     """
-    return load_yaml(read_bytes(file, most_bytes=_MOST_BYTES).decode("utf-8"))
+    content = read_bytes(file, most_bytes=_MOST_BYTES)
+    try:
+        return load_yaml(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start}): save it with this encoding") from error
 
 
 def load_yaml(text: str) -> Any:
@@ -49,6 +53,7 @@ def bounded(text: str, load: Callable[[], Any]) -> Any:
     """
     try:
         _check_size(text)
+        _check_keys(yaml.compose(text, Loader=_Base))
         return load()
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
@@ -91,6 +96,31 @@ def _check_size(text: str) -> None:
             raise ValueError(f"it is more than {_MOST_DEPTH} deep")
         if sum(size.values for size in open_) > _MOST_VALUES:
             raise ValueError(f"with its aliases it holds more than {_MOST_VALUES} values")
+
+
+def _check_keys(root: yaml.Node | None) -> None:
+    """Refuse a mapping with a key twice, of which YAML's readers keep the last."""
+    known: set[int] = set()
+    left = [] if root is None else [root]
+    while left:
+        node = left.pop()
+        if id(node) in known or isinstance(node, yaml.ScalarNode):
+            continue
+        known.add(id(node))  # an alias is the node of its anchor
+        if not isinstance(node, yaml.MappingNode):
+            left += node.value
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            left += (key, value)
+            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
+                continue
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in lines:
+                raise ValueError(
+                    f"the key {key.value!r} is given twice, in line {lines[name]} and in line {line}: remove one of them"
+                )
+            lines[name] = line
 
 
 def _close(size: _Size, parent: _Size, known: dict[str, _Size]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import socket
+import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_ptdp.checkpoint import read_metadata, read_state
+from lightning_ptdp.checkpoint import OnDamage, choose_checkpoint, read_metadata, read_state
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.data import StreamDataModule
@@ -21,6 +23,7 @@ from lightning_ptdp.exchange import reads_as_huggingface, weights_opener
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.store import check_writable_folder
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM
+from lightning_ptdp.strategy.checks.trainer import check_numbers
 
 __all__ = ["check_checkpoint", "check_data", "check_run", "check_weights"]
 
@@ -49,11 +52,14 @@ def check_run(
     _check_sizes(model, datamodule)
     if hasattr(trainer.strategy, "check"):
         if writes:
+            check_numbers(trainer.strategy, trainer)
             trainer.strategy.check_processes()
         trainer.strategy.check_machine()
         trainer.strategy.check(model, datamodule)
     check_data(trainer, datamodule)
     check_checkpoint("--ckpt_path", ckpt_path, resumes=writes)
+    if hasattr(trainer.strategy, "config") and model.strict_loading:
+        _check_resumed(ckpt_path, model, on_damage=trainer.strategy.config.on_damage if writes else "refuse")
     _check_port(trainer)
     if writes:
         for logger in trainer.loggers:
@@ -119,8 +125,31 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
         if place.is_file():
             raise UserError(f"{field} {path} is a file: make it a checkpoint first, ptdp convert {path} start.ckpt")
         own = None if is_folder_of_checkpoints(place) else read_metadata(place).tensors
-    if own is None:
+    if own is not None:
+        _check_shapes(field, path, own, model)
+
+
+def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDamage) -> None:
+    """Compare the model with the folder that the strategy will choose, of which the files are only counted.
+
+    Raises:
+        UserError: The checkpoint is another model's.
+        CheckpointError: It is incomplete, and no earlier one may take its place.
+    """
+    if path is None or path in _KEYWORDS or "://" in path or Path(path).is_file():
         return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the strategy warns of a damaged one
+        chosen = choose_checkpoint(path, on_damage=on_damage, verify=read_metadata)
+    _check_shapes("--ckpt_path", str(chosen), read_metadata(chosen).tensors, model)
+
+
+def _check_shapes(field: str, path: str, own: Mapping[str, Any], model: LightningModule) -> None:
+    """Compare names and shapes of stored weights with the model's, as far as these are known before launch.
+
+    Raises:
+        UserError: They differ.
+    """
     found = {name.removeprefix("model/"): entry.shape for name, entry in own.items() if name.startswith("model/")}
     wanted = {name: tuple(value.shape) for name, value in _on_meta(model).named_parameters()}
     missing = [name for name in wanted if name not in found]
@@ -179,8 +208,10 @@ def _check_port(trainer: Trainer) -> None:
         UserError: Somebody listens there.
     """
     port = os.environ.get("MASTER_PORT", "")
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError(f"MASTER_PORT={port} is not a port, a number from 1 to 65535: unset it, or choose a free one")
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    if not port.isdecimal() or trainer.num_nodes > 1 or environment is None or environment.creates_processes_externally:
+    if not port or trainer.num_nodes > 1 or environment is None or environment.creates_processes_externally:
         return
     try:
         socket.create_server(("127.0.0.1", int(port))).close()

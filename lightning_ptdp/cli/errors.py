@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from argparse import ArgumentError
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType
 
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.option_types import nearest
 from lightning_ptdp.requirements import read_declared
 from lightning_ptdp.signals import handled
@@ -17,12 +20,11 @@ from lightning_ptdp.signals import handled
 __all__ = ["Terminated", "UserError", "WorkerFailure", "explain", "nearest", "terminate_on_sigterm", "worker_failure"]
 
 
-# By name: the classes live in modules that import torch, and from a worker only the name comes back.
+# By name, because importing Lightning's class would import torch.
 _MENDABLE = ("ValueError", "FileNotFoundError", "PermissionError", "MisconfigurationException", "RequirementError")
-_OUR_VALUE_ERRORS = ("UserError", "CheckpointError", "CorpusError", "TokenizerError", "StoreError", "PlanError")
 
 
-class UserError(ValueError):
+class UserError(PTDPError, ValueError):
     """What was asked for cannot be done; the message says what would work."""
 
 
@@ -44,9 +46,7 @@ def explain(error: BaseException) -> str | None:
         return str(error.message)
     if isinstance(error, ModuleNotFoundError):
         return next((library.missing for library in read_declared() if library.name == error.name), None)
-    if any(kind.__name__ in _MENDABLE for kind in type(error).__mro__):
-        return str(error)
-    return None
+    return str(error) if _is_mendable(type(error)) else None
 
 
 def worker_failure(error: BaseException) -> WorkerFailure | None:
@@ -59,11 +59,30 @@ def worker_failure(error: BaseException) -> WorkerFailure | None:
         return WorkerFailure(message=_ended(text, getattr(error, "signal_name", None)), mendable=False)
     if not isinstance(text, str) or kind != "ProcessRaisedException":
         return None
-    last = re.findall(r"^([A-Za-z_][\w.]*): (.*)", text, re.MULTILINE)
-    if last and last[-1][0].rpartition(".")[2] in (*_MENDABLE, *_OUR_VALUE_ERRORS):
-        start = text.rindex(f"{last[-1][0]}: {last[-1][1]}") + len(last[-1][0]) + 2
-        return WorkerFailure(message=text[start:].strip(), mendable=True)
+    for line in reversed(list(re.finditer(r"^([A-Za-z_][\w.]*): ", text, re.MULTILINE))):
+        error_type = _class_of(line[1])
+        if issubclass(error_type, BaseException):  # else a line of the message
+            if _is_mendable(error_type):
+                return WorkerFailure(message=text[line.end() :].strip(), mendable=True)
+            break
     return WorkerFailure(message=text.strip(), mendable=False)
+
+
+def _is_mendable(kind: type) -> bool:
+    return any(base.__name__ in _MENDABLE for base in kind.__mro__)
+
+
+def _class_of(name: str) -> type:
+    """Return the error class of a traceback's last line, such as ``ValueError`` or ``lightning_ptdp.data.errors.DataError``.
+
+    Only this package's modules are imported for it. The class is ``object`` if it cannot be found.
+    """
+    module, _, attribute = name.rpartition(".")
+    if module.partition(".")[0] == __name__.partition(".")[0]:
+        with suppress(ImportError):  # a line of a message that only looks like a class
+            import_module(module)
+    found = getattr(sys.modules.get(module or "builtins"), attribute, object)
+    return found if isinstance(found, type) else object
 
 
 def _ended(text: str, signal_name: str | None) -> str:

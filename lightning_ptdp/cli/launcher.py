@@ -146,6 +146,8 @@ def _check_layout(strategy: object, rest: Sequence[str], world_size: int) -> boo
 def _number(option: int | None, name: str, rest: Sequence[str], key: str, configured: object) -> int:
     """A count from the launcher's option, from fit's, or from the configuration."""
     given = _given(rest, key)
+    if option is not None and given is not None and given != str(option):
+        raise UserError(f"--{name} {option} and --{key} {given} contradict each other: give one of them")
     value = option if option is not None else given if given is not None else configured
     number = int(value) if isinstance(value, int | str) and str(value).isdecimal() else 0
     if number < 1:

@@ -35,6 +35,7 @@ from lightning_ptdp.cli.bounded_yaml import bounded
 from lightning_ptdp.cli.config_errors import dotted, readable
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.generate import SampleOptions
+from lightning_ptdp.cli.parsed_values import check_values
 from lightning_ptdp.cli.strategy_option import keep_strategy_options
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM  # noqa: F401
@@ -104,6 +105,7 @@ class PTDPCLI(LightningCLI):
             self.config = parser.parse_args(args)
         except ArgumentError as error:
             raise UserError(readable(str(error.message), dotted(parser.get_defaults()))) from error
+        check_values(self.config, parser.get_defaults())
 
     def instantiate_classes(self) -> None:
         """Build everything; jsonargparse wraps the errors of nested dataclasses in its own words."""
@@ -116,6 +118,13 @@ class PTDPCLI(LightningCLI):
                 f"trainer.accelerator={self.config.trainer.accelerator}: torch sees no GPU here (ptdp doctor says why). Without one: "
                 "--trainer.accelerator cpu --trainer.precision 32-true, and as many --trainer.devices as this machine has cores for; "
                 "ptdp recipes show common says how the layout follows"
+            ) from error
+        except TypeError as error:
+            if "`devices` selected with `CPUAccelerator`" not in str(error):
+                raise
+            raise UserError(
+                f"trainer.devices={self.config.trainer.devices} is not a number of processes, which it is on CPU: use --trainer.devices 1 "
+                "or more"
             ) from error
         except ValueError as error:
             raise UserError(readable(str(error), ())) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from lightning_ptdp.cli.errors import UserError, nearest
@@ -46,19 +47,21 @@ def find_config(name: str, *, said: str = "--config ", beside: Path | None = Non
         UserError: Neither a file nor a recipe; the message names the nearest recipe.
     """
     path = Path(name) if beside is None else beside / name
-    if _is_file(path):
+    if _is(path, Path.is_file):
         return path
     short = name.removeprefix("recipes/").removesuffix(".yaml")
     if short in recipe_names(shared=True):
         return recipe_folder() / f"{short}.yaml"
+    if _is(path, Path.is_dir):
+        raise UserError(f"{said}{name} is a folder: name a YAML file in it")
     raise UserError(
         f"{said}{' '.join(name.split())[:200]}: there is no such file, and no such recipe{nearest(short, recipe_names(shared=True))} "
         "(ptdp recipes list shows all)"
     )
 
 
-def _is_file(path: Path) -> bool:
+def _is(path: Path, kind: Callable[[Path], bool]) -> bool:
     try:
-        return path.is_file()
+        return kind(path)
     except OSError:  # too long for a path: a text that was given for a name
         return False

@@ -45,6 +45,11 @@ def run(verb: str, arguments: list[str]) -> int:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     with held_back():
         cli = PTDPCLI(verb, arguments)
+        if verb == "fit" and cli.config.init_from is not None and cli.config.ckpt_path is not None:
+            raise UserError(
+                "--init_from begins a new training with weights, --ckpt_path continues a training: their weights would replace each other. "
+                "Give one of them"
+            )
         ckpt_path = _ckpt_path(cli, verb)
         if verb == "prepare":
             check_data(cli.trainer, cli.datamodule)

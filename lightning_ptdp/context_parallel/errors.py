@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from lightning_ptdp.errors import PTDPError
+
 __all__ = ["ContextParallelError"]
 
 
-class ContextParallelError(RuntimeError):
+class ContextParallelError(PTDPError, RuntimeError):
     """The model's forward did something that a slice of the sequence cannot honour; the message says what and how to mend it."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from lightning_ptdp.data.corpus import Corpus
 from lightning_ptdp.data.errors import CorpusError, reading
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.option_types import nearest
 from lightning_ptdp.requirements import RequirementError, import_optional
 from lightning_ptdp.untrusted import parse_json, reason, regular_size
@@ -45,7 +46,7 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 _SAVED = ("state.json", "dataset_dict.json")
 
 
-class FaultyRow(ValueError):
+class FaultyRow(PTDPError, ValueError):
     """A row that no conversation, or nothing to learn, can be made of; the message says why and what to do."""
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.untrusted import reason
 
 __all__ = ["CorpusError", "DataError", "StoreError", "TokenizerError", "reading"]
 
 
-class DataError(ValueError):
+class DataError(PTDPError, ValueError):
     """The text, the tokenizer, the token store or a position in it cannot be used."""
 
 

@@ -7,13 +7,14 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.nested import Nested, iterate_tensors
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["BatchMismatchError", "check_same_batch", "has_same_length"]
 
 
-class BatchMismatchError(RuntimeError):
+class BatchMismatchError(PTDPError, RuntimeError):
     """Ranks of one replica read different samples."""
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.config import FiniteAction
 from lightning_ptdp.data_parallel import Gradients
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.pipeline.progress import StepObserver
 from lightning_ptdp.records import Records
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
@@ -27,7 +28,7 @@ __all__ = ["GradientChecks", "NonFiniteError", "check_held"]
 _SHOWN = 5
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(PTDPError, RuntimeError):
     """A loss or gradient is NaN or infinite."""
 
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.context_parallel import positions, sequence_length
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
 from lightning_ptdp.nested import batch_size, iterate_tensors
 from lightning_ptdp.random import derive_seed
@@ -37,7 +38,7 @@ __all__ = ["KeyedDropout", "KeyedDropoutError"]
 _OTHERS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, F.rrelu)
 
 
-class KeyedDropoutError(ValueError):
+class KeyedDropoutError(PTDPError, ValueError):
     """The model drops something of which it cannot be said what it is."""
 
 

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.option_types import nearest
 
 __all__ = ["SilentServerError", "check_store", "check_writable_folder", "sqlite_path", "sqlite_uri"]
@@ -37,7 +38,7 @@ def sqlite_path(tracking_uri: str) -> Path | None:
     return Path(unquote(quoted))
 
 
-class SilentServerError(ValueError):
+class SilentServerError(PTDPError, ValueError):
     """An MLflow server accepts connections and does not answer."""
 
 

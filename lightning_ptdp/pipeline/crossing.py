@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_ptdp.errors import PTDPError
+
 __all__ = [
     "At",
     "Crossing",
@@ -45,7 +47,7 @@ Path = tuple[int | str, ...]
 Nest = TypeVar("Nest")
 
 
-class StageError(RuntimeError):
+class StageError(PTDPError, RuntimeError):
     """The model's forward did something that a pipeline stage cannot honour; the message says what and how to mend it."""
 
 

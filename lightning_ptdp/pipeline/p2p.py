@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp._torch import all_gather_single
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm
 from lightning_ptdp.pipeline.progress import StepObserver
 from lightning_ptdp.schedule.actions import Channel, Direction, Schedule, receives_ahead
@@ -34,7 +35,7 @@ __all__ = ["PeerError", "Receipt", "Transport"]
 _MIN_OUTSTANDING = 4
 
 
-class PeerError(RuntimeError):
+class PeerError(PTDPError, RuntimeError):
     """A neighbour did not answer within the limit or went away; the message names the rank and the action."""
 
 

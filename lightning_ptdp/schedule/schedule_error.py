@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 
 __all__ = ["ScheduleError", "schedule_error", "why_illegal"]
 
 
-class ScheduleError(ValueError):
+class ScheduleError(PTDPError, ValueError):
     """A schedule that is incomplete, out of order, or would hang; the message shows where, with an arrow.
 
     Attributes:

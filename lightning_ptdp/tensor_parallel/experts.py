@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.expert_parallel import Dispatched, dispatch, stores_as_usual, usual_output
 from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.own_forward import OwnForward
@@ -21,7 +22,7 @@ _GROUPED = "grouped_mm"
 """Of transformers' several ways to compute the same the usual one; None in a module that has none."""
 
 
-class ExpertError(ValueError):
+class ExpertError(PTDPError, ValueError):
     """A router chose what does not exist, or weighed it with what is no number."""
 
 

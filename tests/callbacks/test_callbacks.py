@@ -196,23 +196,33 @@ def test_report_of_a_run_that_broke(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["finished"] is False
 
 
-class Tracking(CSVLogger):
-    """A logger with tags and texts."""
+class MLFlowLogger(CSVLogger):
+    """A logger that takes tags and texts as Lightning's MLflow logger does."""
+
+    run_id = "r1"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.tags: dict[str, Any] = {}
         self.texts: dict[str, str] = {}
 
-    def log_tags(self, tags: dict[str, Any]) -> None:
-        self.tags |= tags
+    @property
+    def experiment(self) -> Any:
+        return self
 
-    def log_text(self, text: str, artifact_file: str) -> None:
+    def set_tag(self, run_id: str, name: str, value: object) -> None:
+        self.tags[name] = value
+
+    def log_text(self, run_id: str, text: str, artifact_file: str) -> None:
         self.texts[artifact_file] = text
+
+    def log_metrics(self, *_: Any, **__: Any) -> None: ...
+
+    def save(self) -> None: ...
 
 
 def test_layout_summary_prints_once_and_keeps_it_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = Tracking(tmp_path)
+    logger = MLFlowLogger(tmp_path)
 
     class Describe(Callback):
         def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:

@@ -38,6 +38,7 @@ def grown(form: str, times: int = 9) -> str:
         ("a: 2001-99-99", "month"),
         ("a: !!python/object/apply:os.system [echo]", "not YAML: could not determine a constructor"),
         ("a: [", "not YAML"),
+        ("a: 1\nb: {c: 1, d: 2,\n c: 3}", "'c' is given twice, in line 2 and in line 3"),
         ("a: \0", "not YAML"),
     ],
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ import yaml
 from lightning.pytorch import Trainer
 from torch.multiprocessing import ProcessExitedException
 
+import lightning_ptdp
+from lightning_ptdp import PTDPError
 from lightning_ptdp.cli import recipe_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
 from lightning_ptdp.cli.errors import UserError, explain, nearest, worker_failure
@@ -191,8 +195,44 @@ class ProcessRaisedException(Exception):
         self.msg = msg
 
 
+TRACE = "\n\n-- Process 2 terminated with the following error:\nTraceback (most recent call last):\n  File x\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "mendable"),
+    [
+        *((f"lightning_ptdp.{name}", True) for name in ("data.errors.DataError", "schedule.schedule_error.ScheduleError")),
+        *(
+            (f"lightning_ptdp.{name}", True)
+            for name in ("tensor_parallel.experts.ExpertError", "keyed_dropout.keyed.KeyedDropoutError")
+        ),
+        ("FileNotFoundError", True),
+        ("lightning.fabric.utilities.exceptions.MisconfigurationException", True),
+        ("lightning_ptdp.pipeline.p2p.PeerError", False),
+        ("lightning_ptdp.nowhere.Absent", False),
+        ("nowhere.Absent", False),
+        ("KeyError", False),
+    ],
+)
+def test_which_errors_of_workers_are_the_users(error: str, mendable: bool) -> None:
+    failure = worker_failure(ProcessRaisedException(f"{TRACE}{error}: so it is\nlayer: 3\n"))
+    assert failure is not None
+    assert failure.mendable == mendable
+    if mendable:
+        assert failure.message == "so it is\nlayer: 3"
+
+
+def test_every_error_has_one_base_class() -> None:
+    for module in pkgutil.walk_packages(lightning_ptdp.__path__, "lightning_ptdp."):
+        if module.name.endswith("__main__"):
+            continue
+        for name, value in vars(import_module(module.name)).items():
+            if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == module.name and name[0] != "_":
+                assert issubclass(value, PTDPError), f"{module.name}.{name}"
+
+
 def test_errors_of_workers() -> None:
-    trace = "\n\n-- Process 2 terminated with the following error:\nTraceback (most recent call last):\n  File x\n"
+    trace = TRACE
     ours = ProcessRaisedException(trace + "lightning_ptdp.checkpoint.errors.CheckpointError: no 'a'\nin here\n")
     failure = worker_failure(ours)
     assert failure is not None

@@ -97,6 +97,7 @@ def test_sizes_come_from_the_options_of_fit_too_and_another_strategy_is_left_alo
         (["--config=gpt/nano", "--gpus-per-node=3"], "world_size=3 is not divisible"),
         (["--config=gpt/nano", "--trainer.strategy.tensor_parallel_size=8"], "world_size=4 is not divisible"),
         (["--config=gpt/nano", "--trainer.devices=auto"], "trainer.devices='auto' is not a number of processes"),
+        (["--config=gpt/nano", "--nodes=4", "--trainer.num_nodes=2"], "--nodes 4 and --trainer.num_nodes 2 contradict"),
         (["--config=gpt/nani"], "did you mean 'gpt/nano'?"),
         ([], "Give --config"),
     ],

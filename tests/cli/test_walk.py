@@ -128,6 +128,18 @@ BAD = [
     (f"ptdp fit {ONE} --model.config.num_layrs 3", "did you mean 'config.num_layers'"),
     (f"ptdp fit {NANO} --trainer.devices 3", "world_size=3 is not divisible"),
     (f"ptdp fit {NANO} --trainer.strategy.schedule zigzag", "schedule='zigzag'"),
+    (f"ptdp fit {ONE} --trainer.devices=-1", "trainer.devices=-1 is not a number of processes"),
+    (f"ptdp fit {NANO} --trainer.devices=[0,1]", r"trainer.devices=\[0, 1\] is not a number of processes"),
+    (f"ptdp fit {ONE} --config mapping.yaml", r"trainer=\['max_steps', 3\] must be a mapping"),
+    (f"ptdp fit {ONE} --config twice.yaml", "'max_steps' is given twice, in line 2 and in line 3"),
+    (f"ptdp fit {ONE} --config utf16.json", "utf16.json: is not UTF-8"),
+    (f"ptdp fit {ONE} --config theirs", "--config theirs is a folder"),
+    (f"ptdp fit {ONE} --seed_everything=-1", "seed_everything=-1 must be between 0 and 4294967295"),
+    (f"ptdp fit {NANO} --trainer.gradient_clip_val=-1", "gradient_clip_val=-1 is no norm"),
+    (f"ptdp fit {NANO} --trainer.accumulate_grad_batches=0", "accumulate_grad_batches=0 must be 1 or more"),
+    (f"ptdp fit {ONE} --init_from theirs --ckpt_path weights.ckpt", "--init_from begins a new training"),
+    (f"ptdp fit {ONE} --export text.ckpt/x", "text.ckpt is a file"),
+    (f"MASTER_PORT=abc ptdp fit {NANO}", "MASTER_PORT=abc is not a port"),
     (f"MASTER_PORT=TAKEN ptdp fit {NANO}", r"MASTER_PORT=\d+ cannot be listened at"),
 ]
 
@@ -140,6 +152,9 @@ def desk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     (folder / "empty.yaml").touch()
     (folder / "broken.yaml").write_text("trainer: {max_steps: 3")
     (folder / "list.yaml").write_text("- trainer")
+    (folder / "mapping.yaml").write_text("trainer: [max_steps, 3]")
+    (folder / "twice.yaml").write_text("trainer:\n  max_steps: 3\n  max_steps: 5\n")
+    (folder / "utf16.json").write_bytes("{}".encode("utf-16"))
     (folder / "circle.yaml").write_text("base: circle.yaml")
     (folder / "text.ckpt").write_text("hello")
     (folder / "my_module.py").write_text("class NoModule: pass\n")

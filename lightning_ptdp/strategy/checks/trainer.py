@@ -19,7 +19,7 @@ from lightning_ptdp.strategy.checks.saved import check_extra_state, check_hyperp
 from lightning_ptdp.strategy.run import RunningStrategy
 from lightning_ptdp.world.layout import nearest_divisors
 
-__all__ = ["check_trainer"]
+__all__ = ["check_numbers", "check_trainer"]
 
 
 def check_trainer(strategy: RunningStrategy, trainer: Trainer) -> None:
@@ -30,6 +30,16 @@ def check_trainer(strategy: RunningStrategy, trainer: Trainer) -> None:
     """
     for check in _CHECKS:
         check(strategy, trainer)
+
+
+def check_numbers(strategy: RunningStrategy, trainer: Trainer) -> None:
+    """Refuse numbers that Lightning passes on: a negative norm, by which clipping turns gradients round, and steps of no batch."""
+    if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val >= 0:
+        raise strategy.refusal(
+            f"gradient_clip_val={trainer.gradient_clip_val} is no norm, which is 0 or more: use 1.0, for example, or None to clip nothing"
+        )
+    if trainer.accumulate_grad_batches < 1:
+        raise strategy.refusal(f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more")
 
 
 def _check_manual_optimization(strategy: RunningStrategy, trainer: Trainer) -> None:
@@ -247,6 +257,7 @@ def _check_precision(strategy: RunningStrategy, trainer: Trainer) -> None:
 
 
 _CHECKS = (
+    check_numbers,
     _check_manual_optimization,
     _check_backward,
     _check_iterators,
