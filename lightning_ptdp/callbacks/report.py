@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,6 +26,9 @@ class RunRecord:
         checkpoint_folder: Where checkpoints are written; "" without ModelCheckpoint.
         checkpoint: The newest checkpoint, "" if there is none.
         best_checkpoint: The best one by the monitored metric, "" if nothing is monitored.
+        monitor: Name of the monitored metric.
+        best_score: Value of the monitored metric for the best checkpoint.
+        validation: Results of the last validation, by name.
         tracking_uri: MLflow store, "" if the run is not logged to MLflow.
         run_id: MLflow run.
         url: Where a browser shows it.
@@ -35,18 +39,23 @@ class RunRecord:
     checkpoint_folder: str = ""
     checkpoint: str = ""
     best_checkpoint: str = ""
+    monitor: str = ""
+    best_score: float | None = None
+    validation: Mapping[str, float] = field(default_factory=dict)
     tracking_uri: str = ""
     run_id: str = ""
     url: str = ""
     finished: bool = False
 
     def lines(self) -> list[str]:
-        """For people."""
-        found = [f"run folder:  {self.folder}"]
+        """Return the record as lines of text."""
+        found = [f"{name + ':':12} {value:.4g}" for name, value in self.validation.items()]
+        found.append(f"run folder:  {self.folder}")
         if self.checkpoint:
             found.append(f"checkpoint:  {self.checkpoint}")
-        if self.best_checkpoint and self.best_checkpoint != self.checkpoint:
-            found.append(f"best:        {self.best_checkpoint}")
+        if self.best_checkpoint:
+            score = "" if self.best_score is None else f" ({self.monitor} {self.best_score:.4g})"
+            found.append(f"best:        {self.best_checkpoint}{score}")
         if self.run_id:
             found.append(f"MLflow run:  {self.url or self.run_id}")
             if not self.tracking_uri.startswith("http"):
@@ -93,12 +102,16 @@ class RunReport(Callback):
 
 def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
     callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    best = next((c for c in callbacks if c.monitor), None)
     tracked = [logger for logger in trainer.loggers if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id")]
     return RunRecord(
         folder=str(run_folder(trainer)),
         checkpoint_folder=str(next((c.dirpath for c in callbacks if c.dirpath), "")),
         checkpoint=next((path for c in callbacks if (path := c.last_model_path or c.best_model_path)), ""),
-        best_checkpoint=next((c.best_model_path for c in callbacks if c.monitor), ""),
+        best_checkpoint=best.best_model_path if best is not None else "",
+        monitor=str(best.monitor) if best is not None else "",
+        best_score=float(best.best_model_score) if best is not None and best.best_model_score is not None else None,
+        validation={name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")},
         tracking_uri=str(tracked[0].tracking_uri) if tracked else "",
         run_id=str(tracked[0].run_id) if tracked else "",
         url=str(getattr(tracked[0], "url", "")) if tracked else "",

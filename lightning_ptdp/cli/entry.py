@@ -89,7 +89,7 @@ def _run(arguments: list[str]) -> int:
     if name in _CONFIGURED:
         if {"-h", "--help"} & {*rest}:
             if "all" not in rest:
-                print(short_help(verb))
+                print(short_help(verb, [word for word in rest if word not in ("-h", "--help")]))
                 return 0
             rest = ["--help"]
         # Of a rank that is lost, its peers' C++ has forty frames to show; what happened is the last line.

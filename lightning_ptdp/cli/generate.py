@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import tempfile
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
@@ -14,8 +17,7 @@ __all__ = ["SampleOptions", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions(Sampling):
-    __doc__ = f"""{Sampling.__doc__}        prompt: Text to continue.
-    """
+    __doc__ = f"{inspect.cleandoc(Sampling.__doc__ or '')}\n    prompt: Text to continue."
 
     prompt: str = "def "
 
@@ -42,9 +44,10 @@ def run(verb: str, arguments: list[str]) -> int:
     from lightning_ptdp.cli.serving import Chat, Continuation, module_of, serve
     from lightning_ptdp.generation.text import find_tokenizer
 
-    state, module, ckpt_path = module_of(options.checkpoint)
-    tokenizer, extra = find_tokenizer(state, options.tokenizer), given.pop("system" if chats else "prompt")
-    sampling = Sampling(**given)
-    writer = Chat(tokenizer, sampling, system=extra) if chats else Continuation(tokenizer, sampling, prompt=extra)
-    serve(module, writer, options, ckpt_path=ckpt_path)
+    extra = given.pop("system" if chats else "prompt")
+    with tempfile.TemporaryDirectory() as scratch:
+        state, module, ckpt_path = module_of(options.checkpoint, Path(scratch))
+        tokenizer, sampling = find_tokenizer(state, options.tokenizer), Sampling(**given)
+        writer = Chat(tokenizer, sampling, system=extra) if chats else Continuation(tokenizer, sampling, prompt=extra)
+        serve(module, writer, options, ckpt_path=ckpt_path)
     return 0

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
+import lightning.pytorch as pl
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,6 +30,7 @@ from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.cli.serving_options import ServingOptions
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface
+from lightning_ptdp.exchange.adapter_folder import is_adapter_folder, read_adapter_folder
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import longest_sequence
 from lightning_ptdp.generation.text import Message, TextTokenizer
@@ -125,15 +128,24 @@ def serve(module: LightningModule, writer: Callback, options: ServingOptions, *,
         trainer.predict(module, DataLoader(_Nothing()), ckpt_path=ckpt_path, return_predictions=False)
 
 
-def module_of(checkpoint: str) -> tuple[Mapping[str, Any], LightningModule, str | None]:
-    """A checkpoint's state, the module without its values, and where these are; None: the module knows.
+def module_of(checkpoint: str, scratch: Path) -> tuple[Mapping[str, Any], LightningModule, str | None]:
+    """Return a checkpoint's state, the module without its values, and the path of these; None: the module knows.
+
+    Args:
+        checkpoint: A checkpoint, a Hugging Face folder, or a folder of peft's adapters.
+        scratch: Empty folder for a checkpoint made of adapters.
 
     Raises:
+        CheckpointError: The adapters are damaged or of another kind.
         UserError: There is no checkpoint, or it does not say which model it holds.
     """
     if reads_as_huggingface(Path(checkpoint)):
         module: LightningModule = LitCausalLM(checkpoint, dtype="auto")
         return {"hyper_parameters": dict(module.hparams)}, module, None
+    if is_adapter_folder(Path(checkpoint)):
+        options, tensors = read_adapter_folder(Path(checkpoint))
+        torch.save({"state_dict": tensors, "pytorch-lightning_version": pl.__version__}, scratch / "adapters.ckpt")
+        return {"hyper_parameters": options}, LitCausalLM(**options, dtype="auto"), str(scratch / "adapters.ckpt")
     state = _state(checkpoint)
     arguments = {name: value for name, value in state.get("hyper_parameters", {}).items() if name != "_instantiator"}
     if "_class_path" in arguments:

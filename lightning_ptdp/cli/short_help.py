@@ -11,7 +11,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from lightning_ptdp.cli.command_line import CONFIG, options_on
+from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 
 __all__ = ["SourceOption", "options_in_source", "short_help"]
@@ -34,23 +38,51 @@ _TRAINER: Mapping[str, str] = {
     "callbacks+": "One more callback, such as PipelineTimeline.",
     "default_root_dir": "Where runs without a logger are written.",
 }
-# prefix of the key: file, class, and the fields that are shown; () for all
-_SHOWN: Mapping[str, Sequence[tuple[str, str, str, Sequence[str]]]] = {
-    "strategy": (("", "config.py", "PTDPConfig", ()),),
-    "model": (
-        (
-            "config.",
-            "models/config.py",
-            "GPTConfig",
-            ("vocabulary_size", "sequence_length", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "dropout"),
-        ),
-        ("optimizer.", "models/optimization.py", "AdamWConfig", ("learning_rate", "warmup_steps", "decay_steps", "weight_decay")),
-    ),
-    "data": (
+_Shown = tuple[str, str, str, Sequence[str]]
+"""Prefix of the keys, file, class, and the fields that are shown; () for all."""
+
+_STRATEGY: Sequence[_Shown] = (("", "config.py", "PTDPConfig", ()),)
+_OPTIMIZER: _Shown = (
+    "optimizer.",
+    "models/optimization.py",
+    "AdamWConfig",
+    ("learning_rate", "warmup_steps", "decay_steps", "weight_decay"),
+)
+_HUGGING_FACE: Sequence[_Shown] = (
+    ("", "models/lit_huggingface.py", "LitCausalLM", ("path", "config", "pretrained", "dtype", "attention", "adapter")),
+    ("adapter.", "models/adapters.py", "LoraOptions", ("r", "alpha", "dropout", "target_modules", "modules_to_save")),
+    _OPTIMIZER,
+)
+_SIZES = ("vocabulary_size", "sequence_length", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "dropout")
+_MODELS: Mapping[str, Sequence[_Shown]] = {
+    "LitGPT": (("config.", "models/config.py", "GPTConfig", _SIZES), _OPTIMIZER),
+    "LitCausalLM": _HUGGING_FACE,
+    "LitMaskedLM": _HUGGING_FACE,
+}
+_STREAM: Sequence[_Shown] = (
+    ("", "data/stream_datamodule.py", "StreamDataModule", ("sequence_length", "validation_samples", "seed", "num_workers")),
+    ("", "data/batch_options.py", "BatchOptions", ("micro_batch_size", "num_microbatches", "global_batch_size")),
+)
+_CHAT = (
+    "path",
+    "tokenizer_dir",
+    "data_dir",
+    "columns",
+    "chat_template",
+    "learn",
+    "packing",
+    "too_long",
+    "faulty",
+    "validation_path",
+)
+_DATA: Mapping[str, Sequence[_Shown]] = {
+    "TextDataModule": (
         ("", "data/datamodule.py", "TextDataModule", ("data_dir", "source", "vocabulary_size", "tokenizer_dir")),
-        ("", "data/stream_datamodule.py", "StreamDataModule", ("sequence_length", "validation_samples", "seed", "num_workers")),
-        ("", "data/batch_options.py", "BatchOptions", ("micro_batch_size", "num_microbatches", "global_batch_size")),
+        *_STREAM,
     ),
+    "ChatDataModule": (("", "data/chat_datamodule.py", "ChatDataModule", _CHAT), *_STREAM),
+    "MixtureDataModule": (("", "data/mixture_datamodule.py", "MixtureDataModule", ()), *_STREAM),
+    "IndexedDataModule": (("", "data/indexed_datamodule.py", "IndexedDataModule", ()), *_STREAM),
 }
 
 
@@ -69,8 +101,16 @@ class SourceOption:
     text: str
 
 
-def short_help(verb: str) -> str:
-    """What ``ptdp VERB --help`` prints for a verb with a configuration."""
+def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
+    """Return what ``ptdp VERB --help`` prints, with the keys of the classes that the command line's configuration names.
+
+    Args:
+        verb: A verb with a configuration.
+        arguments: The command line after the verb.
+
+    Raises:
+        UserError: A configuration on the command line cannot be read.
+    """
     own = [(f"--{one.name}", "" if one.type is None else _default(repr(one.default)), one.text) for one in options_of_verb(verb)]
     if verb == "fit":
         own.append(
@@ -86,9 +126,9 @@ def short_help(verb: str) -> str:
         DESCRIPTIONS[verb],
         f"options:\n{_table([*general, *own])}",
         f"--trainer.NAME VALUE, of Lightning's Trainer, for example:\n{_table([(name, '', text) for name, text in _TRAINER.items()])}",
-        f"--trainer.strategy.NAME VALUE, with the defaults where a recipe says nothing:\n{_rows('strategy')}",
-        f"--model.NAME VALUE, of a GPT; your own class: --model my_module.LitMine:\n{_rows('model')}",
-        f"--data.NAME VALUE, of text; your own class: --data my_module.MyData:\n{_rows('data')}",
+        f"--trainer.strategy.NAME VALUE, with the defaults where a recipe says nothing:\n{_rows(_STRATEGY)}",
+        _class_part("model", _chosen("model", arguments) or "LitGPT", _MODELS, "my_module.LitMine"),
+        _class_part("data", _chosen("data", arguments) or "TextDataModule", _DATA, "my_module.MyData"),
     ]
     return "\n\n".join(parts)
 
@@ -117,7 +157,9 @@ def _arguments(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and node.decorator_list:
             yield part.target.id, "" if part.value is None else ast.unparse(part.value)
         elif isinstance(part, ast.FunctionDef) and part.name == "__init__":
-            for argument, default in zip(part.args.kwonlyargs, part.args.kw_defaults, strict=True):
+            positional = part.args.args[1:]
+            defaults = [*[None] * (len(positional) - len(part.args.defaults)), *part.args.defaults, *part.args.kw_defaults]
+            for argument, default in zip([*positional, *part.args.kwonlyargs], defaults, strict=True):
                 yield argument.arg, "" if default is None else ast.unparse(default)
 
 
@@ -128,9 +170,30 @@ def _said(docstring: str) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, _, text in (entry.partition(":") for entry in entries)}
 
 
-def _rows(part: str) -> str:
+def _chosen(part: str, arguments: Sequence[str]) -> str:
+    """Return the name of the class of the model or the data that a command line chooses; "" if it chooses none."""
+    name = ""
+    for option in options_on(arguments):
+        value: Any = option.value
+        if option.name in CONFIG and value is not None:
+            value = resolve_config(find_config(value)).values.get(part)
+            value = value.get("class_path") if isinstance(value, Mapping) else value
+        elif option.name != f"--{part}":
+            continue
+        name = str(value or name)
+    return name.rpartition(".")[2]
+
+
+def _class_part(part: str, name: str, known: Mapping[str, Sequence[_Shown]], own: str) -> str:
+    """Return the keys of a class, or how to list them if it is none of ours."""
+    if name in known:
+        return f"--{part}.NAME VALUE, of {name}; your own class: --{part} {own}:\n{_rows(known[name])}"
+    return f"--{part}.NAME VALUE, of {name}: --{part}.help {name} lists all"
+
+
+def _rows(classes: Sequence[_Shown]) -> str:
     rows = []
-    for prefix, file, name, shown in _SHOWN[part]:
+    for prefix, file, name, shown in classes:
         options = {one.name: one for one in options_in_source(_PACKAGE / file, name)}
         rows += [(prefix + key, _default(options[key].default), _first(options[key].text)) for key in shown or options]
     return _table(rows)
@@ -138,7 +201,9 @@ def _rows(part: str) -> str:
 
 def _default(source: str) -> str:
     """As it is written in YAML."""
-    return {"None": "", "True": "true", "False": "false"}.get(source, source.strip("'"))
+    if source.startswith("_"):  # a constant of the file
+        return ""
+    return {"None": "", "True": "true", "False": "false", "()": "[]"}.get(source, source.strip("'"))
 
 
 def _first(text: str) -> str:

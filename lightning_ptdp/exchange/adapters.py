@@ -20,9 +20,9 @@ from lightning_ptdp.models.adapters import as_lora
 from lightning_ptdp.models.folder import BASE_WEIGHTS, fingerprint, local_folder
 from lightning_ptdp.requirements import import_optional
 
-__all__ = ["ADAPTER_FILE", "base_of_adapters", "merge_adapters", "to_adapters"]
+__all__ = ["ADAPTER_FILE", "ADAPTER_WEIGHTS", "base_of_adapters", "merge_adapters", "to_adapters"]
 
-ADAPTER_FILE, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OURS, _THEIRS = "model/model.", "base_model.model."
 
 
@@ -57,7 +57,10 @@ def to_adapters(source: str | os.PathLike[str], destination: str | os.PathLike[s
         (part / files.EXPORT_MARK).touch()
         config.save_pretrained(str(part))
         write_safetensors(
-            part / _WEIGHTS, entries, lambda name: reader.read(names[name]).to(entries[name].dtype), metadata={"format": "pt"}
+            part / ADAPTER_WEIGHTS,
+            entries,
+            lambda name: reader.read(names[name]).to(entries[name].dtype),
+            metadata={"format": "pt"},
         )
         files.sync_folder(part)
 

@@ -174,14 +174,21 @@ def test_report_says_where_things_are(tmp_path: Path, capsys: pytest.CaptureFixt
         enable_checkpointing=True,
     )
     record = RunReport.read(str(file))
+    assert record is not None
     assert record == RunRecord(
         folder=str(tmp_path),
         checkpoint_folder=str(tmp_path / "checkpoints"),
         checkpoint=str(tmp_path / "checkpoints" / "last.ckpt"),
         best_checkpoint=str(tmp_path / "checkpoints" / "best.ckpt"),
+        monitor="val_loss",
+        best_score=record.validation["val_loss"],
+        validation=record.validation,
         finished=True,
     )
-    assert f"checkpoint:  {record.checkpoint}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"checkpoint:  {record.checkpoint}" in out
+    assert f"val_loss:    {record.best_score:.4g}\n" in out
+    assert f"best:        {record.best_checkpoint} (val_loss {record.best_score:.4g})" in out
 
 
 def test_report_of_a_run_that_broke(tmp_path: Path) -> None:

@@ -113,6 +113,14 @@ def test_short_help_says_what_the_classes_say(ptdp: Run) -> None:
         names = {name.removeprefix(prefix) for name in parts[part] if name.startswith(prefix)}
         assert len(names) > 3
         assert names <= known
+    shown = ptdp("fit", "--config", "hf/lora", "--help")[1]
+    for key in ("path", "adapter", "adapter.target_modules", "packing", "learn"):
+        assert re.search(rf"^  {key} +\S", shown, re.MULTILINE), key
+    assert "num_layers" not in shown
+    assert "--model.help LitBert" in ptdp("fit", "--config=bert/nano", "-h")[1]
+    said = ptdp("generate", "--help")[1]
+    assert "--prompt PROMPT       Text to continue." in said
+    assert "in short -t" in " ".join(said.split())
 
 
 def test_debug_shows_the_traceback(ptdp: Run) -> None:

@@ -61,6 +61,44 @@ def test_generate_writes_what_transformers_writes_in_a_layout_too(said: Said, fo
     assert (code, written) == (0, expected), err
 
 
+def test_generate_reads_adapters_of_peft_over_their_base_model(said: Said, folder: Path, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    options = peft.LoraConfig(
+        r=2, lora_alpha=64, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(base, options).eval()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.normal_()
+    ids = model.generate(**tokenizer(PROMPTS[0], return_tensors="pt"), do_sample=False, max_new_tokens=8)[0]
+    model.save_pretrained(tmp_path / "adapter")
+    arguments = ["generate", "--checkpoint", str(tmp_path / "adapter"), "--prompt", PROMPTS[0], *GREEDY]
+    expected = tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+    assert said("generate", "--checkpoint", str(folder), *arguments[3:])[1] != expected, "the adapters change the answer"
+    for layout in ([], ["-t", "2", "-p", "2", "--start_method", "fork"]):
+        code, written, err = said(*arguments, *layout)
+        assert (code, written) == (0, expected), err
+    config = tmp_path / "adapter" / "adapter_config.json"
+    given = json.loads(config.read_text())
+    for change, words in [
+        ({"base_model_name_or_path": None}, "names no base model"),
+        ({"peft_type": "IA3"}, "only LoRA"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is not supported"),
+        ({"r": "many"}, "r='many'"),
+        ({"base_model_name_or_path": str(tmp_path / "nowhere")}, "nowhere"),
+    ]:
+        config.write_text(json.dumps({**given, **change}))
+        code, _, err = said(*arguments)
+        assert code == 2, err
+        assert words in err.splitlines()[-1]
+
+
 def test_a_prompt_longer_than_the_model_is_told(said: Said, folder: Path) -> None:
     code, _, err = said("generate", "--checkpoint", str(folder), "--prompt", "a " * 300, *GREEDY)
     assert code == 0
