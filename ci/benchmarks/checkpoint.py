@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Comparison, compare, report
+from harness import Comparison, compare, parse_options, report
 
 from lightning_ptdp.checkpoint import BackgroundSaver, load_tensors, save_checkpoint
 from lightning_ptdp.checkpoint.files import sync_folder
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks that save (default 2)")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions, ours and the peer in turn (default 5)")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
-    options = parser.parse_args()
+    options = parse_options(parser, mb=8, rounds=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         context = multiprocessing.get_context("spawn")
         results: Any = context.SimpleQueue()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from harness import Comparison, compare, report
+from harness import Comparison, compare, parse_options, report
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import ContextParallel, all_to_all_attention, ring_attention, shard_sequence
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=1024, help="of the whole sequence, in the first part")
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1, tokens=64)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(main_of_rank, args=(options, os.path.join(folder, "store")), nprocs=SIZES[-1])
 

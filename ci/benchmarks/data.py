@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import Comparison, compare, report
+from harness import Comparison, compare, parse_options, report
 
 SEQUENCE_LENGTH = 256
 BATCH_SIZE = 16
@@ -35,7 +35,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="passes of each reader; preparing is repeated at most three times")
-    rounds = parser.parse_args().rounds
+    rounds = parse_options(parser, rounds=1).rounds
     # Imports are not what is measured.
     import litdata  # noqa: F401
     import sentencepiece  # noqa: F401

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from harness import QUIET, Comparison, compare, report
+from harness import QUIET, Comparison, compare, parse_options, report
 from hosts import NoHosts, run_on_hosts
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -190,13 +190,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", default="", help="only sizes with this in their name: '10', '50'")
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1, steps=1, only="10")
     found: list[Comparison] = []
     for size in SIZES:
         if options.only in size:
-            for sharded in (False, True):
+            for sharded in (False,) if options.smoke else (False, True):
                 found += rows(size, sharded=sharded, rounds=options.rounds, steps=options.steps)
     report("Data parallelism, d = 2", found)
+    if options.smoke:
+        return
     try:
         run_on_hosts(slow_link.__file__, [], mbit=200, local=1)
     except NoHosts as error:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from alternate import Alternate
-from harness import QUIET, compare, report
+from harness import QUIET, compare, parse_options, report
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1, steps=1)
     results = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (os.path.join(folder, "store"), options.rounds, options.steps, results)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import Comparison, compare, report
+from harness import Comparison, compare, parse_options, report
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank")
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1, tokens=64)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(main_of_rank, args=(options, os.path.join(folder, "store")), nprocs=E)
 

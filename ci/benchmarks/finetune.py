@@ -18,7 +18,7 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import QUIET, Comparison, compare, report
+from harness import QUIET, Comparison, compare, parse_options, report
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from turns import ENOUGH, Contestant, Same, TrainerLoop
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", default="", help="'LoRA' or 'all'")
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1, steps=1, only="LoRA")
     kinds = [adapters for adapters in (True, False) if options.only in ("LoRA" if adapters else "all weights")]
     report("Fine-tuning, d = 2", [row(options.size, adapters=a, rounds=options.rounds, steps=options.steps) for a in kinds])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-__all__ = ["QUIET", "Comparison", "compare", "report"]
+__all__ = ["QUIET", "Comparison", "compare", "parse_options", "report"]
 
 QUIET = {
     "logger": False,
@@ -18,6 +19,15 @@ QUIET = {
     "use_distributed_sampler": False,
 }
 """A Trainer that does nothing but train."""
+
+
+def parse_options(parser: argparse.ArgumentParser, **smoke: object) -> argparse.Namespace:
+    """Parse the command line; ``--smoke`` sets the options in ``smoke``, with which the benchmark only shows that it runs."""
+    parser.add_argument("--smoke", action="store_true", help="one tiny round, to see that the benchmark runs")
+    options = parser.parse_args()
+    if options.smoke:
+        vars(options).update(smoke)
+    return options
 
 
 @dataclass(frozen=True, kw_only=True)

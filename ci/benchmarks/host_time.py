@@ -24,7 +24,7 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers them
-from harness import QUIET, Comparison, compare, report
+from harness import QUIET, Comparison, compare, parse_options, report
 from pipeline_engines import PEERS, Job, Ours, Sizes, Stack, Torchs
 from torch import Tensor, nn
 from turns import ENOUGH, Same, TrainerLoop
@@ -158,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--microbatches", type=int, default=64)
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1, microbatches=4)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     report("What a microbatch costs the host", measure(options.rounds, options.microbatches))

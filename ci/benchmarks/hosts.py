@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+from harness import parse_options
+
 __all__ = ["HOSTS", "INIT_METHOD", "NoHosts", "run_on_hosts", "start"]
 
 HOSTS = 2
@@ -23,7 +25,7 @@ class NoHosts(Exception):
 def start(parser: argparse.ArgumentParser, worker: Callable[[int, argparse.Namespace], None], *, local: int) -> None:
     """What a benchmark over a slow link does with its command line: start itself once a rank, or be one; ``parser`` has ``--mbit``."""
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1)
     if options.worker is not None:
         worker(options.worker, options)
         return

@@ -14,7 +14,7 @@ import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from alternate import Alternate
-from harness import QUIET, compare, report
+from harness import QUIET, compare, parse_options, report
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import GPT, GPTConfig
@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1, steps=1)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     batch = torch.randint(0, CONFIG.vocabulary_size, (BATCH, CONFIG.sequence_length + 1))

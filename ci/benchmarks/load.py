@@ -25,7 +25,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import transformers
-from harness import QUIET, Comparison, compare, report
+from harness import QUIET, Comparison, compare, parse_options, report
 
 from lightning_ptdp import LitCausalLM, PTDPStrategy
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each turn")
     parser.add_argument("-t", type=int, default=2, help="tensor_parallel_size (default 2)")
     parser.add_argument("-p", type=int, default=2, help="pipeline_parallel_size (default 2)")
-    options = parser.parse_args()
+    options = parse_options(parser, mb=4, rounds=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = options.folder if options.folder and Path(options.folder, "config.json").exists() else f"{scratch}/model"
         if not Path(folder).exists():

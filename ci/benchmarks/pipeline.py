@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import Comparison, compare, report
+from harness import Comparison, compare, parse_options, report
 from ledger import Ledger
 from pipeline_engines import PEERS, Bare, Ours, Sizes, Torchs, ideal, torchs_schedule
 from sleeping import SleepingBlock, Sleeps
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="steps of each engine")
     parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--only", default="", help="only rows with this in their name: 'zb_v', 'GPT', 'MiB', 'buffers', …")
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1, only="1f1b p=4 m=8")
     rounds = 2 if options.quick else options.rounds
     torch.set_num_threads(1)
     cases = [sleeping_case(sizes) for sizes in SLEEPING] + [sleeping_case(SLEEPING[1], LARGE)]

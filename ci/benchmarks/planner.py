@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import Comparison, report
+from harness import Comparison, parse_options, report
 
 LENGTH = 256
 T, P, SP = (f"--trainer.strategy.{name}" for name in ("tensor_parallel_size", "pipeline_parallel_size", "sequence_parallel"))
@@ -60,15 +60,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--only", default="abc", help="models (default abc)")
-    given = parser.parse_args()
+    given = parse_options(parser, steps=1, only="a")
     rows = []
     with tempfile.TemporaryDirectory() as root:
-        folders = {devices: Path(root, str(devices)) for devices in (1, 2, 4)}
+        folders = {devices: Path(root, str(devices)) for devices in ((1,) if given.smoke else (1, 2, 4))}
         for devices, folder in folders.items():
             folder.mkdir()
             ptdp("doctor", "--calibrate", "--devices", devices, folder=folder)
         for model in given.only:
             for layout, (devices, *_) in LAYOUTS.items():
+                if devices not in folders:
+                    continue
                 found = bench(model, layout, given.steps, folders[devices])
                 figures = (
                     ("time", found["predicted_s"], found["median_s"], "s"),

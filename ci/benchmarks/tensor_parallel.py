@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from harness import Comparison, compare, report
+from harness import Comparison, compare, parse_options, report
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -89,7 +89,7 @@ def dtensors(block: Block, group: Group, sequence_parallel: bool) -> nn.Module:
             "mlp.down": RowwiseParallel(),
         }
     else:
-        gather = {"input_layouts": (Shard(1), None), "desired_input_layouts": (Replicate(), None)}
+        gather = {"input_layouts": (Shard(1), None, None), "desired_input_layouts": (Replicate(), None, None)}
         plan = {
             "norm_1": SequenceParallel(),
             "attention": PrepareModuleInput(**gather),
@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each of the two sequences")
     parser.add_argument("--megatron", default="", help="folder to import megatron.core from")
-    options = parser.parse_args()
+    options = parse_options(parser, rounds=1, tokens=16)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(main_of_rank, args=(options, os.path.join(folder, "store")), nprocs=T)
 

@@ -51,6 +51,8 @@ def make_tiny(folder: str | os.PathLike[str], *, vocabulary_size: int = 1024, se
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
+        # An answer ends where the turn ends; without it, a chat goes on with the next answer.
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
         model.save_pretrained(part)
         part.chmod(0o755)
         if not target.exists():

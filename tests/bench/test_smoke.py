@@ -1,0 +1,30 @@
+"""Every benchmark runs and ends with rows of the form that docs/benchmarks.md describes; its figures mean nothing here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "ci" / "benchmarks"
+NAMES = sorted(
+    path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "gpu" and "__main__" in path.read_text(encoding="utf-8")
+)  # gpu.py has toy sizes and a test of its own
+FIELDS = {"name", "ours", "peer", "peer_name", "ratio", "unit"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs(name: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    if "two namespaces cannot be made here" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert rows
+    for row in rows:
+        assert row.keys() == FIELDS
+        assert min(row["ours"], row["peer"], row["ratio"]) >= 0
