@@ -1,4 +1,4 @@
-"""How many tokens each expert gets: counted on the device, summed over the ranks where somebody wants to know.
+"""Numbers of tokens that each expert gets, counted on the device and summed over the ranks on demand.
 
 What is counted are choices of experts, as the modules of experts are called with them. Ranks that hold the same tokens count them again,
 and so does a recomputation; of one layer all tokens alike, so that the *share* of an expert is right in every layout.
@@ -30,7 +30,7 @@ _ROUNDING = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
-    """Of one layer, over the tokens of all ranks.
+    """Load of the experts of one layer, over the tokens of all ranks.
 
     Attributes:
         name: Of its module of experts.
@@ -45,14 +45,14 @@ class LayerLoad:
 
     @property
     def entropy(self) -> float:
-        """Of the loads, over its greatest value: 1 where all experts got the same, 0 where one got everything."""
+        """Return the entropy of the loads over its maximum: 1 if all experts got the same, 0 if one expert got everything."""
         shares = [load / len(self.loads) for load in self.loads if load]
         return -sum(share * math.log(share) for share in shares) / math.log(max(2, len(self.loads)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoads:
-    """Of all layers through which tokens went.
+    """Loads of all layers that processed tokens.
 
     Attributes:
         layers: In the order of the model.
@@ -61,7 +61,7 @@ class ExpertLoads:
     layers: tuple[LayerLoad, ...]
 
     def metrics(self) -> dict[str, float]:
-        """What is logged, by its name; nothing if no token went anywhere."""
+        """Return the metrics by name; empty if no token was routed."""
         if not self.layers:
             return {}
         loads = [load for layer in self.layers for load in layer.loads]
@@ -98,7 +98,7 @@ class _Layer:
         return [hook.remove for hook in hooks]
 
     def _scored(self, sibling: nn.Module, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """What a sibling returns counts, before what the first module inside of it does."""
+        """Keep the scores among a sibling's output; they replace those of a module inside of it."""
         if module is not sibling and sibling is self.scored_by:
             return
         rows = args[0].numel() // args[0].size(-1) if args and isinstance(args[0], Tensor) and args[0].numel() else None
@@ -165,7 +165,7 @@ class ExpertCounts:
         return go_on
 
     def take(self, trainer: Trainer) -> ExpertLoads:
-        """What was counted since the last time on all ranks; collective, and waits for the device."""
+        """Return and reset the counts since the last call, over all ranks; collective, and waits for the device."""
         if not self.numbers:
             return ExpertLoads(layers=())
         width = max(self.numbers.values())
@@ -197,7 +197,7 @@ class ExpertCounts:
 
 
 def _number(trainer: Trainer, experts: nn.Module) -> int:
-    """Of the experts on all ranks."""
+    """Return the number of experts on all ranks."""
     first = next(experts.parameters())
     parallel = getattr(trainer.strategy, "parallel", None)
     return first.size(0) if parallel is None else int(parallel.records[first].sharding.full_shape[0])

@@ -1,4 +1,4 @@
-"""What the experts of a mixture get to do."""
+"""Callback that logs the load of a mixture's experts."""
 
 from __future__ import annotations
 

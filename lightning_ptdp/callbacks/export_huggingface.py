@@ -88,12 +88,12 @@ class ExportHuggingFace(pl.Callback):
         self._is_due = self._when == "checkpoint" and trainer.state.fn == TrainerFn.FITTING and self._last != trainer.global_step
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
-        """Of the weights that were saved, before they change."""
+        """Write the export of the weights that were saved, before they change."""
         if self._is_due:
             self._export(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """When all other callbacks have done with the weights what they do at the end."""
+        """Write the export after all other callbacks have changed the weights."""
         if not (trainer.fast_dev_run or (self._when == "checkpoint" and self._last == trainer.global_step)):
             self._export(trainer)
 

@@ -1,4 +1,4 @@
-"""What a run reads, kept with it."""
+"""Callback that logs the datasets of a run."""
 
 from __future__ import annotations
 

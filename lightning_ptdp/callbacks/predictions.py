@@ -117,7 +117,7 @@ def _kind(outputs: object) -> str:
 
 
 def _from_all_replicas(trainer: Trainer, records: list[Record]) -> list[list[Record]]:
-    """What every replica has, in order, on rank 0; collective."""
+    """Gather the replicas' predictions on rank 0, in order; collective."""
     mesh = getattr(trainer.strategy, "mesh", None)
     group = None if mesh is None else mesh.group("replicas")
     ranks = range(trainer.world_size) if group is None else group.ranks

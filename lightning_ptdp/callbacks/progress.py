@@ -1,4 +1,4 @@
-"""How far training is, in optimizer steps."""
+"""Progress of training in optimizer steps."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _last_step(trainer: Trainer) -> int | None:
 
 
 class _Display(Protocol):
-    """Where progress is shown."""
+    """Output on which progress is shown."""
 
     def show(self, step: int, text: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a run left behind, and where."""
+"""Report of a run's results and their paths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["RunRecord", "RunReport"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Where things are.
+    """Results of a run and their paths.
 
     Attributes:
         folder: Folder of the run.

@@ -1,4 +1,4 @@
-"""How fast training is: samples, tokens and model operations a second, over all devices."""
+"""Throughput of training: samples, tokens and model operations per second, over all devices."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Throughput(Callback):
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU calls itself, or the kind of the device."""
+    """Return a GPU's name, or the device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

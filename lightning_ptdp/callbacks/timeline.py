@@ -1,4 +1,4 @@
-"""What a training step really looked like on every pipeline rank."""
+"""Callback that measures the timeline of a training step on every pipeline rank."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class PipelineTimeline(Callback):
 
 
 def has_pipeline(trainer: Trainer) -> bool:
-    """Whether the strategy has one."""
+    """Return True if the strategy has pipeline stages."""
     layout = getattr(trainer.strategy, "layout", None)
     return getattr(layout, "pipeline_parallel_size", 1) > 1
 

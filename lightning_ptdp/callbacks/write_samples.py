@@ -127,7 +127,7 @@ class WriteSamples(Callback):
 
 
 def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
-    """What rank 0 makes, on all ranks; collective.
+    """Call ``make`` on rank 0 and return its result on all ranks; collective.
 
     Raises:
         ValueError: Rank 0 could not, with its words on all ranks.

@@ -46,7 +46,7 @@ def load_yaml(text: str) -> Any:
 
 
 def bounded(text: str, load: Callable[[], Any]) -> Any:
-    """What ``load`` makes of a text that is small enough; whatever it raises is a ValueError.
+    """Return ``load()`` if the text is small enough; any error is a ValueError.
 
     Raises:
         ValueError: The text is no YAML, or too much.

@@ -103,7 +103,7 @@ def _reshard(options: argparse.Namespace) -> int:
 
 
 def _summary(metadata: CheckpointMetadata) -> dict[str, object]:
-    """What is said of a checkpoint, by key."""
+    """Return the properties of a checkpoint that are printed, by key."""
     dtypes = {str(entry.dtype).removeprefix("torch.") for name, entry in metadata.tensors.items() if name.startswith("model/")}
     return {
         "written": datetime.fromtimestamp(metadata.created).astimezone().isoformat(timespec="seconds"),

@@ -69,7 +69,7 @@ def check_run(
 
 
 def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
-    """Whether our data can be prepared, or are there and suffice.
+    """Check that our data can be prepared, or are prepared and suffice.
 
     Raises:
         DataError: They cannot, or do not.
@@ -173,7 +173,7 @@ def _on_meta(model: LightningModule) -> LightningModule:
 
 
 def _has_state_of_training(place: Path) -> bool:
-    """Whether a run can go on from there; also where that cannot be told."""
+    """Return True if a run can continue from there, or if that cannot be determined."""
     try:
         if place.is_dir():
             return is_folder_of_checkpoints(place) or "optimizer_states" in read_state(place)

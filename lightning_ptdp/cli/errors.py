@@ -25,7 +25,7 @@ _MENDABLE = ("ValueError", "FileNotFoundError", "PermissionError", "Misconfigura
 
 
 class UserError(PTDPError, ValueError):
-    """What was asked for cannot be done; the message says what would work."""
+    """A request that cannot be honoured; the message names what would work."""
 
 
 class Terminated(BaseException):

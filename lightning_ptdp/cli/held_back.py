@@ -1,4 +1,4 @@
-"""What is told before it is known that a command can be run."""
+"""Messages held back until the command line has been checked."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _Held = list[tuple[logging.Handler, logging.LogRecord]]
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """What Lightning tells while a run is built and checked is told behind it; above a refusal it would hide the one sentence that counts,
-    and is not told at all."""
+    """Hold back Lightning's messages while a run is built and checked.
+
+    They are printed afterwards, or dropped if the run is refused, because they would hide the one sentence that counts.
+    """
     held: _Held = []
     handlers = {
         handler: functools.partial(_keep, held, handler) for name in _LOGGERS for handler in logging.getLogger(name).handlers

@@ -1,4 +1,4 @@
-"""What a command imports, in less time."""
+"""Faster imports for the command line."""
 
 from __future__ import annotations
 

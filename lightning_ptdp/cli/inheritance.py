@@ -71,7 +71,7 @@ class ResolvedConfig:
 
 
 def value_at(values: object, path: KeyPath) -> object:
-    """What stands at ``path``.
+    """Return the value at ``path``.
 
     Raises:
         LookupError: Nothing does.
@@ -85,7 +85,7 @@ def value_at(values: object, path: KeyPath) -> object:
 
 
 def has(values: object, path: KeyPath) -> bool:
-    """Whether something stands at ``path``."""
+    """Return True if there is a value at ``path``."""
     try:
         value_at(values, path)
     except LookupError:

@@ -21,7 +21,7 @@ _PORT_OF_JOB = "$((20000 + SLURM_JOB_ID % 20000))"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob:
-    """What is to be started, and where.
+    """Command, nodes and devices of a job.
 
     Attributes:
         arguments: Those of ``ptdp fit``.

@@ -35,7 +35,7 @@ _CORES = 8
 
 
 def wants_launcher(arguments: Sequence[str]) -> bool:
-    """Whether a command line of ``ptdp fit`` asks for a script."""
+    """Return True if a command line of ``ptdp fit`` asks for a script."""
     return any(argument == "--launcher" or argument.startswith("--launcher=") for argument in arguments)
 
 
@@ -129,7 +129,7 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
 
 
 def _check_layout(strategy: object, rest: Sequence[str], world_size: int) -> bool:
-    """Whether the strategy is ours; then its degrees must fit the devices."""
+    """Return True if the strategy is ours; its degrees must then fit the devices."""
     chosen = _given(rest, "trainer.strategy")
     named = strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy
     if not str(chosen or named or "").rpartition(".")[2].startswith(("PTDPStrategy", "ptdp")):

@@ -168,7 +168,7 @@ def _take_tokenizer(config: Namespace) -> None:
 
 
 def _has(trainer: Namespace, kind: type[pl.Callback]) -> bool:
-    """Whether the configuration has such a callback."""
+    """Return True if the configuration has a callback of this class."""
     entries = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks] if trainer.callbacks else []
     return any(issubclass(pkgutil.resolve_name(entry.class_path), kind) for entry in entries)
 
@@ -189,7 +189,7 @@ class _ParsedOnly(PTDPCLI):
 
 
 def parsed_values(arguments: list[str]) -> dict[str, Any]:
-    """What ``ptdp fit`` would use: the configuration on a command line, checked by the parser, with every default filled in.
+    """Return the configuration that ``ptdp fit`` would use, checked by the parser, with every default filled in.
 
     Raises:
         UserError: A key, a class or a value is wrong.

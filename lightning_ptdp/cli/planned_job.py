@@ -67,7 +67,7 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 
 def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
-    """Whether the configuration names a class of somebody's, of which no sizes are given."""
+    """Return True if the configuration names a user's class, whose sizes are unknown."""
     given = {field for field, _ in SIZES.values() if getattr(options, field) is not None} - {"sequence_length"}
     path = str((config.get("model") or {}).get("class_path", ""))
     return "." in path and not path.startswith("lightning_ptdp.") and not given

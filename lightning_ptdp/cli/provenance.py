@@ -78,7 +78,7 @@ class _Origins:
     values: Mapping[str, Any]
 
     def of(self, path: KeyPath) -> str:
-        """Where the value at ``path`` comes from."""
+        """Return the origin of the value at ``path``."""
         written = short(path)
         if written in self.overrides:
             return "command line"

@@ -24,7 +24,7 @@ def recipe_folder() -> Path:
 
 
 def is_shared(name: str) -> bool:
-    """Whether a recipe is there only to be the base of others (its name ends with ``common``)."""
+    """Return True for a recipe that only serves as the base of others (its name ends with ``common``)."""
     return name.endswith("common")
 
 

@@ -177,7 +177,7 @@ def _showing(name: str) -> Iterator[None]:
 
 
 def _launches(trainer: Trainer) -> bool:
-    """Whether this process comes before the ranks; one rank of many must leave preparing to Lightning's rank 0."""
+    """Return True if this process starts the ranks. One rank of many must leave preparing to Lightning's rank 0."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return environment is None or not environment.creates_processes_externally
 

@@ -1,4 +1,4 @@
-"""What writes a text: the options that ``ptdp generate`` and ``ptdp chat`` share."""
+"""Options that ``ptdp generate`` and ``ptdp chat`` share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ServingOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """What writes, and where.
+    """Model, layout and device for text generation.
 
     Args:
         checkpoint: A checkpoint that ptdp fit wrote, in whatever layout, a Lightning checkpoint, a Hugging Face folder, or a folder of

@@ -164,7 +164,7 @@ def _arguments(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _said(docstring: str) -> dict[str, str]:
-    """What stands under ``Args:``."""
+    """Return the descriptions in the ``Args:`` section, by argument."""
     block = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring, re.MULTILINE)
     entries = re.split(r"^    (?=\w)", block[1], flags=re.MULTILINE)[1:] if block else []
     return {name: " ".join(text.split()) for name, _, text in (entry.partition(":") for entry in entries)}

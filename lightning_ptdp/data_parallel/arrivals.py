@@ -73,8 +73,10 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> bool:
-    """Whether blocks wait for their own parameters: as was asked, by default where nobody reads them in between. Weight averaging does,
-    whatever was asked."""
+    """Return True if blocks wait for their own parameters: as asked, and by default if nothing reads parameters between the steps.
+
+    Weight averaging reads them, so it always prevents the overlap.
+    """
     averaging = [type(c).__name__ for c in trainer.callbacks if isinstance(c, names.WeightAveragingCallbacks)]
     if asked and averaging:
         warnings.warn(
@@ -87,7 +89,7 @@ def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> 
 
 
 def _is_read_between_steps(trainer: Any, names: LightningNames) -> bool:
-    """Whether the user's hooks or callbacks may read parameters between an optimizer's step and the next forward."""
+    """Return True if the user's hooks or callbacks may read parameters between an optimizer's step and the next forward."""
     return _has_hooks(type(trainer.lightning_module), names.LightningModule) or any(
         isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))
         or (type(callback).__module__.split(".")[0] not in _HARMLESS and _has_hooks(type(callback), names.Callback))
@@ -100,5 +102,5 @@ _HARMLESS = ("lightning", "pytorch_lightning", "lightning_ptdp")
 
 
 def _has_hooks(cls: type, base: type) -> bool:
-    """Whether a class has something of its own in the place of a hook of ``base``."""
+    """Return True if a class overrides a hook of ``base``."""
     return any(getattr(cls, name) is not getattr(base, name, None) for name in dir(cls) if name.startswith(_HOOKS))

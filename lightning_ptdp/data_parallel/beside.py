@@ -76,7 +76,7 @@ class Beside:
 
 
 class Line(Protocol):
-    """What runs tasks in order, beside the computation.
+    """Queue that runs tasks in order, beside the computation.
 
     Attributes:
         has_host: Whether it is a host thread of its own.

@@ -38,7 +38,7 @@ class Bucket:
 
     @property
     def reduction(self) -> Reduction:
-        """How it is summed."""
+        """Return the reduction that sums the bucket."""
         return self.entries[0].reduction
 
     @cached_property
@@ -52,7 +52,7 @@ class Bucket:
         return self.reduction.mine(self.buffer)
 
     def own_shards(self) -> Iterator[tuple[BucketEntry, Shard]]:
-        """What ``mine`` holds of each parameter."""
+        """Yield the part of each parameter that ``mine`` holds."""
         start = int(self.mine().storage_offset() - self.buffer.storage_offset())
         stop = start + self.mine().numel()
         for entry, offset in zip(self.entries, self.offsets, strict=True):
@@ -62,5 +62,5 @@ class Bucket:
 
 
 def aligned(size: int) -> int:
-    """Where what comes behind ``size`` elements may begin."""
+    """Return the next aligned offset after ``size`` elements."""
     return -(-size // ALIGNMENT) * ALIGNMENT

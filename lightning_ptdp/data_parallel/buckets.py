@@ -174,7 +174,7 @@ class GradientBuckets:
 
     @property
     def has_stash(self) -> bool:
-        """Whether gradients have been moved aside."""
+        """Return True if gradients have been moved aside."""
         return bool(self._stash)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class GradientBuckets:
             set_gradient_dtype(entry.parameter, entry.parameter.dtype)
 
     def local(self) -> Iterator[Tensor]:
-        """What there is of gradients, in few tensors."""
+        """Return this rank's gradients, in few tensors."""
         return (bucket.buffer for bucket in self.buckets())
 
     def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -225,7 +225,7 @@ class GradientBuckets:
             yield run
 
     def _dtype(self, entry: BucketEntry) -> torch.dtype:
-        """Of its gradient."""
+        """Return the dtype of a parameter's gradient."""
         return torch.float32 if self.widen and entry.parameter.dtype in HALF else entry.parameter.dtype
 
     def _allocate(self, entries: list[BucketEntry]) -> Bucket:

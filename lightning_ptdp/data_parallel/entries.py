@@ -21,7 +21,7 @@ __all__ = ["lay_out", "make_stepped", "needs_masters"]
 
 
 def needs_masters(config: PTDPConfig, records: Records) -> bool:
-    """Whether the optimizer shall step on float32 copies."""
+    """Return True if the optimizer steps on float32 copies."""
     return config.master_weights and any(p.dtype in HALF for p in records if p.requires_grad)
 
 
@@ -75,6 +75,6 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def make_stepped(
     gradients: GradientBuckets | LooseGradients, *, config: PTDPConfig, records: Records
 ) -> SteppedParameters | None:
-    """What the optimizer steps on; None if that is the parameters."""
+    """Return the tensors on which the optimizer steps; None if these are the parameters."""
     masters = needs_masters(config, records)
     return SteppedParameters(gradients, masters=masters) if masters or gradients.scatters else None

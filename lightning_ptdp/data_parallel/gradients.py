@@ -227,14 +227,14 @@ class Gradients:
         self._left = {}
 
     def _stepped_on(self) -> list[Tensor]:
-        """What the optimizer steps on, whose ``.grad`` is there for everybody to see and to clear."""
+        """Return the tensors on which the optimizer steps; their ``.grad`` may be read and cleared by users."""
         values = {entry.value for entry in self._values if entry.parameter in self._trainable}
         return [p for group in self._optimizer.param_groups for p in group["params"] if p in values]
 
     # ---- what others look at ------------------------------------------------------------------------------------------
 
     def local(self) -> Iterator[Tensor]:
-        """What this rank has of the gradients, in few tensors."""
+        """Return this rank's part of the gradients, in few tensors."""
         return iter(()) if self._kept is None else self._kept.local()
 
     def named(self) -> Iterator[tuple[int, str, Tensor]]:
@@ -260,7 +260,7 @@ class Gradients:
 
 
 def _holder(gradient: Tensor) -> Tensor:
-    """What torch can ask for its ``.grad``."""
+    """Return a tensor whose ``.grad`` is the gradient."""
     holder = gradient.detach()
     holder.grad = gradient
     return holder

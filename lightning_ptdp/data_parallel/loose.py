@@ -95,11 +95,11 @@ class LooseGradients:
 
     @property
     def has_stash(self) -> bool:
-        """Whether gradients have been moved aside."""
+        """Return True if gradients have been moved aside."""
         return bool(self._stash)
 
     def local(self) -> Iterator[Tensor]:
-        """What there is of gradients."""
+        """Return the gradients that exist."""
         return (entry.parameter.grad for entry in self.entries if entry.parameter.grad is not None)
 
     def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:

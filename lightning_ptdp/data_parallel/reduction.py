@@ -1,4 +1,4 @@
-"""How one flat buffer of gradients is summed over the replicas: at once, into shards, or in two levels.
+"""Sum of a flat gradient buffer over the replicas: at once, into shards, or in two levels.
 
 With n ranks in nodes of k, the flat sum sends every element over the slow links between nodes about 2 (n - 1) / n times a rank; in two
 levels each rank sends only its k-th of the buffer across (Horovod's hierarchical all-reduce)::
@@ -66,13 +66,16 @@ class Reduction:
 
     @property
     def bucket_bytes(self) -> int:
-        """How large a buffer should be at least: a ring sends it in ``size`` parts one after the other, and parts that take less time than
-        a message's latency would leave the link idle."""
+        """Return the least size of a buffer in bytes.
+
+        A ring sends it in ``size`` parts one after the other, and parts that take less time than a message's latency would leave
+        the link idle.
+        """
         return max(_BUCKET, _PART * self.size)
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is the first of those that hold the same afterwards."""
+        """Return True if this rank is the first of those that hold the same values after the reduction."""
         return self.outer.rank == 0 and (self.scatter or self.inner.rank == 0)
 
     @property
@@ -183,7 +186,7 @@ class Pending:
 
 
 class Work(Protocol):
-    """What waits for a collective: torch's handle, or what looks like one."""
+    """Handle of a collective: torch's, or one with the same methods."""
 
     def wait(self) -> object:
         """Return when the result is there (on CUDA: when the stream waits for it)."""

@@ -92,7 +92,7 @@ def _row(shape: Shape, index: int, start: int, stop: int, origin: int) -> Iterat
 
 @dataclass(frozen=True, kw_only=True)
 class FlatSharding:
-    """How a shard of a local tensor sits in the full one; read by checkpoints and norms in place of a ``Sharding``.
+    """Position of a shard of a local tensor in the full tensor; checkpoints and norms read it in place of a ``Sharding``.
 
     Attributes:
         whole: Of the whole local tensor.

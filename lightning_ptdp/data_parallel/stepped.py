@@ -1,4 +1,4 @@
-"""What the optimizer steps on: the parameters themselves, float32 main parameters, or this rank's shards of either.
+"""Tensors on which the optimizer steps: the parameters, float32 main parameters, or this rank's shards of either.
 
 The user's optimizer is kept, with its groups, hyperparameters and schedulers; only the tensors in its groups are exchanged, before its
 first step. A sharded one (ZeRO-1, arXiv 1910.02054, section 5.1) sees one-dimensional pieces::
@@ -50,7 +50,7 @@ class Stepped:
     counts: bool = True
 
     def placed(self, whole: Sharding) -> Sharding | FlatSharding:
-        """How ``value`` sits in the full parameter, where the parameter sits as ``whole`` says."""
+        """Return the position of ``value`` in the full parameter, given the parameter's position ``whole``."""
         return whole if self.shard is None else FlatSharding(whole=whole, shard=self.shard)
 
 
@@ -163,7 +163,7 @@ def _flatten(bucket: Bucket) -> Tensor:
 
 
 def _state_of(stepped: Stepped, state: dict[str, object]) -> dict[str, object]:
-    """What an optimizer made in its constructor for the whole parameter."""
+    """Return the state that an optimizer made in its constructor for the whole parameter, cut to the stepped tensor."""
     shape = stepped.parameter.shape
     converted: dict[str, object] = {}
     for key, value in state.items():

@@ -43,7 +43,7 @@ def check_same_batch(batch: Nested, *, group: Group, rank: int, device: torch.de
 
 
 def has_same_length(loader: Collection[object], *, group: Group, device: torch.device) -> bool:
-    """Whether the members' loaders are known to give equally many batches; collective."""
+    """Return True if the members' loaders are known to give the same number of batches; collective."""
     if group.size == 1:
         return True
     try:

@@ -1,4 +1,4 @@
-"""What the ranks of a context group say about a step, each of its slice of the sequence, made into what one process would say."""
+"""Reports of the ranks of a context group, each about its slice of the sequence, merged into the report of one process."""
 
 from __future__ import annotations
 

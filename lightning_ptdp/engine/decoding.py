@@ -57,7 +57,7 @@ class Decoding:
         return Forward(hook="predict_step", stage=stage, microbatch=microbatch)
 
     def signature(self, microbatch: int) -> Hashable:
-        """What the shape of hidden states follows from."""
+        """Return the key that determines the shape of the hidden states."""
         return "decoding", self.key
 
     def forward(self, forward: Forward) -> Tensor:

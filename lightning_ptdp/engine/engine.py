@@ -228,7 +228,9 @@ class Engine:
             return decoding.run(self._runtime, schedule, rows=rows, mesh=self._mesh, device=self._device)
 
     def compare_lengths(self, loader: Collection[object]) -> bool:
-        """Whether the replicas evaluate equally many batches, so that they may speak after each; collective over the replicas."""
+        """Return True if the replicas evaluate the same number of batches, so that they may communicate after each; collective over
+        the replicas.
+        """
         same = has_same_length(loader, group=self._mesh.group("replicas"), device=self._device)
         self._replicas_in_step &= same
         return same
@@ -280,7 +282,7 @@ class Engine:
         report.weight, report.loss = weigh_over_replicas(report.calls, report.weight, report.loss, group=group)
 
     def _weighs(self, hook: str) -> bool:
-        """Whether the replicas agree on what they log in a step, by their tokens."""
+        """Return True if the replicas' logged values are averaged by their number of tokens in this step."""
         if hook == "training_step":
             return self._mesh.group("replica_sum").size > 1
         return self._replicas_in_step and hook != "predict_step"

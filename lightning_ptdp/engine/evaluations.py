@@ -19,7 +19,7 @@ Closure = Callable[[], Tensor | None]
 
 
 def may_evaluate_again(optimizer: Optimizer) -> bool:
-    """Whether it may call its closure more than once: torch's own do not, but for LBFGS."""
+    """Return True if the optimizer may call its closure more than once; of torch's own, only LBFGS does."""
     return isinstance(optimizer, torch.optim.LBFGS) or type(optimizer).__module__.partition(".")[0] != "torch"
 
 

@@ -44,7 +44,7 @@ def loss_and_weight(output: Nested) -> tuple[Tensor, Tensor | None]:
 
 
 def num_tokens(output: Nested) -> Tensor | None:
-    """What a step's output says that its loss is the mean of, if it says so."""
+    """Return the number of tokens over which a step's loss is the mean, if its output has one."""
     tokens = output.get("num_tokens") if isinstance(output, Mapping) else None
     return None if tokens is None else torch.as_tensor(tokens)
 
@@ -110,7 +110,7 @@ class LightningJob:
 
     @property
     def training(self) -> bool:
-        """Whether a backward follows."""
+        """Return True if a backward follows."""
         return self.hook == "training_step"
 
     @property
@@ -137,7 +137,7 @@ class LightningJob:
 
     @contextlib.contextmanager
     def _kept_state(self, forward: Forward) -> Iterator[None]:
-        """What the step changes on the module stays if this is the run that gets to its end."""
+        """Keep the changes that the step makes on the module if this run is the one of the last stage."""
         if forward.stage == self.stages - 1:
             if self._before is None and self.stages > 1:
                 self._before = StepState(self.owners)
@@ -200,7 +200,7 @@ class LightningJob:
             self.buckets.reduce(stage)
 
     def report(self, weigh: Callable[[StepReport], None] | None = None) -> StepReport:
-        """What the last stage has to say, after all microbatches have run; waits for the device, once.
+        """Return the last stage's report after all microbatches have run; waits for the device once.
 
         Args:
             weigh: Makes the numbers of a report that counts its tokens those of all replicas.

@@ -1,4 +1,4 @@
-"""What a step tells Lightning: the loss, ``self.log`` calls and outputs, born on the last stage and needed on every rank.
+"""Results of a step for Lightning: the loss, ``self.log`` calls and outputs, made on the last stage and needed on every rank.
 
 The last stage records the calls of every microbatch; afterwards they are put together over the microbatches, sent to the other stages
 (sharing.py) and replayed everywhere, so that loggers, the progress bar, ModelCheckpoint and EarlyStopping see the same on all ranks.
@@ -59,7 +59,7 @@ class LogCall:
 
     @property
     def is_shared_mean(self) -> bool:
-        """Whether it is to be the mean of what the replicas log."""
+        """Return True if the replicas' logged values are to be averaged."""
         is_number = self.metric is None and not is_metric(self.value)
         return is_number and bool(self.options.get("sync_dist")) and self.reduction == "mean"
 
@@ -199,7 +199,7 @@ def read_numbers(*rows: Tensor) -> list[list[float]]:
 
 
 def is_metric(value: object) -> bool:
-    """Whether a logged value is a torchmetrics object."""
+    """Return True if a logged value is a torchmetrics object."""
     return hasattr(value, "compute") and hasattr(value, "update")
 
 
@@ -229,7 +229,7 @@ def weigh_over_replicas(calls: list[LogCall], weight: Tensor, loss: Tensor | flo
 
 
 def reduce_values(values: Tensor, weights: Tensor, reduction: str) -> Tensor:
-    """What logged values of parts of a step, (n), say about the whole, (): their weighted mean, or sum, least or largest."""
+    """Combine values logged by parts of a step, (n), to one value, (): their weighted mean, sum, minimum or maximum."""
     if reduction != "mean":
         return _REDUCTIONS[reduction](values)
     total = weights.sum()

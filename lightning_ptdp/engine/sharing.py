@@ -39,7 +39,7 @@ class ReportMemory:
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """What stands for a tensor in a form.
+    """Placeholder for a tensor in a form.
 
     Attributes:
         on_cpu: It stays on the CPU, wherever the ranks' devices are.
@@ -52,7 +52,7 @@ class _TensorPlace:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a report says beside numbers and tensors.
+    """Content of a report beside numbers and tensors.
 
     Attributes:
         rows: Of each log call its name, options and metric.
@@ -178,7 +178,7 @@ def pack(value: object) -> tuple[bytes, list[Tensor], list[float]]:
 
 
 def unpack(form: bytes, tensors: Sequence[Tensor], numbers: Sequence[float]) -> Any:
-    """What was packed."""
+    """Return the object that was packed."""
     return _Unpacker(io.BytesIO(form), tensors, numbers).load()
 
 

@@ -1,4 +1,4 @@
-"""What a step leaves on the module: attributes and metrics that only the last stage's run of the step changed.
+"""Changes that a step makes on the module: attributes and metrics that only the last stage's run of the step changed.
 
 The user's step runs once on every stage, and only the last run gets to its end. So what the other runs changed on the way is put back,
 and what the last stage's run changed is told to the other ranks as a list of changes: a list that grew is sent as its new items.
@@ -115,13 +115,13 @@ class _Seen:
 
 
 class StepState:
-    """What the watched attributes are now, to compare with later."""
+    """Snapshot of the watched attributes, to compare with later."""
 
     def __init__(self, owners: Sequence[Owner]) -> None:
         self._seen = [(owner, {name: _see(value) for name, value in owner.attributes().items()}) for owner in owners]
 
     def changes(self) -> list[Change]:
-        """What has changed since."""
+        """Return the changes since the snapshot."""
         search = _Search()
         for owner, seen in self._seen:
             search.mapping(seen, owner.attributes(), (owner.name,))
@@ -158,7 +158,7 @@ def _see(value: object, depth: int = 0) -> _Seen:
 
 
 def _is_object(value: object) -> bool:
-    """Whether it is an object of the user's that holds data, such as a running average."""
+    """Return True for an object of the user's that holds data, such as a running average."""
     kind = type(value)
     if _is_of_a_library(kind) or getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         return False
@@ -193,7 +193,7 @@ class _Search:
             self._met[id(now)] = path, len(self.found) > count
 
     def _has_changed(self, seen: _Seen, now: object, path: Path) -> bool:
-        """Whether an object that is still there has to be sent as a whole."""
+        """Return True if an object that still exists has to be sent as a whole."""
         if isinstance(now, Tensor):
             return seen.mark is None or now._version != seen.mark
         if isinstance(now, np.ndarray):
@@ -203,7 +203,7 @@ class _Search:
         return seen.mark is not None and self._container(seen, now, path)
 
     def _container(self, seen: _Seen, now: Any, path: Path) -> bool:
-        """Whether it has to be sent as a whole, because it lost items that nobody remembers."""
+        """Return True if a container has to be sent as a whole, because it lost items of which no record exists."""
         ordered = isinstance(now, (list, deque))
         if not ordered and seen.items is not None:
             self.mapping(seen.items, now if isinstance(now, dict) else vars(now), path)

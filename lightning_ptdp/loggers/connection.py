@@ -39,7 +39,7 @@ _CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pyt
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What Lightning's logger is told of a run; see ``MLFlowLogger``.
+    """Arguments of Lightning's logger that describe a run; see ``MLFlowLogger``.
 
     Attributes:
         run_name: None: made of the experiment's name, the layout and the time. MLflow would make one up, from draws that a seed makes
@@ -58,7 +58,7 @@ class RunOptions:
 
 @dataclass
 class OpenRun:
-    """What was opened, in which process: connections and threads must not cross a fork."""
+    """Open connection to a run and the process that owns it; connections and threads must not cross a fork."""
 
     inner: LightningMLFlowLogger | AbsentRun
     writer: BackgroundWriter[Metric]

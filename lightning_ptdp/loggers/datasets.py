@@ -1,4 +1,4 @@
-"""What a run reads, in MLflow's words."""
+"""Datasets of a run as MLflow's dataset inputs."""
 
 from __future__ import annotations
 

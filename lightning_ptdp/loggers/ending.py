@@ -8,7 +8,7 @@ _TOLD_TO_END = ("KeyboardInterrupt", "SIGTERMException", "Terminated")  # Lightn
 
 
 def was_told_to_end(error: BaseException | None) -> bool:
-    """Whether a signal is behind what is being handled: Lightning tells loggers no more than that something went wrong."""
+    """Return True if the exception that is being handled comes from a signal. Lightning only tells loggers that a run failed."""
     while error is not None:
         if any(kind.__name__ in _TOLD_TO_END for kind in type(error).__mro__):
             return True

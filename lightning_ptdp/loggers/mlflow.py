@@ -102,7 +102,7 @@ class MLFlowLogger(Logger):
 
     @property
     def tracking_uri(self) -> str:
-        """Where the runs are stored."""
+        """Address of the tracking store."""
         return self._options.tracking_uri
 
     @property
@@ -129,8 +129,9 @@ class MLFlowLogger(Logger):
 
     @property
     def url(self) -> str:
-        """Where a browser shows the run, in MLflow's view for training: on the server, or on that of ``mlflow ui`` where the store is a
-        file. Without an answer of the server it is the file of metrics. Global rank 0 only."""
+        """Address that shows the run in a browser, in MLflow's view for training: on the server, or on that of ``mlflow ui`` if the
+        store is a file. If the server does not answer, the path of the file of metrics. Global rank 0 only.
+        """
         if isinstance(self._open().inner, AbsentRun):
             return str(unwritten_file(self._folder))
         server = self.tracking_uri if self.tracking_uri.startswith("http") else "http://127.0.0.1:5000"
@@ -263,7 +264,7 @@ class MLFlowLogger(Logger):
             warnings.warn(f"run {self._run_id} could not be ended in {self.tracking_uri}, {kept}: {error}", stacklevel=2)
 
     def _here(self) -> OpenRun | None:
-        """What was opened in this process."""
+        """Return the run that was opened in this process."""
         return self._run if self._run is not None and self._run.process == os.getpid() else None
 
     def _open(self) -> OpenRun:
@@ -305,7 +306,7 @@ class MLFlowLogger(Logger):
 
     @property
     def _folder(self) -> Path:
-        """Of the run, beside its checkpoints."""
+        """Return the folder of the run, beside its checkpoints."""
         return Path(self._save_dir, self.name, str(self._run_id))
 
     def _end_at_exit(self) -> None:

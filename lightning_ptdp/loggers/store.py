@@ -1,4 +1,4 @@
-"""Whether a tracking store can be used, found out without touching it.
+"""Checks of a tracking store that do not modify it.
 
 MLflow itself retries an unusable store for up to 100 seconds, and creates databases merely to look at them.
 """

@@ -25,7 +25,7 @@ _FORK_S = 10.0
 
 @dataclass(kw_only=True)
 class _Task:
-    """What is done when all items are written."""
+    """Action that runs when all items are written."""
 
     action: Callable[[], object]
     deadline: float
@@ -67,7 +67,7 @@ class BackgroundWriter(Generic[Item]):
 
     @property
     def unwritten(self) -> Sequence[Item]:
-        """What is not written yet."""
+        """Return the items that are not written yet."""
         with self._changed:
             return tuple(self._items)
 

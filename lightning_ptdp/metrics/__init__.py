@@ -1,4 +1,4 @@
-"""What is measured: quality of the model (perplexity, token accuracy)."""
+"""Metrics of model quality: perplexity and token accuracy."""
 
 from lightning_ptdp.metrics.accuracy import TokenAccuracy
 from lightning_ptdp.metrics.mean_loss import MeanLoss

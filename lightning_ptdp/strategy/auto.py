@@ -89,7 +89,7 @@ class ChosenLayout(RunningStrategy):
             print(self._forecast.text, flush=True)
 
     def _device_name(self) -> str:
-        """What the device calls itself. Asking a GPU starts CUDA."""
+        """Return the device's name. Asking a GPU starts CUDA."""
         ask = partial(device_name, self.root_device)
         return in_child(ask) if _forks(self.config, self.world_size) and self.root_device.type != "cpu" else ask()
 

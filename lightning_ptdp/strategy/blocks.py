@@ -1,4 +1,4 @@
-"""What is done to the repeated blocks of a rank when they are cut, filled and sharded: the innermost first."""
+"""Passes over the repeated blocks of a rank when they are cut, filled and sharded, the innermost first."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Training:
-    """What is to be laid out.
+    """Module, data and configuration for which a layout is chosen.
 
     Attributes:
         module: What is trained, whole.
@@ -68,7 +68,7 @@ class Training:
 
 @dataclass(kw_only=True)
 class Forecast:
-    """What was expected of a step, and the times at which batches began.
+    """Expected time and memory of a step, and the times at which batches began.
 
     Attributes:
         seconds: Of a step, expected.
@@ -94,7 +94,7 @@ class Forecast:
         return statistics.median(steps) if steps else None
 
     def verdict(self) -> str:
-        """What to say in the end; "" if the forecast was near."""
+        """Return the message for the end of training; "" if the forecast was near."""
         measured = self.measured
         if measured is None or abs(self.seconds / measured - 1) <= _OFF:
             return ""

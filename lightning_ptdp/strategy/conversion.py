@@ -1,4 +1,4 @@
-"""What becomes of the whole model before it is cut: plugins may put other modules and parameters into it."""
+"""Conversion of the whole model before it is cut, since plugins may replace modules and parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is to come, on which nodes, and how those that are not there are started; which of this machine's processes have ended."""
+"""Expected ranks, their nodes, how missing ones are started, and which of this machine's processes have ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Crowd:
 
     @property
     def keeper(self) -> str:
-        """Who keeps the store."""
+        """Return a description of the rank that keeps the store."""
         return f"rank 0, which keeps the store at {self.where} (or torchrun does),"
 
     @property
@@ -54,7 +54,7 @@ class Crowd:
         return [rank for rank in range(first, first + here) if rank != self.rank] if self.rank == first else [first]
 
     def missing(self, ranks: list[int]) -> str:
-        """What the one who keeps the store says of ranks that have not come."""
+        """Return the message of the store's rank about ranks that have not joined."""
         if not ranks:
             return ""
         here = self.world_size // self.num_nodes
@@ -64,7 +64,7 @@ class Crowd:
         return f"for {listed('rank', ranks)}{on}, {came}{self._how([node for node in nodes if node * here in ranks])}"
 
     def first_of_all(self) -> str:
-        """What the first rank of another node, or else rank 1, says while rank 0 does not answer."""
+        """Return the message of the first rank of another node, or else of rank 1, while rank 0 does not answer."""
         if self.rank != 1 and self.rank % (self.world_size // self.num_nodes):
             return ""
         return f"for rank 0 at {self.where}{self._how([0])}"
@@ -103,7 +103,7 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Whether a process of this machine is gone; of another machine's nothing is known."""
+    """Return True if a process of this machine has ended; False for other machines' processes, of which nothing is known."""
     machine, pid, started = json.loads(process)
     return machine is not None and machine == _machine() and _started(pid) != started
 

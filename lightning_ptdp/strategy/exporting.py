@@ -68,7 +68,7 @@ class ModelSpaceExporting(ModelSpace):
                 export.write(rectangles)
 
     def _described(self, prefix: str | None) -> tuple[Described, str | None]:
-        """What the module is, and what its names begin with.
+        """Return the description of the module and the prefix of its names.
 
         Raises:
             CheckpointError: It holds several Hugging Face models, or none and is none of ours.

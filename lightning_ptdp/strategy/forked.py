@@ -1,4 +1,4 @@
-"""What must not happen in a process that others will be forked from."""
+"""Functions that must not run in a process from which others will be forked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _Result = TypeVar("_Result")
 
 
 def in_child(function: Callable[[], _Result]) -> _Result:
-    """What ``function`` returns, called in a process that is forked for it: this one starts neither CUDA nor autograd's threads, with
-    either of which no process that is forked later could train.
+    """Return the result of ``function``, called in a forked process.
+
+    This process then starts neither CUDA nor autograd's threads, with either of which no process that is forked later could train.
 
     Raises:
         RuntimeError: The process ended, or gave no answer within ten minutes.

@@ -1,4 +1,4 @@
-"""What is still possible on a rank whose run ended with an exception: callbacks then save checkpoints, which takes all ranks."""
+"""Collectives on a rank whose run ended with an exception: callbacks then save checkpoints, which takes all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAVING_S = 40.0
 
 
 class Interruption:
-    """Of one call of ``fit``, ``validate``, ``test`` or ``predict``.
+    """State of an exception in one call of ``fit``, ``validate``, ``test`` or ``predict``.
 
     Args:
         trainer: Whose state says whether there was an exception.
@@ -26,7 +26,7 @@ class Interruption:
         self._alone: bool | None = None
 
     def is_of_this_rank_alone(self) -> bool:
-        """Whether there was an exception that did not end all ranks at the same step; the others are waited for, for some seconds."""
+        """Return True if an exception did not end all ranks at the same step. Waits some seconds for the other ranks."""
         if self._trainer.state.status != "interrupted" or self._watchdog.closed:
             return False
         if self._alone is None:

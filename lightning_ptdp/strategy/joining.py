@@ -1,4 +1,4 @@
-"""How the ranks come together: afresh every time that they are started again, and one that is lost on the way is named.
+"""Rendezvous of the ranks, repeated after every restart; a rank that is lost on the way is named.
 
 torchrun keeps one store for all its restarts, in which the addresses of processes that are gone still lie; who reads them before the new
 ones are written connects to nobody. So the ranks of one life agree on a name for it, under which they keep everything::
@@ -52,7 +52,9 @@ def join(
     limit: timedelta,
     ended: Callable[[], str] = lambda: "",
 ) -> _T:
-    """What ``make`` makes of the store of this life, which is to be given to ``init_process_group``; it is called in another thread.
+    """Return the result of ``make`` for this life's store, which is passed to ``init_process_group``.
+
+    ``make`` is called in another thread.
 
     Args:
         crowd: Who this rank is, and who is to come.
@@ -110,7 +112,7 @@ class _Beside:
         """Who was lost, as soon as anybody knows."""
 
     def run(self, action: Callable[[], _T], doing: str, waits_for: Callable[[], str]) -> _T:
-        """What ``action`` returns or raises.
+        """Return the result of ``action``, or raise its error.
 
         Raises:
             DistNetworkError: After the limit, or when a rank is lost.

@@ -1,4 +1,4 @@
-"""What a rank that runs out of memory says: what was expected of its parts, which was larger, and what would make it smaller.
+"""Message of a rank that runs out of memory: the expected size of its parts, which part is larger, and what would make it smaller.
 
 Read on the host alone, from sizes and the allocator's own counts: the device that has failed is not asked for anything.
 """
@@ -32,7 +32,7 @@ Parts = dict[str, float]
 
 
 def explain_memory(strategy: RunningStrategy) -> str:
-    """What an error of a rank that is out of memory says beside itself."""
+    """Return the addition to the error of a rank that is out of memory."""
     config, layout, engine = strategy.config, strategy.layout, strategy._engine
     mixture = any(_experts(strategy.model))
     if engine is None:
@@ -75,7 +75,7 @@ def _what_fits(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
 def _expected(
     module: nn.Module, config: PTDPConfig, layout: ParallelLayout, *, rank: int, precision: str, micro_batch_size: int | None
 ) -> Parts:
-    """Of the parameters that are here, their gradients, the state of an Adam, and the activations of a GPT's layers."""
+    """Return the expected bytes of this rank's parameters, their gradients, Adam's state, and the activations of a GPT's layers."""
     try:
         sizes = find_precision(precision)
     except ValueError:
@@ -128,7 +128,7 @@ def _activations(
 def _found(
     module: nn.Module, gradients: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], *, device: torch.device
 ) -> Parts:
-    """What is held now; what is neither parameter, gradient nor state are activations, where the allocator knows the peak."""
+    """Return the bytes that are held now, by part. The rest of the allocator's peak, where it is known, is activations."""
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     copies = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     shown = [p.grad for p in module.parameters()]
@@ -152,7 +152,8 @@ def memory_note(
     layout: ParallelLayout,
     mixture: bool = False,
 ) -> str:
-    """What was expected and what is held of each part, which is larger than expected or else the largest, and what makes it smaller.
+    """Return a table of expected and held bytes of each part, the part that is larger than expected (else the largest), and what makes
+    it smaller.
 
     Args:
         expected: Bytes by part: parameters, gradients, optimizer, and activations if they can be foretold.
@@ -200,7 +201,7 @@ def _smaller_microbatches(config: PTDPConfig) -> str:
 
 
 def _bytes(tensors: Iterable[object], seen: set[int]) -> float:
-    """Of the storages that have not been seen yet."""
+    """Return the bytes of the storages that have not been seen yet."""
     total = 0
     for storage in (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)):
         total += 0 if storage.data_ptr() in seen else storage.nbytes()

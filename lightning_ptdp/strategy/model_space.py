@@ -35,12 +35,12 @@ class ModelSpace(RunningStrategy):
 
     @property
     def ranks_hold_all(self) -> bool:
-        """Whether every rank has all of the model's parameters: neither tensor nor pipeline parallelism cuts it."""
+        """Return True if every rank has all parameters of the model, because neither tensor nor pipeline parallelism cuts it."""
         return self.layout.size("shards") == 1
 
     @property
     def _is_cut_here(self) -> bool:
-        """Whether the module is already this rank's part of itself, from an earlier fit, validate, test or predict."""
+        """Return True if an earlier fit, validate, test or predict has already cut the module to this rank's part."""
         return self._parallel is not None and self._parallel.module is self.lightning_module
 
     def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:

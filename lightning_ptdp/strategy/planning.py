@@ -94,8 +94,8 @@ def described(
     device: Device,
     example: Example | None = None,
 ) -> GPTConfig | ModelShape:
-    """What the planner reads of a whole module: the sizes of a GPT of ours, else its shape by a trace; where that stops, the sizes that
-    a configuration inside tells.
+    """Return the planner's description of a whole module: the sizes of a GPT of ours, else its shape by a trace; if tracing fails, the
+    sizes in a configuration inside of it.
 
     Raises:
         ValueError: It cannot be followed, and there is no such configuration.

@@ -51,7 +51,7 @@ def prepare_loss_scaling(plugin: Precision, optimizers: Iterable[Optimizer], *, 
 
 
 def loss_scale(plugin: Precision, device: torch.device) -> Tensor | float:
-    """What losses are multiplied with before the backward, which stays on the device, (); 1 without a scaler."""
+    """Return the factor of the losses before the backward, () on the device; 1 without a scaler."""
     scaler = getattr(plugin, "scaler", None)
     return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 

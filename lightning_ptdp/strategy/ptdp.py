@@ -133,7 +133,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         return context
 
     def model_sharded_context(self) -> Context:
-        """Where ``configure_model`` runs."""
+        """Return the context in which ``configure_model`` runs."""
         return on_meta() if self.config.meta_init else contextlib.nullcontext()
 
     def setup(self, trainer: Trainer) -> None:
@@ -265,7 +265,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         return dataloader
 
     def summary(self) -> StrategySummary:
-        """What was laid out where; collective, after ``setup``."""
+        """Return a summary of the layout; collective, after ``setup``."""
         return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
 
     def on_exception(self, exception: BaseException) -> None:

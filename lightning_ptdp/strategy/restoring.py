@@ -51,7 +51,7 @@ class ModelSpaceRestoring(ModelSpace):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether Lightning restores the model and the callbacks when this rank's part of the model has been cut out."""
+        """Return True if Lightning restores the model and the callbacks after this rank's part of the model has been cut out."""
         return not self.ranks_hold_all
 
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""What the strategy has on a rank while it runs, in what state its mixins find it, and how the ranks agree."""
+"""State of the strategy on a rank while it runs, as its mixins see it, and agreement of the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Of one call of ``fit``, ``validate``, ``test`` or ``predict``, from ``setup_environment`` to that of the next.
+    """State of one call of ``fit``, ``validate``, ``test`` or ``predict``, replaced by the next ``setup_environment``.
 
     Attributes:
         mesh: The process groups, which a later run takes over.
@@ -82,7 +82,7 @@ class RunningStrategy(StrategyBase):
 
     @property
     def run(self) -> Run:
-        """What ``setup_environment`` made."""
+        """Return the state that ``setup_environment`` made."""
         assert self._run is not None
         return self._run
 
@@ -99,7 +99,7 @@ class RunningStrategy(StrategyBase):
 
     @property
     def engine(self) -> Engine:
-        """What runs the batches, after ``setup``."""
+        """Return the engine that runs the batches, after ``setup``."""
         assert self._engine is not None
         return self._engine
 
@@ -117,7 +117,7 @@ class RunningStrategy(StrategyBase):
             self._running_step = None
 
     def _alone(self, name: str) -> bool:
-        """Whether the others will not come to a collective, because this rank handles an exception that they do not have.
+        """Return True if the other ranks will not join a collective, because this rank handles an exception that they do not have.
 
         Raises:
             MisconfigurationException: The user's step asks for the collective under a pipeline.

@@ -232,4 +232,4 @@ def _cannot_change(changes: Mapping[str, str]) -> str:
 
 
 def _nothing() -> None:
-    """What the other ranks do when a checkpoint is complete."""
+    """Do nothing: the action of the other ranks when a checkpoint is complete."""

@@ -36,8 +36,10 @@ class ScheduledSteps(RunningStrategy):
             return self.engine.training_step(context, values, clears=self._clears_gradients(), loss_scale=scale)
 
     def _clears_gradients(self) -> bool:
-        """Whether Lightning clears the gradients between this batch's forward and backward: before the first batch of an accumulation,
-        unless the user's ``optimizer_zero_grad`` may do something else."""
+        """Return True if Lightning clears the gradients between this batch's forward and backward.
+
+        It does before the first batch of an accumulation, unless the user overrides ``optimizer_zero_grad``.
+        """
         trainer, names = self.lightning_module.trainer, self._names
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         return first and not names.is_overridden("optimizer_zero_grad", self.lightning_module)
@@ -95,7 +97,7 @@ class ScheduledSteps(RunningStrategy):
             return self.engine.decode(self.precision_plugin.predict_step_context, call, choose, rows=rows, key=key)
 
     def decodes(self) -> bool:
-        """Whether ``decode`` can be asked now, while the Trainer runs.
+        """Return True if ``decode`` can be called now, while the Trainer runs.
 
         Raises:
             MisconfigurationException: It cannot, and the model is cut, so that nobody else can run it.
@@ -130,7 +132,7 @@ class ScheduledSteps(RunningStrategy):
 
     @property
     def observers(self) -> Observers | None:
-        """Whoever is added is told of every action of the pipeline; None before ``setup``."""
+        """Observers that are notified of every action of the pipeline; None before ``setup``."""
         return self._engine.observers if self._engine is not None else None
 
     @property

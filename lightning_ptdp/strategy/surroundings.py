@@ -1,4 +1,4 @@
-"""What surrounds the forwards of a rank: the list is made here, and refused where it can be seen to be impossible."""
+"""Contexts around the forwards of a rank: the list is made here, and impossible combinations are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADS = ("num_heads", "num_attention_heads", "n_head")
 def make_surroundings(
     *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, seed: int, device: torch.device
 ) -> Surroundings:
-    """What surrounds the forwards of this rank, the outermost first.
+    """Return the contexts around the forwards of this rank, the outermost first.
 
     The order: of torch's function modes the one that was entered last sees a call first, and what it calls itself goes to those around
     it. Dropout by key comes last, because it must meet attention with dropout before that is split over slices of the sequence; weight

@@ -74,7 +74,7 @@ class World(RunningStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether samplers have to be split: there is more than one replica."""
+        """Return True if samplers have to be split, because there is more than one replica."""
         return self.layout.num_replicas > 1
 
     @property
@@ -199,7 +199,7 @@ class World(RunningStrategy):
         return join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
 
     def leave_environment(self) -> None:
-        """What groups are made after this listens where the user, or torch, chooses."""
+        """Restore the network interfaces that the user, or torch, chooses, for groups that are made later."""
         chosen, self._interfaces = self._interfaces, []
         listen_anywhere(chosen)
 

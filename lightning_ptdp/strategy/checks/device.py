@@ -1,4 +1,4 @@
-"""What this rank's device cannot do, told before the ranks meet and wait for each other."""
+"""Checks of this rank's device, made before the ranks meet and wait for each other."""
 
 from __future__ import annotations
 

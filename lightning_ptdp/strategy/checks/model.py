@@ -276,7 +276,7 @@ def whole_model(module: nn.Module, config: PTDPConfig) -> nn.Module:
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Where ``configure_model`` builds on the meta device.
+    """Return the context in which ``configure_model`` builds on the meta device.
 
     Raises:
         ValueError: It wants to load weights there.

@@ -68,7 +68,7 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
 
 
 def _masks_by_positions(model: nn.Module) -> bool:
-    """Whether a model of Hugging Face's hands its positions to the functions that make its masks."""
+    """Return True if a Hugging Face model passes its positions to the functions that make its masks."""
     tree = ast.parse(textwrap.dedent(_source(inspect.unwrap(type(model).forward))))
     nodes = list(ast.walk(tree))
     collected = any(isinstance(node, ast.Dict) and any(_is_name(key) for key in node.keys) for node in nodes)
@@ -88,7 +88,7 @@ def _masks_by_positions(model: nn.Module) -> bool:
 
 
 def _written(kind: type) -> str:
-    """What somebody wrote of a LightningModule: its methods, and the texts among its attributes, that are not Lightning's own."""
+    """Return the user's source of a LightningModule: the methods and string attributes that are not Lightning's own."""
     values = [inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("__")]
     methods = [value for value in values if inspect.isfunction(value) and value.__module__.partition(".")[0] not in _LIBRARIES]
     return "".join(map(_source, methods)) + "".join(repr(value) for value in values if isinstance(value, str | tuple | list))

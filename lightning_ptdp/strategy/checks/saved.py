@@ -1,4 +1,4 @@
-"""What a checkpoint would hold, as far as it can be known before the first one is written."""
+"""Checks of a checkpoint's content, as far as it is known before the first one is written."""
 
 from __future__ import annotations
 

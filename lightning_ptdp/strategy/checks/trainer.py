@@ -1,4 +1,4 @@
-"""What the Trainer and the LightningModule ask of Lightning's loop, and what of it a schedule cannot honour.
+"""Checks of options of the Trainer and the LightningModule that a schedule cannot honour.
 
 Each check looks at one thing; add another to ``_CHECKS``.
 """

@@ -28,7 +28,7 @@ def check_initial_weights(module: LightningModule, config: PTDPConfig) -> None:
 
 
 def open_initial_weights(module: nn.Module) -> HuggingFaceWeights | None:
-    """What the module's ``initial_weights()`` names; None if it has none, or has values already.
+    """Open the weights that the module's ``initial_weights()`` names; None if it names none, or has values already.
 
     Raises:
         CheckpointError: Of ``check_initial_weights``.
