@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 
 def __getattr__(name: str) -> Any:
-    """What is a schedule's stood here before; programs of users import it from here."""
+    """Return names of the schedule package, which were here in earlier versions and are imported from here by user programs."""
     if name in schedule.__all__:
         return getattr(schedule, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What is known of all ranks when one of them is missed, as text for people."""
+"""Report about all ranks when one of them is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What one rank knows of all.
+    """Status of all ranks as one rank knows it.
 
     Attributes:
         rank: The one that tells.
@@ -78,7 +78,7 @@ class Account:
         return f"{LOST}: no answer from rank {ranks}" if ranks else LOST
 
     def is_known(self) -> bool:
-        """Whether all others that answer have named who is missed, or have ended."""
+        """Return True if all other ranks that answer have named the missing rank, or have ended."""
         answering = self.heard.keys() - self.missing
         told = all(self.heard[rank].status.is_done and self.heard[rank].status.failure != LOST for rank in answering)
         return told and len(self.asked) == self.world_size - 1
@@ -103,7 +103,7 @@ def _is_cause(status: RankStatus) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """What to tell others of an error; of a lost rank nothing more, since the place says which one."""
+    """Return the summary of an error for other ranks. For a lost rank it says no more than that, since the place names the rank."""
     if isinstance(error, PeerError) or is_communication_error(error):
         return LOST
     first_line = str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""How one run of a stage is entered and left: what blocks are given and return, and what of it has to cross."""
+"""Entry and exit of one run of a stage: inputs and outputs of blocks, and which of them cross."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 @dataclass(eq=False)
 class Boundary:
-    """What the placeholders and hooks of a rank share while a stage runs.
+    """State that the placeholders and hooks of a rank share while a stage runs.
 
     Attributes:
         places: Where each stage stands among the containers.
@@ -75,7 +75,10 @@ class Boundary:
     # ---- blocks -------------------------------------------------------------------------------------------------------
 
     def earlier_output(self, layer: Layer) -> object:
-        """What ``layer``, a block of an earlier stage, returned; of all but the last one, only what is collected has crossed."""
+        """Return the output of ``layer``, a block of an earlier stage.
+
+        Of all blocks but the last one, only collected values have crossed.
+        """
         run = self.running
         assert run.received is not None
         is_received, is_entrance = layer.container == run.place.received, layer.name == run.place.entrance
@@ -97,12 +100,14 @@ class Boundary:
         return _marked(output, run.true) if is_entrance and not run.place.inside else output
 
     def seen_by_hooks(self, block: str) -> Iterator[tuple[str, int, object]]:
-        """What hooks of ``block`` and the modules inside were given on its stage: the module's name, the hook's position, the output."""
+        """Yield what hooks of ``block`` and the modules inside received on its stage: the module's name, the hook's position, the
+        output.
+        """
         seen = () if self.run is None else self.run.seen
         yield from ((name, position, output) for name, position, output in seen if f"{name}.".startswith(f"{block}."))
 
     def returned(self, layer: Layer, _module: nn.Module, _args: object, output: object) -> object:
-        """What is handed on when ``layer``, a block of this stage, has returned ``output``.
+        """Return the value to pass on after ``layer``, a block of this stage, has returned ``output``.
 
         Raises:
             StageExit: The stage ends here, with a container.
@@ -130,7 +135,7 @@ class Boundary:
             self.run.seen.append([name, position, output])
 
     def arguments(self, layer: Layer, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
-        """What ``layer``, a block of this stage, is to be given instead of ``args`` and ``kwargs``.
+        """Return the arguments for ``layer``, a block of this stage, in place of ``args`` and ``kwargs``.
 
         Raises:
             StageError: It would be given something that this stage cannot know.
@@ -154,7 +159,7 @@ class Boundary:
         return args, kwargs
 
     def leave(self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Crossing:
-        """What crosses when ``layer``, the first block of the next stage, is called.
+        """Return the crossing that leaves the stage when ``layer``, the first block of the next stage, is called.
 
         Raises:
             StageError: It is given something else than what blocks returned and what was there before them.
@@ -206,7 +211,7 @@ class Boundary:
         return Crossing(tensors, form)
 
     def _usual_form(self, run: StageRun, tensor: Tensor) -> Form:
-        """Of one plain tensor; made once for each shape, since the ranks behind wait for it to be sent."""
+        """Return the form of one plain tensor; made once for each shape, since the next ranks wait for it."""
         crosses = TensorForm.of(tensor, differentiable=run.needs_gradient(tensor))
         if crosses not in self._usual:
             self._usual[crosses] = Form(tensors=(crosses,), output=At(0))
@@ -218,6 +223,6 @@ def _marked(output: object, origin: Origin) -> object:
 
 
 def _recalled(_path: Path, tensor: Tensor) -> Tensor:
-    """What a recomputed block was given in place of ``tensor``."""
+    """Return the tensor that a recomputed block received in place of ``tensor``."""
     known = replacement(tensor)
     return plain(tensor) if known is None else known

@@ -39,7 +39,7 @@ class Heard:
 
 @dataclass(eq=False)
 class Board:
-    """What the background thread knows and does; it alone writes what it hears.
+    """State and actions of the background thread, which alone writes what it receives.
 
     Attributes:
         store: A connection of its own (``Store.clone``), not used by anyone else.
@@ -76,7 +76,7 @@ class Board:
 
     @property
     def unanswered_s(self) -> float:
-        """How long the store has not answered what it was asked; 0: it answers."""
+        """Return the time in seconds since the store last failed to answer; 0 if it answers."""
         since = self.answered_at if self.gone else self.asking_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -178,7 +178,10 @@ class Bulletin:
             time.sleep(_POLL_S)
 
     def all_come(self, topic: str, limit_s: float) -> bool:
-        """Whether all ranks ask this under the same ``topic``, which is used once, within ``limit_s``; all that ask get one answer."""
+        """Return True if all ranks ask this under the same ``topic``, which is used once, within ``limit_s``.
+
+        All that ask get the same answer.
+        """
         if not self.board.is_mine:
             return False
         answer: list[bool] = []

@@ -1,5 +1,6 @@
-"""How a model uses its modules, seen by running its forward without data on the meta device: the order in which it calls them, and whose
-parameters it uses without calling them."""
+"""Use of a model's modules, found by running its forward without data on the meta device: the order of their calls, and which
+parameters are used without a call of their module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is collected over the blocks: forward hooks that somebody put on them, seen from the stages that do not hold them.
+"""Values collected over the blocks by users' forward hooks, as seen on stages that do not hold these blocks.
 
 A hook sees its module on the stage that holds it. What it is given there crosses with the hidden state, and the placeholders of the stages
 behind call it once more. So on the last stage it has seen all blocks::

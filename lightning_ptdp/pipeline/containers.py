@@ -57,7 +57,7 @@ def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a stage stands among the containers.
+    """Position of a stage among the containers.
 
     Attributes:
         container: The container of its first layer.

@@ -1,4 +1,4 @@
-"""What goes from one pipeline stage to the next, and the gradients that come back.
+"""Tensors sent from one pipeline stage to the next, and the gradients that return.
 
 A block may return one tensor or a nest of tuples, lists and dictionaries; whichever of its tensors the next block is given cross, each
 once. Beside them cross *extras*: tensors from before the blocks that blocks are given as further arguments (the memory of a cross
@@ -113,7 +113,7 @@ class Form:
 
     @staticmethod
     def decode(data: bytes) -> Form:
-        """What ``encode`` wrote."""
+        """Return the form that ``encode`` wrote."""
         form: Form = pickle.loads(data)
         return form
 
@@ -139,14 +139,19 @@ class Crossing:
         return tuple(form for form in self.form.tensors if form.differentiable)
 
     def entering(self, *, training: bool = True) -> Crossing:
-        """What the next stage works on: the same values, cut off from the graph; when training the differentiable ones are leaves
-        that collect gradients."""
+        """Return the crossing on which the next stage works: the same values, detached from the graph.
+
+        In training the differentiable ones are leaves that collect gradients.
+        """
         pairs = zip(self.tensors, self.form.tensors, strict=True)
         tensors = (t.detach().requires_grad_() if training and form.differentiable else t.detach() for t, form in pairs)
         return Crossing(tuple(tensors), self.form)
 
     def roots(self) -> Roots:
-        """Where the backward starts, for each awaited gradient; None where nothing here needs it. Keeps no activation alive."""
+        """Return the starting points of the backward, one for each awaited gradient; None if nothing here needs it.
+
+        Keeps no activation alive.
+        """
         pairs = zip(self.tensors, self.form.tensors, strict=True)
         return tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor, form in pairs if form.differentiable)
 
@@ -203,7 +208,8 @@ def _items(value: object) -> list[tuple[int | str, object]]:
 
 
 def describe(value: object, index: Callable[[Tensor], int | None], block: str) -> object:
-    """What ``block`` returned with an ``At`` in place of each tensor; ``index`` tells which one of the crossing it is, or None.
+    """Return the output of ``block`` with an ``At`` in place of each tensor; ``index`` gives the tensor's position in the crossing, or
+    None.
 
     Raises:
         StageError: Something in it can neither be sent nor be built again on the other side.
@@ -224,7 +230,7 @@ def describe(value: object, index: Callable[[Tensor], int | None], block: str) -
 
 
 def rebuild(described: object, tensors: Sequence[Tensor], elsewhere: Callable[[], Tensor] | None = None) -> Any:
-    """What ``describe`` described, with ``elsewhere()`` for the tensors that did not cross, if there may be any."""
+    """Rebuild the output that ``describe`` described, with ``elsewhere()`` for tensors that did not cross, if there may be any."""
 
     def built(item: object) -> object:
         if not isinstance(item, At):

@@ -58,7 +58,7 @@ def find_parts(
     after: Iterable[str] = (),
     everywhere: Iterable[str] = (),
 ) -> ModelParts:
-    """Where the modules with parameters stand relative to the containers.
+    """Return the positions of the modules with parameters relative to the containers.
 
     With several containers, what runs before the first is taken to be needed before the others too (a target's embedding may be looked
     up before the encoder runs) unless it is named in ``before``.

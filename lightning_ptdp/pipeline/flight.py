@@ -1,4 +1,4 @@
-"""What torch's flight recorder has of a rank that is stuck, in a file."""
+"""Dump of torch's flight recorder of a stuck rank, in a file."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itrue
 
 @dataclass(eq=False)
 class Origin:
-    """Where the foreign tensors of one run of a stage come from.
+    """Origin of the foreign tensors of one run of a stage.
 
     Attributes:
         why: Why their values may not be used; None where they are true, on the first stage.
@@ -44,7 +44,7 @@ class Origin:
     written: list[Tensor] = field(default_factory=list)
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` shares memory with one that foreign values were written into."""
+        """Return True if ``tensor`` shares memory with one into which foreign values were written."""
         if not self.written:
             return False
         memory = tensor.untyped_storage().data_ptr()
@@ -103,7 +103,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def known(output: Any) -> Any:
-    """What the step returned on the last stage, as ordinary tensors.
+    """Return the step's output on the last stage, as ordinary tensors.
 
     Raises:
         StageError: It holds a tensor whose values this stage does not have.
@@ -131,7 +131,7 @@ def put_instead(tensor: Tensor, by: Tensor | None) -> None:
 
 
 def replacement(tensor: Tensor) -> Tensor | None:
-    """What ``put_instead`` noted."""
+    """Return the tensor that ``put_instead`` recorded."""
     return getattr(tensor, _INSTEAD, None)
 
 

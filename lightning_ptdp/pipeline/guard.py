@@ -49,7 +49,7 @@ _GRACE = 1.2  # of the limit, at which gloo's waits raise
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What can be seen of a rank at an instant, without asking anybody.
+    """Observable state of a rank at one instant.
 
     Attributes:
         now: ``time.monotonic``.
@@ -117,7 +117,7 @@ class Judge:
         return f"it has been in one call for {duration(call_s)}" if ends else ""
 
     def _unchanged(self, what: object, value: object) -> float:
-        """How long ``value`` has been the same."""
+        """Return the time in seconds for which ``value`` has been the same."""
         if what not in self._since or self._since[what][0] != value:
             self._since[what] = (value, self._clock)
         return self._clock - self._since[what][1]
@@ -172,7 +172,7 @@ def _watch(look: Callable[[], bool], interval_s: float, closing: threading.Event
 
 
 class Pulse:
-    """Whether the main thread runs Python, or is inside of one call that does not return."""
+    """Detector of a main thread that is inside one call that does not return."""
 
     def __init__(self) -> None:
         self.beats, self._asked = 0, False

@@ -1,5 +1,7 @@
-"""What can be asked of a module that lives elsewhere: its plain attributes, as models inspect their layers (``layers[0].self_attn``), but
-not the tensors that the forward of a block keeps there (``self.loss = ...``), which other stages would not find.
+"""Attributes of a module that lives on another stage.
+
+Plain attributes can be read, as models inspect their layers (``layers[0].self_attn``); tensors that a block's forward stores
+(``self.loss = ...``) cannot, because other stages would not find them.
 
 Where one is read of a placeholder it is an error. But a sum over ``model.modules()`` does not even see the blocks of other
 stages; so one number with a gradient, which can only be a loss, is refused, and whatever else has a gradient is warned of.
@@ -95,7 +97,7 @@ def plain_attributes(module: nn.Module) -> dict[str, object]:
 
 
 def _forget(shell: object, path: tuple[str, ...]) -> None:
-    """Whoever asks ``shell`` for what stands at ``path`` gets an error from now on, since its forward changes it elsewhere."""
+    """Let every access to ``path`` on ``shell`` raise an error, since the forward changes it on another stage."""
     *parents, key = path
     for parent in parents:
         if parent not in vars(shell):

@@ -200,14 +200,14 @@ class Transport:
     # ---- one tensor ---------------------------------------------------------------------------------------------------
 
     def shares(self, form: TensorForm) -> int:
-        """How many ranks send a tensor together, each an equal part of it."""
+        """Return the number of ranks that send a tensor together, each an equal part of it."""
         if not self.scatter or not form.dtype.is_floating_point:
             return 1
         numel, size = math.prod(form.shape), self.mesh.group("tensor").size
         return size if numel % size == 0 and numel >= size * self.scatter_minimum else 1
 
     def buffer(self, form: TensorForm) -> Tensor:
-        """Where a tensor, or this rank's part of it (flat), can be received."""
+        """Return a buffer for receiving a tensor, or this rank's part of it (flat)."""
         shares = self.shares(form)
         shape = form.shape if shares == 1 else (math.prod(form.shape) // shares,)
         return torch.empty(shape, dtype=form.dtype, device=self.device)
@@ -221,7 +221,7 @@ class Transport:
         return whole
 
     def _own_part(self, tensor: Tensor) -> Tensor:
-        """What this rank sends of ``tensor``: contiguous, without a copy if that is possible, and flat if it is a part."""
+        """Return the part of ``tensor`` that this rank sends: contiguous, without a copy if possible, and flat if it is a part."""
         shares = self.shares(TensorForm.of(tensor)) if self.scatter else 1
         if shares == 1:
             return tensor.detach().contiguous()

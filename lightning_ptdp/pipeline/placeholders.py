@@ -75,7 +75,7 @@ class EarlierBlock(Placeholder):
         self._keep_hooks(original)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """What the last block of its container on the stages before returned."""
+        """Return the output of the last block of this container on the earlier stages."""
         passes, layer = self._running().passes, self._ptdp_layer
         if layer.is_first:
             passes[layer.container] += 1
@@ -136,7 +136,7 @@ class Stub(Placeholder):
 
 
 def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """How to make an output of the right shape without the module's weights; None if that is not known for its type."""
+    """Return a function that makes an output of the right shape without the module's weights; None if there is none for its type."""
     if isinstance(module, nn.Embedding):
         if type(module).forward is not nn.Embedding.forward and not module.weight.requires_grad:
             return None  # a fixed table that may be asked for places by their number: every stage has it
@@ -151,8 +151,10 @@ def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _is_elementwise(module: nn.Module) -> bool:
-    """Whether a norm of somebody's own can only keep the shape: it has nothing but a vector or two. (One without parameters may be that
-    of a weight.)"""
+    """Return True if a user's norm can only keep the shape, since it has nothing but one or two vectors.
+
+    A module without parameters may be that of a weight.
+    """
     dimensions = {parameter.dim() for parameter in module.parameters()}
     return not list(module.children()) and dimensions == {1}
 

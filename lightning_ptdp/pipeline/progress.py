@@ -1,4 +1,4 @@
-"""Who looks on while a program runs: the watchdog always, the recorder for the steps that it is asked to record."""
+"""Observers of a running program: the watchdog always, the recorder for the requested steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ __all__ = ["Observers", "StepObserver"]
 
 
 class StepObserver:
-    """What the runtime, the transport and the gradient buckets tell, on the thread that runs the program; all else is left out."""
+    """Receiver of events of the runtime, the transport and the gradient buckets, on the thread that runs the program.
+
+    Events that it does not need are not defined.
+    """
 
     def began(self, schedule: Schedule) -> None:
         """The program of ``schedule`` starts."""

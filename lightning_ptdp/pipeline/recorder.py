@@ -140,7 +140,7 @@ class Recorder(StepObserver):
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank recorded, in seconds on its own clock."""
+    """Record of one rank, in seconds on its own clock."""
 
     program: str
     spans: tuple[Span, ...]
@@ -196,7 +196,7 @@ def _merged(reductions: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def _clock_offsets(group: Group, device: torch.device) -> list[float]:
-    """What to add to each rank's ``perf_counter`` to have the first rank's, in seconds; zeros on the other ranks."""
+    """Return the offsets to add to each rank's ``perf_counter`` to get the first rank's, in seconds; zeros on the other ranks."""
     where = device if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
     offsets = [0.0] * group.size
     for peer in range(1, group.size):

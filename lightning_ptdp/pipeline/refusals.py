@@ -1,4 +1,4 @@
-"""What is said of a forward whose tensors cannot cross a stage boundary, and how to mend it."""
+"""Messages about a forward whose tensors cannot cross a stage boundary, with the remedy."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ __all__ = ["PipelineRuntime", "StepJob"]
 
 
 class StepJob(Protocol):
-    """What one step of one replica does; the runtime calls it as the schedule says."""
+    """Work of one step of one replica; the runtime calls it as the schedule says."""
 
     def begin(self, stage: int, microbatch: int) -> Forward:
-        """What is about to run."""
+        """Prepare the forward that is about to run."""
 
     def signature(self, microbatch: int) -> Hashable:
         """Shapes and dtypes of the microbatch: equal signatures give hidden states of equal shape."""
@@ -36,7 +36,7 @@ class StepJob(Protocol):
         """Take the step's output on the last stage; returns the scalar to differentiate when training."""
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
-        """What comes next completes the gradients of ``stage``: a backward (None), or the weight gradients of ``awaited``."""
+        """Prepare for the action that completes the gradients of ``stage``: a backward (None), or the weight gradients of ``awaited``."""
 
     def gradient_complete(self, parameter: Tensor) -> None:
         """The gradient of an awaited parameter is complete."""
@@ -108,7 +108,7 @@ class _Step:
     awaited: list[_Key] = field(default_factory=list)
 
     def handlers(self) -> dict[ActionKind, Callable[[int, int], None]]:
-        """What is called with the stage and the microbatch of an action."""
+        """Return the functions that run an action, called with its stage and microbatch."""
         return {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
@@ -130,7 +130,7 @@ class _Step:
         return self.runtime.group.ranks[self.schedule.rank_of(stage)]
 
     def _take(self, kind: ActionKind, stage: int, microbatch: int) -> Crossing:
-        """What was received for, or handed over locally to, ``stage``."""
+        """Return the crossing that was received for ``stage``, or handed over locally."""
         key = (kind, stage, microbatch)
         return self.posted.pop(key).wait() if key in self.posted else self.handed.pop(key)
 

@@ -42,7 +42,7 @@ _WHOLE_MODEL_ONCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """Where the modules with parameters stand relative to the repeated containers. A module may be in two lists.
+    """Positions of the modules with parameters relative to the repeated containers. A module may be in two lists.
 
     Attributes:
         blocks: Dotted names of the containers, in the order in which they are called; "" is the module itself.
@@ -59,7 +59,7 @@ class ModelParts:
     everywhere: tuple[str, ...] = ()
 
     def is_everywhere(self, name: str) -> bool:
-        """Whether module ``name`` or one around it is kept by every stage."""
+        """Return True if module ``name`` or one around it is kept by every stage."""
         return any(f"{name}.".startswith(f"{kept}.") for kept in self.everywhere)
 
     def outermost_after(self, model: nn.Module) -> Iterator[str]:

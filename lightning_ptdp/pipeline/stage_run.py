@@ -1,4 +1,4 @@
-"""What is known while a stage runs, and of each tensor that its blocks are given from outside whether it may be."""
+"""State of one run of a stage, and checks of each tensor that its blocks receive from outside."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class StageRun:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the blocks whose output was received have been called."""
+        """Return True if the blocks whose output was received have been called."""
         return self.passes[self.place.received] > 0
 
     @property
@@ -92,11 +92,11 @@ class StageRun:
         return parts if any(parts) else None
 
     def received_output(self, received: Crossing) -> Any:
-        """What the block in front of the stage returned."""
+        """Return the output of the block before the stage."""
         return rebuild(received.form.output, received.tensors, self.unknown)
 
     def unknown(self, tensor: Tensor | None = None) -> Tensor:
-        """What may be passed around, but not used."""
+        """Return a tensor that may be passed on, but not used."""
         return Foreign.mark(torch.empty(0) if tensor is None else tensor.detach(), self.unsent)
 
     def returned_ids(self) -> set[int]:
@@ -106,7 +106,7 @@ class StageRun:
     # ---- one argument -------------------------------------------------------------------------------------------------
 
     def argument(self, name: str, path: Path, tensor: Tensor) -> Tensor:
-        """What a local block is given where the model gives ``tensor``, which no block returned."""
+        """Return the argument of a local block where the model passes ``tensor``, which no block returned."""
         if self.begun or self.received is None:
             if self._is_lost(tensor):
                 raise lost_argument(name, path, "between" if self.container else "before")
@@ -150,7 +150,7 @@ class StageRun:
                 yield path, first
 
     def is_extra(self, name: str, path: Path, tensor: Tensor) -> bool:
-        """Whether the next stage must be given ``tensor``, which no block returned."""
+        """Return True if the next stage needs ``tensor``, which no block returned."""
         if not self.begun:
             found = self.argument(name, path, tensor)
             if found is tensor and self.needs_gradient(tensor) and not self._entered(tensor):

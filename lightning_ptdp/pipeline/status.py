@@ -1,4 +1,4 @@
-"""What a rank is doing: noted by the thread that does it, published by another one, told to people by the ranks that miss it."""
+"""Status of a rank: noted by the thread that works, published by another thread, shown by the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Phase = Literal["in", "waits in", "after", ""]
 
 
 class LiveStatus:
-    """Where this rank is. Written by one thread and read by others; a note is one assignment, so that it costs next to nothing.
+    """Current status of this rank. One thread writes and others read; a note is one assignment, so that it costs next to nothing.
 
     Attributes:
         during: What the rank is busy with, such as "step 12"; "" between steps.
@@ -47,7 +47,7 @@ class LiveStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What one rank was doing when it wrote this.
+    """Status of one rank at the time of writing.
 
     Attributes:
         during, latest, failure, raised_at, ended: As in ``LiveStatus``.
@@ -78,11 +78,11 @@ class RankStatus:
 
     @property
     def is_done(self) -> bool:
-        """Whether it failed or has come to its end, so that nothing more need be heard of it."""
+        """Return True if the rank failed or has ended, so that no more news is expected."""
         return self.ended or bool(self.failure)
 
     def place(self) -> str:
-        """Where it is: "step 12, waits in B1.2 for rank 2"."""
+        """Return the rank's place, such as "step 12, waits in B1.2 for rank 2"."""
         if not self.during:
             return f"after {self.latest}" if self.latest else "before its first step"
         peer = f" {'for' if self.phase == 'waits in' else 'with'} rank {self.peer}" if self.peer is not None else ""

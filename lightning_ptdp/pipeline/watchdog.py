@@ -215,12 +215,14 @@ class Watchdog(StepObserver):
 
     @property
     def failed(self) -> bool:
-        """Whether the last thing that this rank was busy with ended with an error."""
+        """Return True if the last action of this rank ended with an error."""
         return bool(self._progress.failure)
 
     def all_come(self, topic: str, *, limit_s: float) -> bool:
-        """Whether all ranks ask this under the same ``topic``, which is used once, within ``limit_s``; all that ask get one answer, and
-        those that cannot tell are told no."""
+        """Return True if all ranks ask this under the same ``topic``, which is used once, within ``limit_s``.
+
+        All that ask get the same answer; False if it cannot be determined.
+        """
         if self.world_size == 1:
             return True
         return self._bulletin is not None and self._bulletin.all_come(topic, limit_s)

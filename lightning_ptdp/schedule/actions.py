@@ -1,4 +1,4 @@
-"""What a rank does in one training step, as data.
+"""Actions of a rank in one training step, as data.
 
 A schedule is one list of actions a rank. The generator writes it, the verifier proves it, the simulator times it, the runtime
 executes it, and nothing else knows the order. Actions print and parse as ``F3.1`` (kind, stage, microbatch)::
@@ -61,7 +61,7 @@ COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 class Message(NamedTuple):
-    """How the result of a computation reaches the one of its kind on the next stage, ``step`` further, where another rank holds that."""
+    """Kinds of the actions that send a computation's result to the stage ``step`` further, if another rank holds it."""
 
     send: ActionKind
     receive: ActionKind
@@ -138,13 +138,13 @@ class Schedule(Stages):
 
     @cached_property
     def training(self) -> bool:
-        """Whether anything other than forward passes happens."""
+        """Return True if there are actions other than forward passes."""
         forward = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
         return any(action.kind not in forward for program in self.programs for action in program)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are actions of their own."""
+        """Return True if weight gradients are actions of their own."""
         return any(action.kind is ActionKind.WEIGHT for program in self.programs for action in program)
 
     def channel(self, action: Action) -> Channel:

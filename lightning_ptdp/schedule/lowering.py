@@ -87,7 +87,7 @@ def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> 
 
 
 def _done_by(ends: list[int]) -> list[int]:
-    """How many computations of a rank have ended, by time, as long as there are any to come."""
+    """Return the number of ended computations of a rank at each time, up to its last computation."""
     done = [0] * ends[0] if ends else [0]
     for count, (end, following) in enumerate(pairwise(ends), start=1):
         done += [count] * (following - end)
@@ -107,7 +107,7 @@ def _in_order_of_sends(receives: list[tuple[int, int, int, int]], done_by: list[
 
 
 def _crosses(order: Schedule, source: int, target: int) -> bool:
-    """Whether a result goes from stage to stage over a channel."""
+    """Return True if a result goes from stage to stage over a channel."""
     return {source, target} <= set(range(order.num_stages)) and order.rank_of(source) != order.rank_of(target)
 
 

@@ -1,4 +1,4 @@
-"""How a faulty schedule is shown: the programs near the fault, with an arrow."""
+"""Errors of a faulty schedule, which show the programs near the fault with an arrow."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ __all__ = ["dump_schedule", "load_schedule"]
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What one rank computes, and the line of the file (from 1) that says so."""
+    """Computations of one rank, and their line in the file (from 1)."""
 
     number: int
     actions: tuple[Action, ...]

@@ -1,4 +1,4 @@
-"""How long a schedule takes: the programs of all ranks walked with costs, giving a timeline."""
+"""Simulation of a schedule: the programs of all ranks are walked with costs, which gives a timeline."""
 
 from __future__ import annotations
 

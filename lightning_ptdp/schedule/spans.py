@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What one rank holds for its backwards, over time.
+    """Memory that one rank holds for its backwards, over time.
 
     Attributes:
         points: (time, held from then on), in order; there may be several of one time.

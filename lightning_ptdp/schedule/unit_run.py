@@ -24,7 +24,7 @@ _NEEDS = {
 
 
 class Numbers:
-    """Of kind k, stage s and microbatch i, an action is ``block(k, s) + i``; computations have the smallest numbers.
+    """Numbers of actions: that of kind k, stage s and microbatch i is ``block(k, s) + i``; computations have the smallest numbers.
 
     Args:
         num_stages: p * v.

@@ -61,7 +61,7 @@ _NEVER, _ALWAYS = -2, -1
 
 
 class _Rule(NamedTuple):
-    """What an action of one kind and stage needs, in the numbers of microbatch 0: add the microbatch to each."""
+    """Requirements of an action of one kind and stage, in the numbers of microbatch 0: add the microbatch to each."""
 
     microbatches: Container[int | None]
     number: int

@@ -88,7 +88,7 @@ def check_schedule(
     num_microbatches: Size | None = None,
     group_size: Size | None = None,
 ) -> None:
-    """Whether the sizes fit the schedule, without building it; arguments as for ``build_schedule``.
+    """Check that the sizes fit the schedule, without building it; arguments as for ``build_schedule``.
 
     Args:
         num_microbatches: m, or None if it is not known yet.
@@ -119,7 +119,9 @@ def schedule_placement(name: str | CustomSchedule) -> Placement:
 
 
 def may_split_backward(name: str | CustomSchedule) -> bool:
-    """Whether the schedule may compute weight gradients by themselves; of one that is not ours nothing is known."""
+    """Return True if the schedule may compute weight gradients separately, also for a user's schedule, whose actions are not known
+    yet.
+    """
     found = _found(name)
     return found.splits_backward if isinstance(found, Family) else True
 
@@ -134,12 +136,12 @@ def schedule_microbatches(name: str | CustomSchedule) -> int | None:
 
 
 def schedule_name(name: str | CustomSchedule, virtual_pipeline_size: int) -> str:
-    """How the schedule that ``build_schedule`` makes is named, before its sizes are known."""
+    """Return the name of the schedule that ``build_schedule`` makes, before its sizes are known."""
     return _found(name, virtual_pipeline_size).name
 
 
 def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
-    """What is known before the sizes: of a file everything.
+    """Return what is known of a schedule before its sizes; for a file this is the whole schedule.
 
     Raises:
         ValueError: An unknown name, or a file that is not a schedule.

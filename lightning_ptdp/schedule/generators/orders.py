@@ -1,4 +1,4 @@
-"""What the schedules are written with: compute orders, and a small language for their phases."""
+"""Building blocks of schedules: compute orders, and a small language for their phases."""
 
 from __future__ import annotations
 
