@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What all ranks have written.
+    """Tensors and files that all ranks have written.
 
     Attributes:
         tensors: Every full tensor by name, the same on all ranks.
@@ -100,7 +100,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _Result(WriteResult):
-    """What DCP hears of a rectangle that is written, and what our own index says of it."""
+    """Result of writing a rectangle, for DCP and for our own index."""
 
     rectangle: StoredRectangle
 

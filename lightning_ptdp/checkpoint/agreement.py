@@ -23,12 +23,12 @@ _SHOWN = 3
 
 
 def own_rank() -> int:
-    """Of this process among all."""
+    """Return the rank of this process among all."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def is_rank_zero() -> bool:
-    """Whether this process writes what is written once."""
+    """Return True if this process writes the files that are written once."""
     return own_rank() == 0
 
 
@@ -42,7 +42,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What ``make`` returns on rank 0, on every rank; ``make`` must not raise."""
+    """Return rank 0's result of ``make`` on every rank; ``make`` must not raise."""
     values: list[Any] = [make() if is_rank_zero() else None]
     if dist.is_available() and dist.is_initialized():
         dist.broadcast_object_list(values, src=0, group=group)

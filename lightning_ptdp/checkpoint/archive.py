@@ -37,7 +37,10 @@ def write_archive(file: SummingFile, values: torch.Tensor) -> tuple[int, int, in
 
 
 def rows_at_once(row_bytes: int) -> int:
-    """How many rows of ``row_bytes`` bytes are about a piece, and end where a block ends if the first of them begins where one begins."""
+    """Return the number of rows of ``row_bytes`` bytes that are about one piece.
+
+    They end at the end of a block if the first of them begins at the beginning of one.
+    """
     whole = BLOCK // math.gcd(BLOCK, row_bytes)
     return whole * max(1, _PIECE // (whole * row_bytes))
 
@@ -69,7 +72,7 @@ def as_bytes(values: torch.Tensor) -> memoryview:
 
 @functools.lru_cache(maxsize=256)
 def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What is before and behind the values in an archive."""
+    """Return the bytes before and after the values in an archive."""
     stream = _Frame()
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], stream))  # memory that is never touched

@@ -1,4 +1,4 @@
-"""Who is writing what: a file beside it, locked for as long as the writer lives.
+"""Locks that show which process writes a checkpoint: a file beside it, locked for as long as the writer lives.
 
 A save that was killed leaves what it wrote under a temporary name. Whether nobody writes there any more cannot be told from its age: a
 rank may wait for another one for half an hour. So rank 0, without which no save is ever complete, keeps a file of its own locked::
@@ -47,7 +47,7 @@ class Writer:
 
 
 class Claim:
-    """That this process writes ``part``, to be seen by others from ``take`` to ``release``.
+    """Lock that shows other processes, from ``take`` to ``release``, that this process writes ``part``.
 
     Args:
         part: A temporary name; nothing needs to be there.
@@ -101,8 +101,9 @@ class Abandoned:
 
     @contextmanager
     def taken_over(self, path: Path) -> Iterator[bool]:
-        """Whether the save of which ``path`` is a temporary name is over, and while in the context nobody else is told so. Without a file
-        it is: that is made before everything else and removed behind it."""
+        """Yield True if the save that uses the temporary name ``path`` has ended; within the context no other process gets the same
+        answer. Without a lock file it has ended, because that file is made first and removed last.
+        """
         file = files.lock_name(path)
         try:
             stream = open(file, "r+b")  # noqa: SIM115

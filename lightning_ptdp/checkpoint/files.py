@@ -135,14 +135,14 @@ def lock_name(path: Path) -> Path:
 
 
 def leftovers(target: Path) -> list[Path]:
-    """What saves and removals of ``target`` that were cut off, or go on, have beside it, with the locks."""
+    """Return the temporary names beside ``target`` of saves and removals that were cut off or still run, and their locks."""
     if not target.parent.is_dir():
         return []
     return sorted(entry for entry in target.parent.iterdir() if leftover_of(entry) == target)
 
 
 def leftover_of(path: Path) -> Path | None:
-    """What is saved, where ``path`` is a name that a save writes under or moves the old one to; None for other names."""
+    """Return the target of a save of which ``path`` is a temporary name; None for other names."""
     name = _TEMPORARY.fullmatch(path.name)
     return path.with_name(name[1]) if name is not None else None
 
@@ -279,5 +279,5 @@ def existing_paths(values: object) -> Iterator[Path]:
 
 
 def has_other_content(path: Path, *, marker: str) -> bool:
-    """Whether something is in a folder, but not the file ``marker``."""
+    """Return True if a folder has content, but not the file ``marker``."""
     return path.is_dir() and not (path / marker).is_file() and any(path.iterdir())

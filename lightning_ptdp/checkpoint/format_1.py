@@ -57,7 +57,7 @@ def parse_index(file: Path, content: bytes) -> tuple[list[str], dict[str, Json]]
 
 
 def find_values(file: SummedFile, start: int) -> int:
-    """Where the values begin in an archive at ``start`` that ``torch.save`` wrote: behind the name of its record ``data/0``.
+    """Return the offset of the values in an archive at ``start`` that ``torch.save`` wrote: after the name of its record ``data/0``.
 
     Raises:
         CheckpointError: There is no such record, or its values are not in this machine's order of bytes.

@@ -41,7 +41,7 @@ class StoredRectangle:
 
 
 class Index:
-    """Where the tensors of a checkpoint are. What is said of a tensor is checked when it is asked for.
+    """Positions of a checkpoint's tensors in its files. The entry of a tensor is checked when it is read.
 
     Args:
         file: What was read, for messages.
@@ -117,7 +117,7 @@ def write_index(folder: Path, tensors: Mapping[str, Sequence[StoredRectangle]]) 
 
 
 def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
-    """Where the tensors of a checkpoint are, also of one of format 1.
+    """Return the positions of a checkpoint's tensors, also for format 1.
 
     Raises:
         CheckpointError: The index is damaged.

@@ -1,4 +1,4 @@
-"""What one training knows of the folders that it saves to: what is newest there, and what saves that were cut off have left.
+"""State of the folders to which a training saves: the newest checkpoint, and the remains of saves that were cut off.
 
 Checkpoints are ordered by ``created``. It is the clock's time, but always later than that of every checkpoint that was in the folder, or
 in the folder of the one that training goes on from: so the one that was written later counts as newer although the clock was set back, or
@@ -36,7 +36,7 @@ class Keeper:
         self._newest = 0.0
 
     def go_on_from(self, checkpoint: Path) -> None:
-        """What is saved from now on is newer than everything beside ``checkpoint``."""
+        """Make everything that is saved from now on newer than what is beside ``checkpoint``."""
         self._look(checkpoint.parent)
 
     def time_of_next(self, folder: Path) -> float:
@@ -114,7 +114,7 @@ def _settle(target: Path, entries: list[Path]) -> None:
 
 
 def _looks_like_a_checkpoint(entry: Path) -> bool:
-    """Whether a save made this, and not somebody who likes such names."""
+    """Return True if a save made this entry, and not a user who chose such a name."""
     if not entry.is_dir() or entry.is_symlink():
         return False
     return all(name in _NAMES or name.endswith((DATA_SUFFIX, SUMS_SUFFIX)) for name in os.listdir(entry))

@@ -52,7 +52,10 @@ def mark_latest(checkpoint: Path) -> None:
 
 
 def _pointed(link: Path, name: str) -> bool:
-    """Whether ``link`` points to ``name`` now; another training that marks its own may have taken the new link for one that was cut off."""
+    """Return True if ``link`` now points to ``name``.
+
+    Another training that marks its own checkpoint may have removed the new link as a leftover.
+    """
     fresh = link.with_name(f".{LATEST}-{uuid.uuid4().hex[:12]}")
     os.symlink(name, fresh)
     try:
@@ -63,8 +66,9 @@ def _pointed(link: Path, name: str) -> bool:
 
 
 def latest_follows(target: Path) -> Callable[[Path], None]:
-    """What moves a ``latest`` that leads to ``target``, or to what a save of it that was cut off left, wherever it is told; another
-    ``latest`` is left alone."""
+    """Return a function that moves a ``latest`` which leads to ``target``, or to the remains of a save of it, to a given path; any
+    other ``latest`` stays.
+    """
     led = _led_to(target.parent)
     if led is None or target not in (led, files.leftover_of(led)):
         return lambda _: None
@@ -83,13 +87,13 @@ def latest_leaves(checkpoint: Path) -> None:
 
 
 def _led_to(folder: Path) -> Path | None:
-    """Where the ``latest`` of ``folder`` leads to, whether or not it is there."""
+    """Return the path to which the ``latest`` of ``folder`` leads, whether or not it exists."""
     link = folder / LATEST
     return folder / os.readlink(link) if link.is_symlink() else None
 
 
 def leads_nowhere(folder: Path) -> bool:
-    """Whether ``latest`` leads to a name that nothing has any more: what had it was cut off while it was given another one."""
+    """Return True if ``latest`` leads to a name that no longer exists, because a rename was cut off."""
     led = _led_to(folder)
     return led is not None and not led.exists()
 
@@ -189,8 +193,9 @@ def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
 
 
 def _tells_nothing(latest: Path) -> bool:
-    """Whether ``latest`` is no link (the file system has none, or a copy made a folder of it, which no save moves), leads to nothing, or to
-    the temporary name of a save that was cut off."""
+    """Return True if ``latest`` is no link (the file system has none, or a copy made a folder of it, which no save moves), leads to
+    nothing, or leads to the temporary name of a save that was cut off.
+    """
     led = _led_to(latest.parent)
     return led is None or not led.exists() or files.leftover_of(led) is not None
 
@@ -203,6 +208,6 @@ def is_folder_of_checkpoints(path: Path) -> bool:
 
 
 def _is_older(candidate: Path, than: Path) -> bool:
-    """Whether ``candidate`` was written before a damaged checkpoint, as far as that one still tells."""
+    """Return True if ``candidate`` was written before a damaged checkpoint, as far as the latter shows its time."""
     limit, time = written_at(than), written_at(candidate)
     return limit is None or (time is not None and time <= limit)

@@ -24,7 +24,7 @@ class Stored(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """What there is, by name."""
+        """Return the entries of the stored tensors by name."""
 
     def fill(self, tensors: Tensors) -> None:
         """Read checked tensors in this process alone, converted to the dtype of their targets."""
@@ -78,7 +78,7 @@ def load_tensors(
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
-    """What ``name`` is called in the checkpoint; see :func:`load_tensors`."""
+    """Return the name of the tensor ``name`` in the checkpoint; see :func:`load_tensors`."""
     if name in rename:
         return rename[name]
     fitting = [key for key in rename if key.endswith((".", "/")) and name.startswith(key)]

@@ -1,4 +1,4 @@
-"""What a rank holds of the full tensors, as rectangles: the only thing that storage knows about shardings."""
+"""Rectangles of the full tensors that a rank holds; storage knows no other description of shardings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LocalRectangle", "Placed", "Tensors", "cut_strips", "rectangles_of"]
 
 
 class Placed(Protocol):
-    """How a local tensor sits in its full one: a ``Sharding``, or what a sharded optimizer has of one."""
+    """Position of a local tensor in its full one: a ``Sharding``, or a sharded optimizer's part of one."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class LocalRectangle:
 
     @property
     def place(self) -> Rectangle:
-        """Where it is in the full tensor."""
+        """Return the position in the full tensor."""
         return Rectangle.at(self.offset, self.values.shape)
 
     def within(self, place: Rectangle) -> LocalRectangle:

@@ -63,7 +63,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of the values."""
+        """Return the size of the values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -214,7 +214,7 @@ def _content(folder: Path) -> dict[str, Json]:
 
 
 def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
-    """What ``metadata.json`` says, if it can be true.
+    """Return the content of ``metadata.json`` if it is consistent.
 
     Raises:
         Misfit: It cannot.

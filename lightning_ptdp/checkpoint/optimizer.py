@@ -84,7 +84,7 @@ def optimizer_tensors(
 
 
 def keeps_history(optimizer: Optimizer) -> bool:
-    """Whether its state belongs to all parameters together."""
+    """Return True if the optimizer's state belongs to all parameters together."""
     return isinstance(optimizer, torch.optim.LBFGS)
 
 

@@ -1,4 +1,4 @@
-"""What all ranks hold of the full tensors: whether it makes them up, and who writes what several hold."""
+"""Rectangles of the full tensors on all ranks: whether they cover the tensors, and which rank writes those that several hold."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, one: LocalRectangle) -> Held:
-        """What ``one`` is."""
+        """Return the description of ``one``."""
         return cls(one.name, TensorEntry(shape=tuple(one.full_shape), dtype=one.values.dtype), one.place)
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
+        """Return the size of the values in bytes."""
         return self.place.numel * self.entry.dtype.itemsize
 
 

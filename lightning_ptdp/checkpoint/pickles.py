@@ -1,4 +1,4 @@
-"""What a pickle says, without doing it: no name is looked up, no object made, nothing called.
+"""Reader of a pickle's content that executes nothing: no name is looked up, no object made, nothing called.
 
 Python's own reader runs what a file tells it, and sets aside as much memory as a file asks for. Here objects come back as records of what
 would have been called with what, for the reader to judge.
@@ -25,7 +25,7 @@ class Name:
 
 @dataclass(eq=False)
 class Made:
-    """What calling ``maker`` with ``arguments`` would give, with the state that would be set on it and the items that it would hold."""
+    """Description of a call of ``maker`` with ``arguments``, with the state and the items that would be set on the result."""
 
     maker: Any
     arguments: Any

@@ -41,7 +41,7 @@ class TensorReader:
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """What there is, by name."""
+        """Return the entries of the stored tensors by name."""
         return self.metadata.tensors
 
     def read(self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:

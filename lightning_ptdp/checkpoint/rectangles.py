@@ -30,7 +30,7 @@ class Rectangle(NamedTuple):
 
     @classmethod
     def at(cls, offset: Sequence[int], shape: Sequence[int]) -> Rectangle:
-        """What begins at ``offset`` and has this shape."""
+        """Return the rectangle that begins at ``offset`` and has this shape."""
         return cls(tuple(offset), tuple(map(operator.add, offset, shape)))
 
     @property
@@ -49,7 +49,7 @@ class Rectangle(NamedTuple):
         return tuple(map(slice, self.begin, self.end))
 
     def common(self, other: Rectangle) -> Rectangle:
-        """What is in both; of no elements if nothing is."""
+        """Return the intersection; without elements if it is empty."""
         return Rectangle(tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end)))
 
     def seen_from(self, origin: Sequence[int]) -> Rectangle:
@@ -57,7 +57,7 @@ class Rectangle(NamedTuple):
         return Rectangle(tuple(map(operator.sub, self.begin, origin)), tuple(map(operator.sub, self.end, origin)))
 
     def around(self, hole: Rectangle) -> Iterator[Rectangle]:
-        """What is left around a rectangle inside of it: for each dimension, what is before and what is behind."""
+        """Yield the rest of this rectangle around a rectangle inside: for each dimension the part before and the part after it."""
         begin, end = list(self.begin), list(self.end)
         for dim, (first, last) in enumerate(zip(*hole, strict=True)):
             for low, high in ((begin[dim], first), (last, end[dim])):
@@ -103,7 +103,7 @@ def check_cover(name: str, shape: Sequence[int], rectangles: Iterable[Rectangle]
 
 
 def _make_up(whole: Rectangle, given: Sequence[Rectangle]) -> bool:
-    """Whether every element is in one rectangle and none reaches beyond, at a cost that grows as their number.
+    """Return True if every element is in exactly one rectangle and none reaches beyond, at a cost linear in their number.
 
     How many rectangles an element is in, as a function on the grid, is known from its mixed differences, which are zero but at corners:
     the corners of the rectangles, with their signs, must be those of the whole.

@@ -40,7 +40,7 @@ _MOST_PICKLE, _MOST_VALUES, _MOST_DEPTH, _SPARE = 1 << 26, 20_000_000, 100, 1 <<
 
 
 def why_unread(error: BaseException) -> str:
-    """What ``torch.load`` said in one sentence; its own advice would be to run the file."""
+    """Return ``torch.load``'s reason in one sentence, without its advice to execute the file."""
     if not isinstance(error, pickle.UnpicklingError):
         return str(error)
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -88,7 +88,7 @@ class _Check:
     _done: dict[int, int] = field(default_factory=dict)
 
     def visit(self, value: object, depth: int) -> int:
-        """How many values it would be if nothing in it were shared."""
+        """Return the number of values if nothing in it were shared."""
         if not isinstance(value, list | tuple | Made):
             return 1
         if depth > _MOST_DEPTH:
@@ -134,7 +134,7 @@ class _Check:
         self.tensors[key, offset, shape, stride] = count * itemsize
 
     def _storage(self, value: object) -> tuple[int, int, str]:
-        """How many elements, their size, and the record's name."""
+        """Return the number of elements, their size, and the record's name."""
         parts = value.id if isinstance(value, Persistent) and type(value.id) is tuple and len(value.id) == 5 else (None,) * 5
         _, kind, key, _, numel = parts
         itemsize = _item_size(kind.text) if isinstance(kind, Name) else 0

@@ -100,7 +100,7 @@ def summing(path: Path) -> Iterator[SummingFile]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSums:
-    """What ``__0_0.crc`` says of a file of n blocks.
+    """Content of ``__0_0.crc`` for a file of n blocks.
 
     Attributes:
         starts: Where the blocks begin, and behind them the file's size; (n + 1) int64.
@@ -131,7 +131,7 @@ def parse_sums(content: bytes, *, size: int) -> BlockSums:
 
 
 def most_sums_bytes(size: int) -> int:
-    """How large the ``.crc`` file of a data file of ``size`` bytes may be."""
+    """Return the largest possible size of the ``.crc`` file of a data file of ``size`` bytes."""
     return (size // _FEWEST_BYTES + 1) * _ENTRY.itemsize
 
 
@@ -149,7 +149,7 @@ class SummedFile:
         self._scratch = np.empty(0, dtype=np.uint8)
 
     def block_end(self, position: int) -> int:
-        """Where the block that holds byte ``position`` ends."""
+        """Return the end of the block that holds byte ``position``."""
         return int(self._starts[np.searchsorted(self._starts, position, side="right")])
 
     def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:

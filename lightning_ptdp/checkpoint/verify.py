@@ -1,4 +1,4 @@
-"""Whether every byte of a checkpoint is what was written."""
+"""Verification that every byte of a checkpoint is as it was written."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class StoredOptimizers(list[dict[str, Any]]):
 
 
 class _RefusedOptimizers(StoredOptimizers):
-    """What Lightning's own strategies would take for optimizer states by position."""
+    """Stored optimizer states that refuse to be read by position, as Lightning's own strategies would."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         raise CheckpointError(
@@ -98,12 +98,12 @@ class _RefusedOptimizers(StoredOptimizers):
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is, or was meant to be, a checkpoint of this package: a torn one counts."""
+    """Return True if a folder is, or was meant to be, a checkpoint of this package; a torn one counts."""
     return any((Path(path) / name).exists() for name in (METADATA_FILE, STATE_FILE))
 
 
 def read_whole(path: str | os.PathLike[str], map_location: MapLocation = None) -> dict[str, Any]:
-    """What ``torch.load`` of Lightning's single file would give; needs no process group.
+    """Return what ``torch.load`` of Lightning's single file would return; needs no process group.
 
     Optimizer states are keyed by name in the folder; to iterate over the entry ``"optimizer_states"`` is an error that says so.
 

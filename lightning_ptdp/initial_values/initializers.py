@@ -1,4 +1,4 @@
-"""Whoever has a say in a module's initial values: the module itself, its model's ``_init_weights``, and the modules around it.
+"""Initializers of a module's values: the module itself, its model's ``_init_weights``, and the modules around it.
 
 A model that is initialized as a whole, as Hugging Face does, calls its initializer on every module from the leaves up, and a module
 may set weights of its children (GPT-2's attention scales its output projection). To do the same for one leaf alone, the leaf with
@@ -67,7 +67,7 @@ class Initializers:
         return made
 
     def knows(self, name: str) -> bool:
-        """Whether there is anything that would initialize the module."""
+        """Return True if something initializes the module."""
         owner, resets = self._who(self._chain(name))
         return owner is not None or bool(resets)
 
@@ -89,7 +89,7 @@ class Initializers:
 
 
 def why_without_values(name: str, module: nn.Module) -> str:
-    """What is said of a module that nothing initializes."""
+    """Return the message about a module that nothing initializes."""
     who = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
     return (
         f"{who} was built on the meta device but has no reset_parameters() method that gives it "

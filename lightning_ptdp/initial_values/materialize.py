@@ -23,13 +23,13 @@ __all__ = ["Materializer", "agree_on_values", "awaits_values", "is_meta", "make_
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Whether any of the module's own parameters or buffers is on the meta device."""
+    """Return True if any of the module's own parameters or buffers is on the meta device."""
     own = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and tensor.is_meta for tensor in own)
 
 
 def awaits_values(model: nn.Module) -> bool:
-    """Whether any of its modules is on the meta device."""
+    """Return True if any of the model's modules is on the meta device."""
     return any(is_meta(module) for module in model.modules())
 
 

@@ -203,5 +203,5 @@ def residual_projection(config: BertConfig, in_features: int) -> NormalLinear:
 
 
 def gelu_name(config: BertConfig) -> str:
-    """What ``F.gelu`` calls the configuration's choice."""
+    """Return the name in ``F.gelu`` of the configured variant."""
     return "tanh" if config.gelu == "tanh" else "none"

@@ -9,7 +9,7 @@ __all__ = ["KeyValueCache"]
 
 
 class KeyValueCache:
-    """What the attentions of a model keep between its forwards: each its own, wherever in the model it stands.
+    """Keys and values that a model's attentions keep between its forwards, one entry for each attention.
 
     Attributes:
         mask_b1qs: Which of the s tokens so far each of the q new ones sees, bool; ``begin`` makes it.

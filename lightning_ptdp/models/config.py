@@ -165,12 +165,12 @@ class GPTConfig(TransformerConfig):
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer is a mixture."""
+        """Return True if any layer is a mixture."""
         return self.num_experts is not None
 
     @property
     def layers_with_experts(self) -> int:
-        """How many of the layers are mixtures."""
+        """Return the number of layers that are mixtures."""
         return 0 if self.num_experts is None else self.num_layers - self.dense_layers
 
     def __post_init__(self) -> None:

@@ -130,7 +130,7 @@ class _Counted(torch.autograd.Function):
 
 
 class Capacity(nn.Module):
-    """Of one sequence's choices an expert takes the first ``ceil(factor k s / E)``.
+    """Limit of an expert's tokens: of one sequence's choices it takes the first ``ceil(factor k s / E)``.
 
     Attributes:
         dropped: () int64, choices dropped so far in this process, of forwards that a backward came to.
@@ -158,7 +158,7 @@ class Capacity(nn.Module):
 
 
 class Routing(NamedTuple):
-    """What a router decides.
+    """Decision of a router.
 
     Attributes:
         experts: (b, s, k) int64, those of each token.

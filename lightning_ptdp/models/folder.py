@@ -1,4 +1,4 @@
-"""Where a Hugging Face model is described: a folder, a name on the hub whose files are in the cache, or sizes alone."""
+"""Description of a Hugging Face model: a folder, a name on the hub whose files are in the cache, or sizes alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetens
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What a LightningModule's ``initial_weights()`` says the strategy to fill it with.
+    """Source from which the strategy fills a LightningModule, returned by its ``initial_weights()``.
 
     Attributes:
         path: The folder, or the name on the hub.

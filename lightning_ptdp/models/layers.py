@@ -1,4 +1,4 @@
-"""What the transformers here are made of.
+"""Layers of this package's transformers.
 
 ``reset_parameters`` is torch's convention for "draw the initial values again". A module that states its distribution there can
 be built eagerly, or on the meta device and filled later, one leaf at a time under any seed, with the same result.

@@ -82,7 +82,7 @@ class LitBert(pl.LightningModule):
             self.model = Bert(self.config)
 
     def configure_parallel(self) -> ParallelPlan:
-        """How the model is cut."""
+        """Return the plan by which the model is cut."""
         return bert_plan(self.config, prefix="model")
 
     def check_parallel(self, layout: ParallelLayout) -> None:
@@ -197,7 +197,7 @@ class _Metrics(torch.nn.Module):
 
 
 def _positions(batch: Batch) -> Tensor | None:
-    """Where the decoder runs (b, k); None: everywhere.
+    """Return the positions (b, k) where the decoder runs; None: everywhere.
 
     Found by the labels, since these are cut where a rank holds a slice of the sequence; how many there are is known from the batch,
     so that no device is asked.
@@ -210,13 +210,13 @@ def _positions(batch: Batch) -> Tensor | None:
 
 
 def _labels(batch: Batch) -> Tensor:
-    """Of the positions where the decoder runs."""
+    """Return the labels of the positions where the decoder runs."""
     labels, positions = batch["labels"], _positions(batch)
     return labels if positions is None else labels.gather(1, positions)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of each label, in at least float32: rounded to half precision a loss is too coarse to add up."""
+    """Return the loss of each label, in at least float32: rounded to half precision a loss is too coarse to add up."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, labels, ignore_index=_IGNORED_LABEL, reduction="none")
 

@@ -59,7 +59,7 @@ class LitGPT(LitTokens):
             self.model = GPT(self.config)
 
     def configure_parallel(self) -> ParallelPlan:
-        """How the model is cut."""
+        """Return the plan by which the model is cut."""
         return gpt_plan(self.config, prefix="model")
 
     def check_parallel(self, layout: ParallelLayout) -> None:

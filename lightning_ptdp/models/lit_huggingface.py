@@ -38,7 +38,7 @@ _DEFAULT_OPTIMIZER = AdamWConfig()
 
 
 class _LitHuggingFace(LitTokens):
-    """What both have in common; arguments as of ``LitCausalLM``."""
+    """Common base of both classes; arguments as of ``LitCausalLM``."""
 
     _auto_class: ClassVar[str]
     _classes: ClassVar[str]
@@ -179,7 +179,7 @@ class _LitHuggingFace(LitTokens):
         return logits
 
     def initial_weights(self) -> InitialWeights | None:
-        """What the strategy fills the model with; None: initial values are drawn."""
+        """Return the source from which the strategy fills the model; None: initial values are drawn."""
         if self._weights is None:
             return None
         return InitialWeights(self._weights, may_lack=ADAPTER_NAMES if self.adapter is not None else (), ignores=self._ignores)
@@ -248,7 +248,7 @@ class _LitHuggingFace(LitTokens):
         return self.model(**inputs)
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Of each label, and the balancing loss that the model itself computes, if it does."""
+        """Return the loss of each label, and the balancing loss if the model computes one."""
         output = self._run(**{name: batch[name] for name in self._inputs if name in batch})
         logits, labels = output.logits, batch["labels"]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)

@@ -21,7 +21,7 @@ Batch = Mapping[str, Tensor]
 
 
 class LitTokens(pl.LightningModule):
-    """What is the same for all models that predict tokens; one says how, in ``token_losses``.
+    """Common base of all models that predict tokens; a model defines ``token_losses``.
 
     Args:
         optimizer: AdamW and its schedule.
@@ -59,8 +59,9 @@ class LitTokens(pl.LightningModule):
         return {"token_nll": self.token_losses(batch).float(), "counted": _counted(batch)}
 
     def summarize_predictions(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What ``predict_step`` gives, for each sample: ``nll``, the sum, ``loss``, the mean, and ``perplexity``, its exponential, (b,)
-        float32; and ``token_count`` (b,) int64."""
+        """Return the result of ``predict_step`` for each sample: ``nll``, the sum, ``loss``, the mean, and ``perplexity``, its
+        exponential, (b,) float32; and ``token_count`` (b,) int64.
+        """
         nll, token_count = outputs["token_nll"].sum(1), outputs["counted"].sum(1)
         loss = nll / token_count.clamp(min=1)
         return {"nll": nll, "token_count": token_count, "loss": loss, "perplexity": loss.exp()}

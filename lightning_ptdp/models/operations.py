@@ -19,7 +19,7 @@ _LONGEST = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """Of the matrix products of a sample's forward and backward, by its length.
+    """Floating-point operations of the matrix products in a sample's forward and backward, by its length.
 
     Attributes:
         per_token: Of every matrix; of experts, of those that a token visits.
@@ -30,7 +30,7 @@ class Operations:
     per_pair: float
 
     def of(self, length: int) -> int:
-        """Of a sample of ``length`` tokens."""
+        """Return the operations of a sample of ``length`` tokens."""
         return round(length * (self.per_token + self.per_pair * length))
 
 

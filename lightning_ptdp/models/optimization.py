@@ -131,7 +131,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, dec
 
 
 def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dict[str, Any]:
-    """What ``configure_optimizers`` returns: AdamW in two decay groups, and the schedule by step.
+    """Return the result of ``configure_optimizers``: AdamW in two decay groups, and the schedule by step.
 
     Raises:
         ValueError: Of ``samples_as_steps`` and ``resolve_decay_steps``.

@@ -1,4 +1,4 @@
-"""How a GPT and a BERT are cut: which layers are split over the tensor-parallel ranks, and what the pipeline's stages are made of.
+"""Parallel plans of GPT and BERT: layers that are split over the tensor-parallel ranks, and the pipeline's blocks.
 
 As in Megatron-LM (arXiv 1909.08053, section 3): the first matrix of each half block is split by output columns, the second by
 input rows, so that a half block needs one all-reduce in each direction; embedding and head are split along the vocabulary.

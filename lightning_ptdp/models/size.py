@@ -1,4 +1,4 @@
-"""How large a GPT or a BERT is, computed from its configuration alone: parameters, and floating-point operations exactly.
+"""Sizes of a GPT or a BERT, computed from its configuration alone: parameters, and floating-point operations exactly.
 
 A multiply-add counts as 2 operations. Only matrix products are counted, and attention over the full s x s square, as the papers
 do; a causal kernel that skips half of it looks faster by that much. "Model" operations are those that the mathematics needs
@@ -43,17 +43,17 @@ def layer_parameters(config: GPTConfig, t: int = 1, *, mixture: bool = False) ->
 
 
 def expert_parameters(config: GPTConfig) -> int:
-    """Of one expert."""
+    """Return the number of parameters of one expert."""
     return 3 * config.expert_size * config.hidden_size
 
 
 def norm_parameters(config: GPTConfig) -> int:
-    """Of one norm."""
+    """Return the number of parameters of one norm."""
     return 2 * config.hidden_size if config.norm == "layer" and config.bias else config.hidden_size
 
 
 def position_parameters(config: GPTConfig) -> int:
-    """Of the table of positions, if there is one."""
+    """Return the number of parameters of the table of positions, if there is one."""
     return config.sequence_length * config.hidden_size if config.position == "learned" else 0
 
 
@@ -63,7 +63,7 @@ def num_parameters(config: GPTConfig) -> int:
 
 
 def active_parameters(config: GPTConfig) -> int:
-    """Of these, those that one token visits: of a layer's experts the chosen and the shared ones."""
+    """Return the number of parameters that one token visits: of a layer's experts the chosen and the shared ones."""
     return _parameters(config, experts=config.experts_per_token)
 
 

@@ -153,7 +153,7 @@ class ParallelLayout(Stages):
 
     @classmethod
     def options(cls) -> dict[str, int | bool]:
-        """What of a layout is a choice, and what it is where nothing is chosen: the degrees, and ``sequence_parallel``."""
+        """Return the options of a layout with their defaults: the degrees, and ``sequence_parallel``."""
         return {field.name: getattr(cls, field.name) for field in fields(cls) if field.name not in ("world_size", "placement")}
 
     @classmethod
@@ -177,7 +177,7 @@ class ParallelLayout(Stages):
 
     @property
     def divides_model(self) -> bool:
-        """Whether a rank has, or sees, a part only of what one process would."""
+        """Return True if a rank holds, or sees, only a part of what one process would."""
         return self.size("model") > 1 or self.size("shards") > 1
 
     @property
@@ -217,7 +217,7 @@ class ParallelLayout(Stages):
         return self.rank_of(self.num_stages - 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` stands on each axis, the outermost first.
+        """Return the position of ``rank`` on each axis, the outermost first.
 
         Raises:
             ValueError: There is no such rank.
@@ -255,7 +255,7 @@ class ParallelLayout(Stages):
         return tuple(self.rank({**here, **dict(zip(moving, place, strict=True))}) for place in places)
 
     def stride(self, axis: str) -> int:
-        """How far apart the members of a group are that are neighbours on an axis, or on the innermost of a set."""
+        """Return the distance between the ranks of neighbours on an axis, or on the innermost of a set."""
         if (blocked := self._blocked(axis)) is not None:
             return self.stride(blocked.within or "") * (1 if axis == blocked.name else self.size(blocked.name))
         order, moving = self._order, self._moving(axis)

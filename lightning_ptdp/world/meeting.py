@@ -1,4 +1,4 @@
-"""Where ranks meet, and which interfaces they listen on: on one machine loopback alone, whatever its name resolves to."""
+"""Addresses at which ranks meet, and interfaces on which they listen: on one machine loopback alone, whatever its name resolves to."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def listen_anywhere(chosen: list[str]) -> None:
 
 
 def torchrun_keeps_store() -> bool:
-    """Whether torchrun's agent keeps the store, of which it tells its ranks by this variable."""
+    """Return True if torchrun's agent keeps the store, which it tells its ranks by this variable."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

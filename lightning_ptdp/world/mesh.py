@@ -61,7 +61,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """What torch finds the group by, in this process."""
+        """Return the name by which torch finds the group in this process."""
         found: str = self.handle.group_name
         return found
 
@@ -131,7 +131,7 @@ class ProcessMesh:
 
     @property
     def where(self) -> str:
-        """Where this rank stands, for messages."""
+        """Return this rank's coordinates, for messages."""
         return ", ".join(f"{axis} {place}" for axis, place in self.layout.coordinates(self.rank).items())
 
     def group(self, axis: str) -> Group:

@@ -1,4 +1,4 @@
-"""Where pipeline stages live: which rank holds which of the p * v stages.
+"""Placement of pipeline stages: which rank holds which of the p * v stages.
 
 ``loop``: rank r holds the stages r, r+p, r+2p, … (arXiv 2104.04473, section 2.2). ``v``: the second chunk runs back, so that rank r
 holds the stages r and 2p-1-r, and the last stage is with the first one (arXiv 2401.10241, section 6)::
@@ -19,7 +19,7 @@ PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
 
 
 class Stages:
-    """What follows for the stages from the fields of a layout, or of a schedule."""
+    """Properties of the stages that follow from the fields of a layout, or of a schedule."""
 
     pipeline_parallel_size: int
     virtual_pipeline_size: int

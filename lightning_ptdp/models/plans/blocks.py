@@ -1,4 +1,4 @@
-"""What the rows of known models are made of: ways of splitting the projections of a block, by the configuration."""
+"""Building blocks of the table of known models: ways of splitting a block's projections, by the configuration."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def falcon_fused(config: Config) -> Kind:
 
 
 def has_one_kv_head(config: Config) -> bool:
-    """Whether all queries share one head of keys and values."""
+    """Return True if all queries share one head of keys and values."""
     return config.multi_query and not getattr(config, "new_decoder_architecture", False)
 
 
@@ -112,11 +112,11 @@ def per_rank(name: str, *attributes: str) -> dict[str, Mapping[str, Number]]:
 
 
 def kinds_of(block: Block, config: Config, prefix: str) -> dict[str, Kind]:
-    """What becomes of a block's modules in a model of this configuration, by their names behind ``prefix``."""
+    """Return the kinds of a block's modules in a model of this configuration, by their names behind ``prefix``."""
     return {joined(prefix, name): value if isinstance(value, Kind) else value(config) for name, value in block.items()}
 
 
 def present(wanted: Mapping[str, T], module: nn.Module, prefix: str) -> dict[str, T]:
-    """What is said of modules that the model, found under ``prefix``, does have."""
+    """Return the entries for modules that the model, found under ``prefix``, has."""
     names = [joined(prefix, name) for name, _ in module.named_modules()]
     return {pattern: value for pattern, value in wanted.items() if any(matches(name, pattern) for name in names)}

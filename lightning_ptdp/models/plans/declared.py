@@ -32,7 +32,7 @@ _GATE_UP_IN_HALVES = ("phi3", "glm", "glm4")
 
 
 def declares_plan(module: Any) -> bool:
-    """Whether the module is a Hugging Face model with a tensor-parallel plan of its own, for more than embedding and head."""
+    """Return True for a Hugging Face model with a tensor-parallel plan of its own for more than embedding and head."""
     declared = getattr(module, "tp_plan", None) or {}
     return "rowwise" in declared.values() or "rowwise_split_input" in declared.values()
 
@@ -91,7 +91,10 @@ def _parts_kept_whole(module: Any, prefix: str, blocks: str | None, tensor: Mapp
 
 
 def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
-    """Whether the module's own parameters are sharded, and heads only within a region, which shows the whole sequence to them."""
+    """Return True if the module's own parameters are sharded.
+
+    Heads count only within a region, which shows them the whole sequence.
+    """
     if not _is_spread(name, module, tensor):
         return False
     by_heads = any(

@@ -20,7 +20,7 @@ _SIDES = ("encoder", "decoder")
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoder:
-    """What is known of the models of one file of transformers.
+    """Properties of the models in one file of transformers.
 
     Attributes:
         classes: Names of the bare model's class and of those with a head.

@@ -27,7 +27,7 @@ WhyNot: TypeAlias = Mapping[Literal["sequence", "pipeline"], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is known of the models of one file of transformers.
+    """Properties of the models in one file of transformers.
 
     Attributes:
         classes: Names of the bare model's class and of those with a language-model head.

@@ -67,14 +67,14 @@ def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
 
 
 def _experts(module: nn.Module, prefix: str) -> dict[str, Kind]:
-    """What is a module of all experts of a layer, told by its form: Hugging Face's mixtures have the same."""
+    """Return the modules that hold all experts of a layer, recognized by their form, which all mixtures of Hugging Face share."""
     kind = Experts()
     names = (joined(prefix, name) for name, child in module.named_modules() if kind.fits(child))
     return dict.fromkeys((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names), kind)
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Whether encoder and decoder are those that ``nn.Transformer`` builds, and not somebody's own."""
+    """Return True if encoder and decoder are those that ``nn.Transformer`` builds, and not a user's."""
     return isinstance(module.encoder, nn.TransformerEncoder) and isinstance(module.decoder, nn.TransformerDecoder)
 
 
