@@ -1,4 +1,4 @@
-"""How fast a configuration trains, without its data and its loggers.
+"""Speed of training a configuration, without its data and its loggers.
 
 ``SyntheticData`` stands in for the data module, ``StepTimes`` measures steps inside an ordinary ``Trainer.fit`` and writes a
 ``BenchResult``, which ``render`` shows; ``table`` ranks several.

@@ -1,4 +1,4 @@
-"""What the planner expects of a step that is measured."""
+"""The planner's prediction for a step that is measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Prediction", "predicted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the planner expects.
+    """The planner's prediction.
 
     Attributes:
         seconds: Of an optimizer step; None where it does not know the model, the device or the schedule.
@@ -41,7 +41,7 @@ class Prediction:
 
 
 def predicted(trainer: Trainer, module: nn.Module | None, *, samples: int, length: int) -> Prediction:
-    """What the planner expects of an optimizer step.
+    """Return the planner's prediction for an optimizer step.
 
     Args:
         trainer: With its strategy.

@@ -1,4 +1,4 @@
-"""What a benchmark found, and the numbers that follow from it."""
+"""Result of a benchmark, and the numbers that follow from it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def shard_batch(batch: Any, *, length: int, rank: int, size: int, sequence_dims:
 
 
 def is_padded(batch: Any, names: Sequence[str]) -> bool:
-    """Whether a tensor (b, s) under one of ``names`` says that some tokens are padding: it does not hold one value throughout.
+    """Return True if a tensor (b, s) under one of ``names`` marks some tokens as padding, because it does not hold one value
+    throughout.
 
     All ranks of a replica read the same batch, so all come to the same answer, before any of them has only its part. Reads a value
     back from the device.

@@ -125,7 +125,9 @@ class Interceptor:
 
 
 def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor | None:
-    """What ``x[index]`` means for the whole sequence; collective if it means a token, on the ranks of the group alike.
+    """Return the result of ``x[index]`` for the whole sequence.
+
+    It is collective if the index means a token, on all ranks of the group alike.
 
     Args:
         x: Indexed tensor; a hidden state (b, s/c, h) is one of floating-point numbers with the slice's length along dimension 1.

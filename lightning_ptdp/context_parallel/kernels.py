@@ -26,7 +26,7 @@ _TILE_ELEMENTS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """How a block attends.
+    """Options of a block's attention.
 
     Attributes:
         scale: Factor on q k^T.

@@ -1,4 +1,4 @@
-"""What the mask of an attention call means for the whole sequence.
+"""Meaning of an attention call's mask for the whole sequence.
 
 A model builds masks from what it has: a slice of the tokens. Two things can be read from such a mask with certainty, since models build
 only these from a length and a padding mask: *causal or not*, and *which of the local tokens may be seen*; the latter is put together
@@ -27,7 +27,7 @@ _EITHER, _BIDIRECTIONAL, _CAUSAL = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class WholeMask:
-    """What an attention call asks for.
+    """Mask that an attention call asks for.
 
     Attributes:
         causal: A token sees itself and what stands before it in the whole sequence.
@@ -83,7 +83,7 @@ def read_mask(mask: Tensor | None, *, is_causal: bool, q: Tensor, kv_heads: int,
 
 
 def _read_local(mask: Tensor, length: int, group: Group) -> tuple[int, Tensor]:
-    """Whether a mask between local tokens is causal, and which of them it lets be seen, (b or 1, s/c) boolean."""
+    """Return whether a mask between local tokens is causal, and which of them are visible, (b or 1, s/c) boolean."""
     seen = _seen(mask, length, group)
     keys = seen[:, :1, -1:]
     patterns = {_BIDIRECTIONAL: keys}

@@ -1,4 +1,4 @@
-"""What can be seen of a model, before anything runs, that a slice of the sequence could not honour."""
+"""Checks of a model, before anything runs, for operations that a slice of the sequence could not honour."""
 
 from __future__ import annotations
 

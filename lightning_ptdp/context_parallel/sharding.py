@@ -1,4 +1,4 @@
-"""How a sequence is cut over the c ranks of a context group.
+"""Division of a sequence over the c ranks of a context group.
 
 The sequence is cut into 2c chunks, and rank r takes chunks r and 2c-1-r (zigzag; arXiv 2407.21783, section 3.3.2). Under a causal mask
 a late token attends to more than an early one; with one chunk from each end all ranks do equal work::

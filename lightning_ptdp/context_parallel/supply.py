@@ -56,7 +56,7 @@ class Taker:
 
     @property
     def takes_positions(self) -> bool:
-        """Whether its forward takes ``position_ids``."""
+        """Return True if the forward takes ``position_ids``."""
         return _POSITIONS in self.parameters
 
 
@@ -82,7 +82,7 @@ def find_takers(module: nn.Module) -> list[Taker]:
 
 
 def _padding_index(module: nn.Module) -> int | None:
-    """That of the embeddings inside that count positions from their tokens."""
+    """Return the padding index of the embeddings inside that count positions from their tokens."""
     for child in module.modules():
         index = vars(child).get("padding_idx")
         if isinstance(index, int) and "create_position_ids_from_input_ids" in names_in_forward(child):
@@ -98,14 +98,17 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def _shifts_labels(module: nn.Module) -> bool:
-    """Whether the module's forward calls the loss of Hugging Face's that shifts. Some have that loss as a default and never call it."""
+    """Return True if the module's forward calls Hugging Face's loss that shifts.
+
+    Some models have that loss as a default and never call it.
+    """
     calls = "loss_function" in names_in_forward(module)
     return calls and getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
 @dataclass(kw_only=True)
 class Supplier:
-    """What is handed out in one forward.
+    """Values that are supplied in one forward.
 
     Attributes:
         takers: Who gets it.

@@ -14,7 +14,7 @@ _MICRO_BATCH_SIZE = 8
 
 
 class RampUpOptions(TypedDict):
-    """How the global batch grows to its full size; as a mapping, it can be in checkpoints and in YAML."""
+    """Growth of the global batch to its full size; a mapping, because checkpoints and YAML hold it."""
 
     start: Size
     """Global batch of the first step, a multiple of the samples that a microbatch of every replica takes."""

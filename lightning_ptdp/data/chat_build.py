@@ -72,12 +72,12 @@ class ChatConfig:
         return HuggingFaceTokenizer(self.tokenizer_dir)
 
     def format(self) -> ChatFormat:
-        """How conversations are written."""
+        """Return the format in which conversations are written."""
         return ChatFormat(self.tokenizer(), template=self.chat_template, learn=self.learn)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the contents of the folder.
+        """Return the settings that determine the contents of the folder.
 
         Raises:
             TokenizerError: The file of the chat template is not there.
@@ -95,7 +95,7 @@ class ChatConfig:
 
     @property
     def folder(self) -> str:
-        """Where to keep what is made with these settings."""
+        """Return the folder for data prepared with these settings."""
         settings = json.dumps({**self.settings, "tokenizer": self.tokenizer().fingerprint}, sort_keys=True)
         roots = _roots(self)
         return f"ptdp-data/{Path(roots[0]).stem if roots else 'docstrings'}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"

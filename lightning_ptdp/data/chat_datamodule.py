@@ -107,7 +107,7 @@ class ChatDataModule(StreamDataModule):
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """What a logger is told: the data's path under another name than the model's."""
+        """Return the hyperparameters for loggers, with the data's path under another name than the model's."""
         values = super().hparams_initial
         return AttributeDict({"data_path" if name == "path" else name: value for name, value in values.items()})
 

@@ -38,7 +38,7 @@ _MEND = "give a template that marks its answers with {% generation %} (chat_temp
 
 
 class ChatFormat:
-    """What a tokenizer makes of conversations.
+    """Conversion of conversations to tokens, by a tokenizer's chat template.
 
     Args:
         tokenizer: With its chat template, unless one is given.

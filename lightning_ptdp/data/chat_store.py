@@ -56,7 +56,7 @@ class ChatStore:
         self.vocabulary_size = manifest.vocabulary_size
 
     def __reduce__(self) -> tuple[type[ChatStore], tuple[Path, SplitName]]:
-        """What is mapped is mapped anew."""
+        """Pickle the path only; the copy maps the files again."""
         return ChatStore, (self._folder, self._split)
 
     def read(self, index: int) -> Sample:
@@ -79,7 +79,7 @@ class ChatStore:
         check_ids(self._tokens, self.vocabulary_size, self._folder / self._split / _TOKENS)
 
     def learned_within(self, most: int) -> np.ndarray:
-        """Whether a sample has something to learn among its first ``most`` tokens (the first is never predicted), bool."""
+        """Return whether each sample has something to learn among its first ``most`` tokens (the first is never predicted), bool."""
         ends = zip(self._boundaries[:-1], self._boundaries[1:], strict=True)
         return np.array([self._learned[start:stop][1:most].any() for start, stop in ends], bool)
 

@@ -1,4 +1,4 @@
-"""What to prepare: the settings, checked."""
+"""Checked settings of a preparation."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PrepareConfig(Corpus):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the contents of the folder, as it is kept in the manifest."""
+        """Return the settings that determine the contents of the folder, as the manifest keeps them."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SETTINGS}
         values = {name: value for name, value in values.items() if name not in _LATER or value != _LATER[name]}
         if self.tokenizer_dir is not None:

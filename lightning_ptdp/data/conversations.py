@@ -52,7 +52,7 @@ class FaultyRow(PTDPError, ValueError):
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a conversation is in a row.
+    """Names of the columns that hold a conversation.
 
     Attributes:
         names: By what it holds, the column: ``messages``; or ``prompt`` and ``response``; or ``instruction``, ``output`` and perhaps
@@ -285,7 +285,7 @@ def _messages(value: object, column: str) -> Conversation:
 
 
 def _docstrings() -> Iterator[dict[str, Any]]:
-    """What public functions and classes do, as the first paragraphs of their docstrings say."""
+    """Yield questions about public functions and classes, answered by the first paragraphs of their docstrings."""
     for document in Corpus(suffixes=(".py",)).documents():
         try:
             tree = ast.parse(document.text)

@@ -46,7 +46,7 @@ class Document:
 
 @dataclass
 class ReadReport:
-    """What one pass over the corpus met; filled while the documents are read."""
+    """Statistics of one pass over the corpus; filled while the documents are read."""
 
     documents: int = 0
     undecodable: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the data room raises: always a ``ValueError`` that names the file or the field and says what would work."""
+"""Errors of the data package: each is a ``ValueError`` that names the file or the field and says what would work."""
 
 from __future__ import annotations
 

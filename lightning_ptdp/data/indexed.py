@@ -58,7 +58,7 @@ class IndexedFile:
         self._index, self._data = index, data
 
     def __reduce__(self) -> tuple[type[IndexedFile], tuple[str]]:
-        """What is mapped is mapped anew."""
+        """Pickle the path only; the copy maps the file again."""
         return IndexedFile, (self.prefix,)
 
     @property

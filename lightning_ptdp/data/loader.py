@@ -39,7 +39,7 @@ _REMEMBERED = 8
 
 @dataclass(eq=False)
 class _Loader:
-    """What one replica reads of a stream."""
+    """Loader of one replica's part of a stream."""
 
     stream: SampleStream
     _: KW_ONLY
@@ -126,7 +126,7 @@ class TokenLoader(_Loader):
 
     @property
     def epoch(self) -> int:
-        """How many times the data have been seen in full."""
+        """Return the number of times that the data have been read in full."""
         return self.consumed_samples // len(self.stream)
 
     def __len__(self) -> int:

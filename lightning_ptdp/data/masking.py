@@ -14,7 +14,7 @@ _MASKED, _RANDOM = 0.8, 0.1
 
 
 def number_to_predict(tokens: int, probability: float) -> int:
-    """How many of so many tokens are predicted at most."""
+    """Return the largest number of predicted tokens among ``tokens``."""
     return max(1, round(probability * tokens))
 
 
@@ -41,7 +41,7 @@ def choose_words(starts: np.ndarray, sizes: np.ndarray, *, budget: int, draws: D
 
 
 def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: Vocabulary) -> np.ndarray:
-    """What the model sees in place of the chosen ``tokens``: each on its own, [MASK], any ordinary token, or itself."""
+    """Return the replacement of each chosen token in ``tokens``: [MASK], a random ordinary token, or the token itself."""
     kind = draws.uniform(len(tokens))
     random = vocabulary.ordinary[draws.below(len(vocabulary.ordinary), len(tokens))]
     return np.where(kind < _MASKED, vocabulary.mask, np.where(kind < _MASKED + _RANDOM, random, tokens))

@@ -110,7 +110,7 @@ def draw_pair(
 
 
 def _draw_cut(tokens: np.ndarray, draws: Draws, vocabulary: Vocabulary) -> int:
-    """Where a window is divided: in front of a line if there is more than one, else in front of a word, else anywhere."""
+    """Draw the position at which a window is divided: before a line if there is more than one, else before a word, else anywhere."""
     lines = np.flatnonzero(tokens[:-1] == vocabulary.newline) + 1
     words = vocabulary.word_starts(tokens)[1:]
     places = next((found for found in (lines, words) if len(found)), np.arange(1, len(tokens)))

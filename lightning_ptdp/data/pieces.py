@@ -1,4 +1,4 @@
-"""Where files are cut, so that any part of a corpus can be read by itself and no file need fit into memory.
+"""Division of files into pieces, so that any part of a corpus can be read alone and no file need fit into memory.
 
 A text file of more than a few megabytes becomes several documents: document k begins with the first line that begins at or behind
 byte k times the size, a place that is found without reading what is in front of it. A JSON-lines file is cut between lines, which

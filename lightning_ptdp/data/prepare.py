@@ -160,7 +160,7 @@ def check_settings(manifest: Manifest, here: Mapping[str, Any], output: Path) ->
 
 
 def check_place(output: Path, *, overwrite: bool, check: Callable[[], Manifest]) -> Manifest | None:
-    """What ``check`` finds in the folder to make, if that is there; None if it can be made, or made again.
+    """Return the manifest that ``check`` finds in the output folder; None if the folder can be made, or made again.
 
     Raises:
         StoreError: It is something else, or cannot be written, or that of ``check`` without ``overwrite``.
@@ -182,7 +182,7 @@ def check_place(output: Path, *, overwrite: bool, check: Callable[[], Manifest])
 
 
 def _given_tokenizer(config: PrepareConfig) -> AnyTokenizer | None:
-    """That of ``tokenizer_dir``, if it is one that the settings ask for."""
+    """Return the tokenizer in ``tokenizer_dir``, if the settings name one."""
     if config.tokenizer_dir is None:
         return None
     tokenizer = load_tokenizer(config.tokenizer_dir)
@@ -230,7 +230,7 @@ def _build(config: PrepareConfig, work: Path, report: Reporter) -> tuple[Path, M
 
 
 def _key(config: PrepareConfig) -> dict[str, Any]:
-    """What finished parts of a preparation depend on."""
+    """Return the settings on which finished parts of a preparation depend."""
     files, tokenizer = config.files(), _given_tokenizer(config)
     times = "\n".join(str(file.path.stat().st_mtime_ns) for file in files)
     return {

@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a preparation: a bar on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Reporter"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reporter:
-    """Where progress is told.
+    """Output of progress.
 
     Attributes:
         say: Takes a line of text.

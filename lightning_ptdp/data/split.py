@@ -50,7 +50,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What one pass over the corpus found: counts, a hash of all names and contents, and the split.
+    """Result of one pass over the corpus: counts, a hash of all names and contents, and the split.
 
     Attributes:
         documents: Number of documents.
@@ -71,14 +71,14 @@ class Survey:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Survey:
-        """What ``to_json`` gave."""
+        """Return the survey from the values that ``to_json`` returned."""
         split = Split(**{**values["split"], "whole": frozenset(values["split"]["whole"])})
         return cls(**{**values, "split": split})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """What the survey needs of some consecutive documents, in little memory.
+    """Data about some consecutive documents for the survey, in little memory.
 
     Attributes:
         scores: One a document, uint64.

@@ -34,7 +34,7 @@ _ALONE = {"DATA_OPTIMIZER_GLOBAL_RANK": "0", "DATA_OPTIMIZER_NUM_WORKERS": "1", 
 
 
 def token_dtype(vocabulary_size: int) -> TokenType:
-    """How a token is stored: two bytes where the vocabulary allows it, else four."""
+    """Return the dtype of stored tokens: two bytes if the vocabulary allows it, else four."""
     return "uint16" if vocabulary_size <= 65535 else "int32"
 
 
@@ -139,12 +139,12 @@ class ChunkMap:
         self._map = lru_cache(_MAPPED)(self._open)
 
     def __reduce__(self) -> tuple[partial[ChunkMap], tuple[object, ...]]:
-        """What is mapped is mapped anew."""
+        """Pickle the arguments only; the copy maps the chunks again."""
         made = partial(ChunkMap, vocabulary_size=self._vocabulary_size, block_size=self._block_size)
         return made, (self._chunks, self._dtype)
 
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Return the number of blocks."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __iter__(self) -> Iterator[np.ndarray]:

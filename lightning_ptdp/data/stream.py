@@ -31,7 +31,7 @@ PADDING = -1
 
 
 class SampleStream(Dataset[dict[str, torch.Tensor]]):
-    """What the loaders read: samples by number; subclasses say what their rows are (``__getitems__``, ``as_batch``).
+    """Samples by number, as the loaders read them; subclasses define their rows (``__getitems__``, ``as_batch``).
 
     A visit names a sample and the time that it is read, when it may look different: mostly ``epoch * len(stream) + sample``.
 

@@ -1,4 +1,4 @@
-"""What every data module does: hands each replica its samples, and resumes exactly in the middle of an epoch."""
+"""Common base of the data modules: each replica gets its samples, and training resumes exactly in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class StreamDataModule(LightningDataModule):
         self._stream("validation")
 
     def datasets(self) -> list[DatasetRecord]:
-        """What is trained and validated on."""
+        """Return records of the data for training and validation."""
         places = [str(Path(place).absolute()) for place in self._places()]
         streams = {
             "training": self._stream("train"),
@@ -168,7 +168,7 @@ class StreamDataModule(LightningDataModule):
         """Folders, or prefixes of files, of the data."""
 
     def _text(self) -> list[str]:
-        """What they were made from, where that is known."""
+        """Return the sources of the data, if they are known."""
         return []
 
     @abstractmethod

@@ -184,7 +184,7 @@ class Tokenizer:
         return [str(self._processor.id_to_piece(index)) for index in range(self.vocabulary_size)]
 
     def is_text(self, index: int) -> bool:
-        """Whether the id stands for text: not for padding, begin, end, the unknown or a control symbol."""
+        """Return True if the id stands for text: not for padding, begin, end, the unknown or a control symbol."""
         return not (self._processor.is_control(index) or self._processor.is_unknown(index))
 
     def control_id(self, symbol: str) -> int:

@@ -17,7 +17,7 @@ _SPACE_MARK = "\u2581"
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What masking needs to know of a tokenizer.
+    """Properties of a tokenizer that masking needs.
 
     A word is a run of letters, digits and underscores with the space in front of it; any other character is a word of its own, as is
     every newline and every run of spaces. A piece belongs to the word that its first character belongs to.

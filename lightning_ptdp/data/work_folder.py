@@ -70,7 +70,7 @@ def write_record(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> Any:
-    """What ``write_record`` wrote; None if there is nothing that can be read."""
+    """Return the values that ``write_record`` wrote; None if there is nothing readable."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How fast ranks talk: seconds and bytes a second of messages and collectives at a few sizes.
+"""Speed of communication: seconds and bytes a second of messages and collectives at a few sizes.
 
 Bytes a second are those of the links and comparable between numbers of ranks, as in NVIDIA's nccl-tests: an all-reduce of x bytes moves
 2 (n - 1) / n · x over each rank's link, a reduce-scatter or an all-gather of x bytes in all (n - 1) / n · x, a message x.
@@ -58,7 +58,7 @@ def measure(place: Place, tell: Tell, sizes: Sequence[int] = SIZES) -> list[Meas
 
 
 def check_links(measurements: Sequence[Measurement]) -> Check:
-    """Whether all neighbours are joined about equally well, by the largest messages."""
+    """Check that all neighbours have about equally fast links, by the largest messages."""
     largest = max(one.size for one in measurements)
     links = [one for one in measurements if one.size == largest and one.operation.startswith("send")]
     slowest, quickest = min(links, key=lambda one: one.bytes_per_s), max(links, key=lambda one: one.bytes_per_s)

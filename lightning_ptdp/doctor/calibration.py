@@ -1,4 +1,4 @@
-"""What this machine's devices reach, measured in the processes that training would have, for the planner.
+"""Speed of this machine's devices, measured for the planner in the processes that training would have.
 
 All ranks measure at the same time: they share caches, memory and power; the slowest of each counts. Everything is measured in a few
 rounds, and the middle round's median is taken, as a step's is: a busy moment spoils one of them.
@@ -50,7 +50,7 @@ _Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What one rank measured.
+    """Measurements of one rank.
 
     Attributes:
         seconds: Of each run, by what it is.
@@ -133,7 +133,7 @@ def calibrated(name: str, figures: Sequence[Figures], *, kind: str, memory_bytes
 
 
 def describe(device: Device) -> str:
-    """What was measured, in a few lines."""
+    """Return the measurements in a few lines."""
     found = device.measured
     assert found is not None
     rates = sorted(rate for *_, rate in found.products)

@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""Result of a check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Check", "Status", "enough", "failed", "ok", "warning"]
 
 
 class Status(StrEnum):
-    """How bad it is."""
+    """Severity of a result."""
 
     OK = "ok"
     WARNING = "warning"

@@ -72,7 +72,7 @@ def _check_memory(index: int) -> Check:
 
 
 def _is_bf16_fast(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16."""
+    """Return True if the device has instructions for bfloat16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

@@ -1,4 +1,4 @@
-"""Where a run writes and what it reads: folders, the tracking store, prepared data, and the clock of the file system."""
+"""Checks of a run's paths: folders, the tracking store, prepared data, and the clock of the file system."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_root_dir(folder: Path) -> Check:
 
 
 def check_database_locks(folder: Path) -> Check:
-    """Whether SQLite, MLflow's default store, can lock a database in ``folder``: some network file systems cannot."""
+    """Check that SQLite, MLflow's default store, can lock a database in ``folder``: some network file systems cannot."""
     try:
         with (
             tempfile.TemporaryDirectory(dir=_existing(folder), prefix=".ptdp-doctor-") as inner,
@@ -57,7 +57,7 @@ def check_database_locks(folder: Path) -> Check:
 
 
 def check_tracking_store(tracking_uri: str, *, timeout_s: float) -> Check:
-    """Whether an MLflow store or server can be reached; nothing is changed."""
+    """Check that an MLflow store or server can be reached; nothing is changed."""
     from lightning_ptdp.loggers.store import check_store
 
     try:
@@ -68,7 +68,7 @@ def check_tracking_store(tracking_uri: str, *, timeout_s: float) -> Check:
 
 
 def check_data_folder(folder: Path) -> Check:
-    """Whether ``folder`` holds prepared data, whole by the sizes of its files."""
+    """Check that ``folder`` holds prepared data, complete by the sizes of its files."""
     from lightning_ptdp.data.errors import DataError
     from lightning_ptdp.data.manifest import verify_store
 

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be looked at.
+    """Subject of an inspection.
 
     Attributes:
         processes: Number of ranks that are started.
@@ -91,7 +91,7 @@ def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Insp
 
 
 def _limited(subject: str, timeout_s: float, look: Callable[[], _T], instead: Callable[[Check], _T]) -> _T:
-    """What ``look`` finds in a process of its own, which a dead file system or driver may hold for ever."""
+    """Return the result of ``look``, which runs in a process of its own because a dead file system or driver may block it forever."""
 
     def in_a_process(rank: int, tell: Tell) -> _T:
         tell(subject)

@@ -1,4 +1,4 @@
-"""How long collectives and messages take between ranks as training uses them: behind a product, in groups of each size."""
+"""Time of collectives and messages between ranks as training uses them: after a product, in groups of each size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINK_SIZES = (16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 32 * 2**20)
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What one rank measured.
+    """Measurements of one rank.
 
     Attributes:
         seconds: (operation, members of the group, bytes) -> seconds; 0 members for messages.

@@ -23,7 +23,7 @@ _ENDING_S = 2.0
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of the ranks.
+    """Results and errors of the ranks.
 
     Attributes:
         results: What each rank returned.
@@ -41,7 +41,10 @@ class Outcome:
         return [rank for rank in self.told if rank not in self.results and rank not in self.errors]
 
     def explain(self) -> str:
-        """Who failed, or hangs, where; "" if all returned. A rank that came less far than the others is the one they wait for."""
+        """Return which rank failed or hangs, and where; "" if all returned.
+
+        A rank that progressed less far than the others is the one for which they wait.
+        """
         said = [f"rank {rank} failed in {self._at(rank)}: {text}" for rank, text in self.errors.items()]
         if self.late and not self.errors:
             least = min(len(self.told[rank]) for rank in self.late)

@@ -29,7 +29,7 @@ _GROUP = "forming the group"
 
 @dataclass(frozen=True, kw_only=True)
 class RankCheck:
-    """What the ranks found.
+    """Results of the ranks.
 
     Attributes:
         checks: The group and each collective.

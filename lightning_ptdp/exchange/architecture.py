@@ -1,4 +1,4 @@
-"""What Hugging Face makes of an exported folder: the names and shapes of its architecture before, its logits afterwards."""
+"""Checks of an exported folder with transformers: names and shapes of its architecture before the export, logits after it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What transformers calls tensors in its files, where that is not what the model calls them: it renames some, and cuts apart the experts
-that it computes together."""
+"""Names of tensors in transformers' files where they differ from the model's: some are renamed, and experts that are computed together
+are stored apart.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ class View:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the file's tensor."""
+        """Return the shape of the file's tensor."""
         return tuple(self.place.shape[dim] for dim in self.dims)
 
     def in_file(self, place: Rectangle) -> Rectangle:
-        """Where what is at ``place`` of the model's tensor is in the file's."""
+        """Return the position in the file's tensor of the rectangle ``place`` of the model's."""
         begin, end = (tuple(ends[dim] for dim in self.dims) for ends in place.seen_from(self.place.begin))
         return Rectangle(begin, end)
 
@@ -53,8 +54,9 @@ class View:
 
 
 def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
-    """What ``save_pretrained`` would write of a model, by the names in its files: every tensor as a part of one of the model's. Where it
-    would write something else than parts: as the model has them, which ``from_pretrained`` reads as well.
+    """Return the tensors that ``save_pretrained`` would write, by their names in the files, each as a part of one of the model's.
+
+    Tensors that are no such parts stay as in the model, which ``from_pretrained`` reads as well.
 
     Args:
         model: Of transformers, on the meta device.
@@ -87,7 +89,9 @@ def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def _view(name: str, shape: tuple[int, ...], first: int, value: torch.Tensor) -> View | None:
-    """What ``value`` is of a tensor of ``shape`` that lies row by row, and begins ``first`` elements before it; None: no rectangle."""
+    """Return ``value`` as a view of a tensor of ``shape`` that lies row by row and begins ``first`` elements before it; None if it is
+    no rectangle.
+    """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = (
         tuple(first // stride % extent for stride, extent in zip(strides, shape, strict=True))

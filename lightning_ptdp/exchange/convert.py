@@ -26,7 +26,7 @@ _STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """What is at ``path``.
+    """Return the kind of the file or folder at ``path``.
 
     Raises:
         CheckpointError: Nothing, or nothing that can be converted.
@@ -51,7 +51,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
 def kind_of_result(
     source: str | os.PathLike[str], destination: str | os.PathLike[str], *, to: Kind | None = None, merge: bool = False
 ) -> Kind:
-    """What ``convert`` makes of these.
+    """Return the kind of the result that ``convert`` makes of these arguments.
 
     Raises:
         CheckpointError: It cannot be made of ``source``, or would replace something else at ``destination``.

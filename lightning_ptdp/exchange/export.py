@@ -77,7 +77,7 @@ def verify_export(
     config: str | os.PathLike[str] | None = None,
     prefix: str | None = None,
 ) -> str:
-    """What ``verify_huggingface`` finds of a folder that ``to_huggingface`` made; the arguments are those that it was given.
+    """Return the result of ``verify_huggingface`` for a folder that ``to_huggingface`` made with the same arguments.
 
     Raises:
         CheckpointError: The folder does not give what the checkpoint gives.
@@ -160,7 +160,7 @@ class FolderExport:
         return f"exporting {self.target}"
 
     def _plan(self, rectangles: Sequence[LocalRectangle]) -> tuple[FolderPlan, list[LocalRectangle]]:
-        """Where everything goes, and what of it this rank writes."""
+        """Return the plan of the folder, and the rectangles that this rank writes."""
         ranks = gather([Held.of(one) for one in rectangles])
         with same_outcome(self._doing):
             entries = check_held(ranks, "to export")

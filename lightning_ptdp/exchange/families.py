@@ -73,7 +73,7 @@ def _choices(config: object, *families: Family) -> dict[str, object]:
 
 
 def _config(stored: Mapping[str, object]) -> object:
-    """Of the class that has all the fields."""
+    """Return an object of the configuration class that has all the fields."""
     classes = list(dict.fromkeys(family.config_class for family in FAMILIES))
     for config_class in classes:
         if stored.keys() <= {field.name for field in fields(config_class)}:

@@ -1,4 +1,4 @@
-"""What is in a Hugging Face folder: ``config.json``, and the weights as safetensors in one file or several with an index."""
+"""Content of a Hugging Face folder: ``config.json``, and the weights as safetensors in one file or several with an index."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ANY_MODEL = record(others=True, model_type=optional(text()), tie_word_embedding
 
 
 def reads_as_huggingface(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a Hugging Face folder: a configuration beside safetensors."""
+    """Return True for a Hugging Face folder: a configuration beside safetensors."""
     return Path(path, CONFIG_FILE).is_file() and any(Path(path).glob("*.safetensors"))
 
 
 def read_config(path: Path) -> dict[str, Json]:
-    """What a ``config.json``, or the one in a folder, holds; what any model has is as it should be.
+    """Return the content of a ``config.json``, or of the one in a folder, after checks of the fields that every model has.
 
     Raises:
         CheckpointError: It is missing or damaged.

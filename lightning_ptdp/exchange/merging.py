@@ -47,7 +47,7 @@ def merged_rectangles(module: nn.Module, tensors: Mapping[str, tuple[Tensor, Sha
 
 
 def _stays(wrapper: nn.Module, name: str) -> bool:
-    """Whether a tensor of what peft put in a module's place is the module's: a copy that is trained stands for the original."""
+    """Return True if a tensor inside peft's wrapper belongs to the module: a trained copy stands for the original."""
     inner = next(copies_of(wrapper), replaced_by(wrapper))
     return name.startswith(f"{inner}.")
 

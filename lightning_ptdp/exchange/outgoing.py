@@ -1,4 +1,4 @@
-"""What goes into an export: which tensor is called what there, its ``config.json``, and the files beside it."""
+"""Content of an export: the names of its tensors, its ``config.json``, and the files beside it."""
 
 from __future__ import annotations
 

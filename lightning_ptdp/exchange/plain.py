@@ -133,5 +133,5 @@ def weights_only_state(hyper_parameters: Mapping[str, object]) -> dict[str, obje
 
 
 def converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """What a tensor becomes where floating-point ones are to be ``wanted``."""
+    """Return the dtype of a stored tensor if floating-point tensors are converted to ``wanted``."""
     return wanted if wanted is not None and stored.is_floating_point else stored

@@ -108,7 +108,7 @@ def read_stored(wanted: Iterable[tuple[StoredTensor, LocalRectangle]]) -> None:
 
 
 class _File:
-    """What is read of an open file, always at the same place in memory where nobody has one for it."""
+    """Reader of an open file, into the same scratch memory unless the caller provides memory."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._scratch = descriptor, np.empty(0, dtype=np.uint8)
@@ -151,7 +151,7 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def header_of(entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """What a file of the tensors ``entries`` begins with, and by name the byte of the file at which each tensor's values begin.
+    """Return the header of a file with the tensors ``entries``, and by name the byte of the file at which each tensor's values begin.
 
     Raises:
         CheckpointError: A dtype has no code in the format.

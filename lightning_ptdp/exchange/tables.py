@@ -1,4 +1,4 @@
-"""How our names and options and Hugging Face's correspond: two tables a model, read in both directions.
+"""Correspondence of our names and options with Hugging Face's: two tables for a model, read in both directions.
 
 A row pairs modules; its weight and bias go along. ``*`` stands for a block's number. A matrix that we fuse is a row with several of
 theirs; one that they store as (in, out) is ``transposed``. Nothing is computed: a tensor of theirs is a rectangle of one of ours::
@@ -63,8 +63,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Where one tensor of theirs lies in one of ours: all of it, or rows ``start`` to ``start + rows`` of ``full_rows``, in that with the
-    number ``expert`` of ``experts``, if there are several along the first dimension."""
+    """Position of one of their tensors in one of ours: all of it, or rows ``start`` to ``start + rows`` of ``full_rows``, in that with
+    the number ``expert`` of ``experts``, if there are several along the first dimension.
+    """
 
     ours: str
     transposed: bool
@@ -170,7 +171,7 @@ class Family:
         return Model(self, self.make(**options, **self.further(given)))
 
     def is_ignored(self, theirs: str) -> bool:
-        """Whether a tensor of theirs holds no weights."""
+        """Return True if one of their tensors holds no weights."""
         return any(re.search(pattern, theirs) for pattern in self.ignored)
 
 
@@ -194,7 +195,7 @@ class Model:
         return {**named, **options, **self.family.written(self.config)}
 
     def place(self, theirs: str) -> Part | None:
-        """Where a tensor of theirs lies in ours, or None if the table does not have it."""
+        """Return the position of one of their tensors in ours, or None if the table does not have it."""
         module, _, kind = theirs.rpartition(".")
         kind = self.family.older.get(kind, kind)
         for row in self.family.rows:

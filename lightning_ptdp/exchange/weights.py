@@ -33,7 +33,7 @@ Parts = Sequence[tuple[StoredTensor, View]]
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceNames:
-    """How the tensors of a folder are called in a module.
+    """Names in a module of the tensors in a folder.
 
     Attributes:
         prefix: What stands before all names of the model: the attribute that it is, with a dot.
@@ -56,7 +56,7 @@ class HuggingFaceNames:
     views: Mapping[str, View] = field(default_factory=dict)
 
     def of(self, stored: Mapping[str, StoredTensor]) -> dict[str, Parts]:
-        """What is ``stored``, by its names in the module, with where it lies there; a tied tensor once."""
+        """Return the tensors in ``stored`` by their names in the module, with their positions there; a tied tensor once."""
         if self.base and not any(name.startswith(f"{self.base}.") for name in stored):
             stored = {f"{self.base}.{name}": value for name, value in stored.items()}
         if self.own_base and any(name.startswith(f"{self.own_base}.") for name in stored):
@@ -85,7 +85,7 @@ class HuggingFaceWeights:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], names: HuggingFaceNames) -> HuggingFaceWeights:
-        """Of the folder ``path``, by the names that they have in a module that wraps the model, each behind ``model/``.
+        """Open the folder ``path``, with the names that its tensors have in a module that wraps the model, each behind ``model/``.
 
         Raises:
             CheckpointError: Files are missing or damaged.
@@ -97,7 +97,7 @@ class HuggingFaceWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """What the tensors are called in the module."""
+        """Return the names of the tensors in the module."""
         return frozenset(name.removeprefix("model/") for name in self.stored)
 
     @property
@@ -114,7 +114,7 @@ class HuggingFaceWeights:
         read_stored(part for wanted in rectangles_of(tensors) for part in self._parts(wanted))
 
     def _parts(self, wanted: LocalRectangle) -> Iterator[tuple[StoredTensor, LocalRectangle]]:
-        """Of what is stored, and where it goes."""
+        """Yield the stored tensors of a rectangle, and where their values go."""
         for stored, view in self.stored[wanted.name]:
             common = view.place.common(wanted.place)
             if common.numel:
@@ -163,7 +163,7 @@ class OurWeights:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> OurWeights:
-        """Of the folder ``path``.
+        """Open the folder ``path``.
 
         Raises:
             CheckpointError: As of ``from_huggingface``.
@@ -191,8 +191,9 @@ class OurWeights:
 def weights_opener(
     module: nn.Module, aliases: Mapping[str, str], names: Iterable[str] | None = None
 ) -> Callable[[str | os.PathLike[str]], Stored]:
-    """What reads a Hugging Face folder for ``module``, which wraps such a model or is one of ours. Where it is cut, ``names`` are those of
-    all parameters.
+    """Return a function that opens a Hugging Face folder for ``module``, which wraps such a model or is one of ours.
+
+    If it is cut, ``names`` are those of all parameters.
 
     Raises:
         CheckpointError: It holds several of theirs.
@@ -205,8 +206,9 @@ def weights_opener(
 def names_in(
     module: nn.Module, aliases: Mapping[str, str], *, ignored: Sequence[str] = (), names: Iterable[str] | None = None
 ) -> HuggingFaceNames:
-    """How the tensors of the one Hugging Face model in ``module`` are called; those in which an ``ignored`` expression is found are left
-    out. Where the module is cut, ``names`` are those of all parameters.
+    """Return the names of the tensors of the one Hugging Face model in ``module``, without those that match an ``ignored`` expression.
+
+    If the module is cut, ``names`` are those of all parameters.
 
     Raises:
         CheckpointError: There is none, or several.
@@ -246,7 +248,7 @@ def models_in(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _views(model: nn.Module) -> dict[str, View]:
-    """What files of a model call otherwise, or cut apart; ``model`` may be a part of itself."""
+    """Return the tensors that the model's files name differently or store apart; ``model`` may be a part of the whole."""
     try:
         with torch.device("meta"):
             whole = type(model)(model.config)

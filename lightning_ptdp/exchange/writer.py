@@ -71,7 +71,7 @@ class FolderPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Return the size of all tensors in bytes."""
         return sum(item.entry.num_bytes for item in self.items.values())
 
     def create(self, folder: Path, documents: Mapping[str, bytes]) -> None:
@@ -142,7 +142,7 @@ class FolderPlan:
 
 
 def _blocks(one: LocalRectangle, place: Rectangle) -> Iterator[LocalRectangle]:
-    """What of a rectangle is at ``place``, a few rows at a time."""
+    """Yield the part of a rectangle at ``place``, a few rows at a time."""
     common = one.place.common(place)
     if not common.numel:
         return

@@ -27,7 +27,7 @@ __all__ = ["Dispatched", "Faults", "dispatch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What a router did wrong here.
+    """Faults of a router on this rank.
 
     Attributes:
         nowhere: Choices of experts that do not exist.
@@ -52,7 +52,7 @@ class _Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """What came here for the experts here, and the way back.
+    """Rows that arrived for the experts of this rank, and the way back.
 
     Attributes:
         rows_rh: (r, h), by expert, and of each in the order of the ranks that sent them.

@@ -1,4 +1,4 @@
-"""What experts make of the rows that came for them: a product of consecutive rows with one matrix for each expert.
+"""Computation of experts on their rows: a product of consecutive rows with one matrix for each expert.
 
 Where a module says how it stores what its experts compute, as transformers' do, nothing has to be sorted, picked or put back here.
 """
@@ -19,7 +19,7 @@ _PARAMETERS = frozenset(("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_b
 
 
 def stores_as_usual(module: nn.Module) -> bool:
-    """Whether a module of experts says how it stores them, and has nothing else.
+    """Return True if a module of experts declares how it stores them, and has nothing else.
 
     It has ``gate_up_proj`` (E, 2f, h) if ``has_gate``, else ``up_proj`` (E, f, h), and ``down_proj`` (E, h, f); with ``is_transposed``
     each with its last dimensions exchanged, with ``has_bias`` a further (E, ...) named ``..._bias`` for each. Gate and up are halves of
@@ -49,7 +49,7 @@ def inner_parts(module: Any, name: str) -> tuple[int, tuple[int, ...]] | None:
 def usual_output(
     module: Any, rows_rh: Tensor, *, sizes: list[int], ends: Tensor, adds_bias: bool = True, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What the experts of such a module make of rows, (r, h).
+    """Return the output of such a module's experts for rows, (r, h).
 
     Args:
         module: It.

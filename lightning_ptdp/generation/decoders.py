@@ -1,4 +1,4 @@
-"""How a model is asked for what follows the tokens of some rows: with a cache, where it is known what it takes, else without.
+"""Next-token calls of a model for rows of tokens: with a cache if the model's arguments are known, else without.
 
 Rows of different lengths are padded: on the left where the model is told so by a mask, so that all new tokens stand in one column; on the
 right where it is not, since what comes behind a token does not reach it::
@@ -36,12 +36,13 @@ class Decoder(Protocol):
     """A model that is asked."""
 
     def step(self, rows: Rows, device: torch.device) -> tuple[Call, Hashable]:
-        """What computes the token that follows all tokens of each row, and the shape of what it computes; each call of ``step`` has one
-        token more a row."""
+        """Return the call that computes the next token of each row, and the shape of its result; with each call of ``step`` every row
+        has one token more.
+        """
 
 
 def decoder_of(module: nn.Module, *, sequence_multiple: int = 1) -> Decoder:
-    """How to ask the language model in ``module``: a GPT or a causal model of transformers in it, else ``module`` itself.
+    """Return the decoder for the language model in ``module``: a GPT or a causal model of transformers in it, else ``module`` itself.
 
     Args:
         module: The LightningModule, or a model.

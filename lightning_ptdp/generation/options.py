@@ -1,4 +1,4 @@
-"""How text is written, without torch: a command line's help must be quick."""
+"""Options of text generation, without torch, because a command line's help must be quick."""
 
 from __future__ import annotations
 

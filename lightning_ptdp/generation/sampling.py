@@ -1,5 +1,8 @@
-"""How the next token is chosen. A pure function of the logits and of numbers that are drawn beforehand: nobody's random state is touched,
-and all ranks that have the same logits choose the same."""
+"""Choice of the next token.
+
+A pure function of the logits and of numbers that are drawn beforehand: no random state changes, and all ranks with the same logits
+choose the same.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class _HuggingFace:
 
 
 def _ends(folder: Path) -> list[int]:
-    """What the model's generation config ends a text with: an instruction model often has more than the tokenizer's one."""
+    """Return the ids in the model's generation config that end a text: an instruction model often has more than the tokenizer's one."""
     file = folder / "generation_config.json"
     try:
         found = read_json(file, linked=hub_blobs(folder)).get("eos_token_id") if file.is_file() else None

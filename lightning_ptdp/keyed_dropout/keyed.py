@@ -77,11 +77,11 @@ class KeyedDropout(Surrounding):
         return undo.close
 
     def enter(self) -> None:
-        """What follows is split over the tensor group."""
+        """Mark the following activations as split over the tensor group."""
         self._inside = True
 
     def leave(self) -> None:
-        """What follows is whole."""
+        """Mark the following activations as whole."""
         self._inside = False
 
     @contextlib.contextmanager
@@ -211,7 +211,7 @@ class KeyedDropout(Surrounding):
         return call[0], call[1]
 
     def _places(self, x: Tensor, dim: int) -> Tensor:
-        """Where the elements along a dimension are in the whole activation."""
+        """Return the positions in the whole activation of the elements along a dimension."""
         own = torch.arange(x.size(dim), device=x.device)
         heads = x.dim() == 4
         if dim == (2 if heads else 1) and x.dim() > 2:
@@ -234,7 +234,7 @@ class KeyedDropout(Surrounding):
         return own
 
     def _is_slice(self, x: Tensor) -> bool:
-        """Whether ``x`` is a slice of the sequence, with all channels."""
+        """Return True if ``x`` is a slice of the sequence, with all channels."""
         parts = self._tensor.size * self._context.size
         return self._sequence_parallel and x.dim() == 3 and x.size(1) * parts == self._now.length
 

@@ -61,7 +61,7 @@ class Dropped(Kind):
 
 
 def adapter_kinds(name: str, module: nn.Module, kind: Kind) -> Iterator[tuple[str, Kind]]:
-    """What becomes of the parts of the adapters in the layer ``name`` of peft's around a module of this kind."""
+    """Yield the kinds for the parts of the adapters in peft's layer ``name`` around a module of this kind."""
     parts = {
         Column: (Beside(before=True), kind), Row: (kind, Beside(before=False)), Vocabulary: (Beside(before=False), kind),
     }.get(type(kind))  # fmt: skip

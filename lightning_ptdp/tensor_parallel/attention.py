@@ -95,7 +95,9 @@ class ParallelMultiheadAttention(ParallelLayer):
         return torch.unflatten(x, -1, (-1, self.head_dim)).transpose(1, 2)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """What is added to the scores, of a shape that broadcasts to (b, n/t, s, s); in torch's masks True means: not seen."""
+        """Return the mask that is added to the scores, of a shape that broadcasts to (b, n/t, s, s); in torch's masks True means: not
+        seen.
+        """
         masks = []
         if attn_mask is not None:
             whole = attn_mask

@@ -1,4 +1,4 @@
-"""What a Hugging Face model captures of its layers, where a rank has only a part of it."""
+"""Outputs that a Hugging Face model captures of its layers, if a rank has only a part of them."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class ParallelLayer(nn.Module):
 
     @property
     def has_bias(self) -> bool:
-        """Whether there is a bias."""
+        """Return True if there is a bias."""
         return self._parameters.get("bias") is not None
 
 
@@ -211,7 +211,7 @@ class _Product:
 
     @property
     def waits(self) -> bool:
-        """Whether the weight's gradient comes later."""
+        """Return True if the weight's gradient is computed later."""
         return self.store is not None and self.store.waits
 
     def start_gather(self, x: Tensor, *, after: Tensor | None = None) -> Pending:
@@ -238,12 +238,16 @@ class _Product:
         return sum_product(x, self.local.matrix.t(), group=self.group, pieces=self.pieces)
 
     def input_gradient_of_all(self, grad: Tensor, *, keeps: bool) -> tuple[Tensor, Tensor]:
-        """Of all members' gradient of the output that of the input, and the former, in pieces; itself unless it is kept."""
+        """Return the gradient of the input from all members' gradients of the output, computed in pieces, and the gathered latter; the
+        local one unless it is kept.
+        """
         found, whole = multiply_gathered(grad, self.local.matrix, group=self.group, pieces=self.pieces, keeps=keeps)
         return found, grad if whole is None else whole
 
     def start_summed_gradient(self, grad: Tensor, *, alone: bool) -> Callable[[], Tensor]:
-        """Of the output's gradient that of the input, summed; ``alone`` if no other product comes between this and its end."""
+        """Start the sum of the input's gradient, computed from the output's; ``alone`` if no other product comes between this and its
+        end.
+        """
         if not alone or self.pieces == 1:
             return self.start_sum(self.local.input_gradient(grad)).wait
         total = sum_product(grad, self.local.matrix, group=self.group, pieces=self.pieces)

@@ -150,13 +150,13 @@ def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: d
 
 
 def _whole(logits: VocabularyParallelLogits) -> Tensor:
-    """What the logits report to be, without memory."""
+    """Return a tensor of the shape that the logits report, without memory."""
     local = _local(logits)
     return torch.empty((*local.shape[:-1], logits.vocabulary.size), dtype=local.dtype, device="meta")
 
 
 def _as_whole(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    """What is asked of the shape alone."""
+    """Call a function that uses the shape alone."""
     return func(_whole(logits), *args, **kwargs)
 
 
@@ -176,7 +176,10 @@ def _getitem(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwar
 
 
 def keeps_vocabulary(index: tuple, dims: int) -> bool:
-    """Whether indexing leaves the last dimension whole and last. Once the ellipsis is written out, the last item must be ``:``."""
+    """Return True if indexing leaves the last dimension whole and last.
+
+    After the ellipsis is expanded, the last item must be ``:``.
+    """
     consumed, ellipses = 0, 0
     for item in index:
         if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
@@ -196,7 +199,7 @@ def keeps_vocabulary(index: tuple, dims: int) -> bool:
 
 
 def _cross_entropy(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    """What it does not cover (class weights, class probabilities, (N, C, d)) is gathered."""
+    """Compute the loss from split logits; cases that are not covered (class weights, class probabilities, (N, C, d)) gather them."""
     call = _LOSS.bind(logits, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments

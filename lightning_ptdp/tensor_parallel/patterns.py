@@ -10,7 +10,7 @@ __all__ = ["matches", "nearest_names"]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether the glob ``pattern`` names the module ``name``, component by component."""
+    """Return True if the glob ``pattern`` names the module ``name``, component by component."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(fnmatchcase(part, glob) for part, glob in zip(parts, wanted, strict=True))
 

@@ -21,7 +21,7 @@ __all__ = ["ParallelPlan", "matches", "nearest_names"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """How a model may be cut; holds for every degree of parallelism.
+    """Plan by which a model may be cut; holds for every degree of parallelism.
 
     Args:
         blocks: Dotted path of the repeated container (``"model.h"``), which the pipeline cuts into stages; of several in the order of
@@ -67,7 +67,7 @@ class ParallelPlan:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """What becomes of the modules that match each pattern."""
+        """Return the kind for each pattern of module names."""
         return {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}
 
     @property
@@ -78,7 +78,7 @@ class ParallelPlan:
         return blocks
 
     def splits_sequence(self, name: str, sequence_parallel: bool) -> bool:
-        """Whether the module or parameter ``name`` sees a slice of the sequence."""
+        """Return True if the module or parameter ``name`` sees a slice of the sequence."""
         if not sequence_parallel or self.sequence is None or self._is_in_whole(name):
             return False
         inside = isinstance(self.blocks, str) and name.startswith(f"{self.blocks}." if self.blocks else "")

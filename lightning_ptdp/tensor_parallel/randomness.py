@@ -31,13 +31,13 @@ __all__ = ["PlacedDropout", "Randomness", "SplitRandomness", "give_randomness"]
 
 
 class Randomness(Protocol):
-    """What is told of the borders of tensor-parallel regions."""
+    """Receiver of the borders of tensor-parallel regions."""
 
     def enter(self) -> None:
-        """What follows is split."""
+        """Enter a region, in which activations are split."""
 
     def leave(self) -> None:
-        """What follows is the same on all members again."""
+        """Leave the region; activations are the same on all members again."""
 
     def within(self, *, split: bool) -> Context:
         """Around what is split, or the same on all members, whatever what follows is."""
@@ -85,12 +85,12 @@ class SplitRandomness(Surrounding):
             self._shared = outer
 
     def enter(self) -> None:
-        """What follows is split; does nothing inside of a region."""
+        """Enter a region, in which activations are split; does nothing inside of a region."""
         if self._drops or not torch.compiler.is_compiling():
             self._enter()
 
     def leave(self) -> None:
-        """What follows is the same on all members again."""
+        """Leave the region; activations are the same on all members again."""
         if self._drops or not torch.compiler.is_compiling():
             self._leave()
 
@@ -136,7 +136,7 @@ class PlacedDropout(nn.Dropout):
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether an attribute says that the module drops something: ``dropout=0.1``, or the ``p`` of an ``nn.Dropout``."""
+    """Return True if an attribute says that the module drops something: ``dropout=0.1``, or the ``p`` of an ``nn.Dropout``."""
     told = [
         value for name, value in vars(module).items() if "drop" in f"{type(module).__name__ if name == 'p' else name}".lower()
     ]

@@ -1,4 +1,4 @@
-"""Where activations enter and leave what is sharded, where one column layer cannot say so.
+"""Borders of sharded regions, for activations whose border no single column layer marks.
 
 Three projections of the same input, each a column layer of its own, would sum the input's gradient three times. A region around them
 does it once; under sequence parallelism it also shows the whole sequence to code that reads its length (``hidden_states.shape``)::
@@ -61,7 +61,7 @@ def join_around(module: nn.Module, *, group: Group) -> None:
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether the sequence is joined in front of ``module`` and split behind it."""
+    """Return True if the sequence is joined before ``module`` and split after it."""
     return _WHOLE in vars(module)
 
 

@@ -1,4 +1,4 @@
-"""What each member of the tensor group has of a full tensor: some of its features, or of its tokens."""
+"""Parts of a full tensor on the members of the tensor group: some of its features, or of its tokens."""
 
 from __future__ import annotations
 

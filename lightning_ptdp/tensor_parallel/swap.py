@@ -58,7 +58,7 @@ def shard_module(
 
 
 def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
-    """Whether a module around ``name`` is a region."""
+    """Return True if a module around ``name`` is a region."""
     while name:
         name = name.rpartition(".")[0]
         if (kind := kinds.get(name)) is not None and kind.is_region:

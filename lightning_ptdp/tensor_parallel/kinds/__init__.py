@@ -50,5 +50,5 @@ def kind_from(value: str | Kind, *, pattern: str) -> Kind:
 
 
 def fits(module: nn.Module, kind: Kind) -> bool:
-    """Whether the module's type can be sharded in this way."""
+    """Return True if the module's type can be sharded in this way."""
     return kind.misfit(module) is None

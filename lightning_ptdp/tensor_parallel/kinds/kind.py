@@ -1,4 +1,4 @@
-"""What a kind of tensor parallelism answers: the one place that knows all questions."""
+"""Interface of a kind of tensor parallelism: the one place that defines all of its methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REPLACED = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a module is sharded.
+    """Group and options with which a module is sharded.
 
     Attributes:
         group: That of the kind's axis.
@@ -71,7 +71,9 @@ class Place:
 
 
 class Kind:
-    """How one module becomes parallel. A further kind is a class derived from this one, and a line in ``KINDS`` if it has a name.
+    """Way in which one module becomes parallel.
+
+    A further kind is a class derived from this one, and a line in ``KINDS`` if it has a name.
 
     Attributes:
         name: In plans; "" if it has none.
@@ -104,7 +106,7 @@ class Kind:
     # ---- what it takes ------------------------------------------------------------------------------------------------
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the module is of a type in ``takes``."""
+        """Return True if the module is of a type in ``takes``."""
         return True
 
     def misfit(self, module: nn.Module) -> str | None:
@@ -138,7 +140,7 @@ class Kind:
         """
 
     def copies(self, size: int) -> tuple[int, ...]:
-        """How many ranks hold the same slice, of each part that it is made of."""
+        """Return the number of ranks that hold the same slice, for each part of the module."""
         return ()
 
     # ---- what it does -------------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ class Kind:
         return new if new is module else new.train(module.training), shardings
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
-        """Of every parameter; without a word of the kind's own each rank has it whole."""
+        """Return the sharding of every parameter; by default each rank has it whole."""
         return {
             name: Sharding.replicated(parameter.shape, partial=place.partial) for name, parameter in module.named_parameters()
         }

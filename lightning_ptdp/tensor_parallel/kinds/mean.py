@@ -1,4 +1,4 @@
-"""What is a mean over the tokens of a sequence, of which context parallelism shows each rank a part."""
+"""Means over the tokens of a sequence, of which context parallelism shows each rank a part."""
 
 from __future__ import annotations
 
