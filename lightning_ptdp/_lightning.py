@@ -141,7 +141,7 @@ def replace_once(owner: object, name: str, instead: Callable[..., object]) -> No
 
 
 def fits(trainer: Trainer) -> bool:
-    """Whether it is ``fit`` that runs."""
+    """Return True if the Trainer runs ``fit``."""
     return bool(trainer.state.fn == "fit")
 
 
@@ -171,7 +171,7 @@ def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ra
 
 
 def is_compiled(module: object) -> bool:
-    """Whether the Trainer was given what ``torch.compile`` returns for the LightningModule: its steps are compiled."""
+    """Return True if the Trainer was given ``torch.compile``'s result for the LightningModule, so that its steps are compiled."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
@@ -195,7 +195,10 @@ def _nothing() -> None: ...
 
 
 def register_signal_handlers(trainer: Trainer) -> None:
-    """What Lightning does itself there; it restores the handlers of all signals at the end of a run."""
+    """Register the signal handlers that Lightning registers itself.
+
+    Lightning restores the handlers of all signals at the end of a run.
+    """
     connector = trainer._signal_connector
     type(connector).register_signal_handlers(connector)
 
@@ -217,7 +220,7 @@ def requeue_handler(trainer: Trainer) -> Callable[[int, FrameType | None], None]
 
 
 def announce_sigterm(trainer: Trainer) -> None:
-    """What Lightning's own notifier does in the end: the loops stop after the batch."""
+    """Do what Lightning's own notifier does in the end: the loops stop after the batch."""
     trainer._signal_connector.received_sigterm = True
 
 

@@ -58,17 +58,17 @@ def seen_through(module: nn.Module, name: str = "", plain: str = "") -> Iterator
 
 
 def plain_name(name: str) -> str:
-    """Of a parameter: the name that it had before peft moved it."""
+    """Return the name that a parameter had before peft moved it."""
     return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
 
 
 def original_name(name: str) -> str:
-    """Of a module in a copy of ``modules_to_save``: the same in the original, whose initial values it has."""
+    """Return the name in the original of a module in a copy of ``modules_to_save``; the copy has the original's initial values."""
     return re.sub(r"\.modules_to_save\.[^.]+", ".original_module", name)
 
 
 def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | None:
-    """What gives initial values to the last module of ``chain`` (from the root down) if it belongs to an adapter: peft's own."""
+    """Return peft's initializer of the last module of ``chain`` (from the root down) if it belongs to an adapter."""
     for place in reversed(range(len(chain) - 1)):
         layer: Any = chain[place]
         if adapters_of(layer) is not None and chain[place + 1] is not layer.base_layer:

@@ -80,7 +80,7 @@ def reduce_scatter_single(
 
 
 def has_symmetric_products() -> bool:
-    """Whether this torch has the two functions below. (What registers them, and the memory behind them, is private.)"""
+    """Return True if this torch has the two functions below. (What registers them, and the memory behind them, is private.)"""
     from torch.distributed import _symmetric_memory  # noqa: F401 - a second of imports that few need
 
     return all(hasattr(torch.ops.symm_mem, name) for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
@@ -143,7 +143,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def without_data() -> AbstractContextManager[object]:
-    """Where tensors have sizes alone, and no values, also to those who ask whether they have: what is made there costs no memory."""
+    """Return a context in which tensors have sizes but no values, and cost no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # It has torch take a GPU for there. A first backward would start a thread for that, and none could run in processes forked after it.
@@ -164,12 +164,14 @@ def unscale_before_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody wants to see a parameter's gradient before or after it is accumulated."""
+    """Return True if hooks see the parameter's gradient before or after its accumulation."""
     return any(getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def adds_to_gradient(parameter: torch.Tensor) -> bool:
-    """Whether the backward that runs will add to ``parameter.grad``, as that of ``torch.autograd.grad`` will not, and no hook sees what."""
+    """Return True if the running backward will add to ``parameter.grad``, as that of ``torch.autograd.grad`` will not, and no hook
+    sees the value.
+    """
     if type(parameter) is not nn.Parameter or not parameter.requires_grad or has_gradient_hooks(parameter):
         return False
     try:
@@ -179,13 +181,13 @@ def adds_to_gradient(parameter: torch.Tensor) -> bool:
 
 
 def has_module_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to know of a module's calls or their backwards."""
+    """Return True if hooks see a module's calls or their backwards."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether what autograd saves now goes through ``saved_tensors_hooks``, as under activation checkpointing."""
+    """Return True if tensors that autograd saves now go through ``saved_tensors_hooks``, as under activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -195,7 +197,7 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], 
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called: the module is traced, its hooks and whatever stands in for its forward too."""
+    """Return True if ``module.compile()`` was called: the module is traced with its hooks and any replacement of its forward."""
     return module._compiled_call_impl is not None
 
 
@@ -205,7 +207,7 @@ def default_store() -> dist.Store:
 
 
 def nccl_options(timeout: timedelta | None, *, high_priority: bool, max_ctas: int | None = None) -> dist.ProcessGroupNCCL.Options:
-    """What an NCCL group is made with.
+    """Return the options of an NCCL group.
 
     Args:
         timeout: Of the group; torch warns if its options say another.
@@ -226,8 +228,10 @@ def nccl_options(timeout: timedelta | None, *, high_priority: bool, max_ctas: in
 
 
 def flight_record() -> bytes:
-    """What NCCL was asked for last and how far it came, pickled as torch's analyzer (``torchfrtrace``) reads it (torch writes it by itself
-    only where it notices a hang)."""
+    """Return NCCL's latest operations and their progress, pickled as torch's analyzer (``torchfrtrace``) reads it.
+
+    (torch writes it by itself only when it notices a hang.)
+    """
     return bytes(cast(Any, torch._C._distributed_c10d)._dump_nccl_trace())
 
 
@@ -237,7 +241,9 @@ def abort_process_groups() -> None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether torch's communication failed: an error class of its own, except that gloo's errors are told by their text alone."""
+    """Return True if torch's communication failed: an error class of its own, except that gloo's errors are recognized by their text
+    alone.
+    """
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None)
 
 
@@ -258,7 +264,7 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, *, sizes: list[int]
 
 
 def _has_grouped_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """What torch's takes: no double precision, rows of whole 16 bytes, and on CUDA Ampere or later."""
+    """Return True if torch's kernel takes these: no double precision, rows of whole 16 bytes, and on CUDA Ampere or later."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or any(
         size * x.element_size() % 16 for size in matrices.shape[1:]
     ):
@@ -299,12 +305,14 @@ def set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """What ``set_gradient_dtype`` has set; the parameter's own by default."""
+    """Return the dtype that ``set_gradient_dtype`` has set; the parameter's own by default."""
     return parameter.grad_dtype or parameter.dtype
 
 
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:
-    """Where ``GradScaler.unscale_`` has noted whether a gradient overflowed; made if this rank has no gradient at all."""
+    """Return the tensor in which ``GradScaler.unscale_`` records whether a gradient overflowed; it is made if this rank has no
+    gradient at all.
+    """
     found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     if not found:
         found[device] = torch.zeros((), device=device)

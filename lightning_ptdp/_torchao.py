@@ -1,4 +1,4 @@
-"""What is used of torchao's float8 training, in one place (tests/test_fp8.py); torchao is imported when it is asked for."""
+"""The used parts of torchao's float8 training (tests/test_fp8.py); torchao is imported on demand."""
 
 from __future__ import annotations
 

@@ -30,8 +30,9 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def captured_outputs() -> dict[str, list[object]]:
-    """What the forward of a Hugging Face model that runs now has captured of its layers so far, by kind ("hidden_states"): lists that
-    hooks on the layers go on filling. Empty where nothing is captured."""
+    """Return the outputs that the running forward of a Hugging Face model has captured of its layers so far, by kind
+    ("hidden_states"): lists that hooks on the layers go on filling. Empty if nothing is captured.
+    """
     capturing = sys.modules.get(_CAPTURING)
     active = None if capturing is None else capturing._active_collector.get()
     return {key: value for key, value in (active or {}).items() if isinstance(value, list)}
@@ -48,17 +49,17 @@ def install_capture(model: nn.Module) -> None:
 
 
 def is_capture(hook: object) -> bool:
-    """Whether a forward hook is one of those."""
+    """Return True if a forward hook captures outputs."""
     return getattr(hook, "__module__", None) == _CAPTURING
 
 
 def is_huggingface_model(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers."""
+    """Return True if a module is a model of transformers."""
     return callable(getattr(type(module), "can_generate", None))
 
 
 def is_causal_model(module: nn.Module) -> bool:
-    """Whether it is one that tells of each token what follows it, and has no encoder."""
+    """Return True for a model that predicts the token after each token, and has no encoder."""
     model: Any = module
     return is_huggingface_model(model) and model.can_generate() and not model.config.is_encoder_decoder
 
@@ -82,19 +83,20 @@ def advance_cache(cache: Any, length: int, device: torch.device) -> None:
 
 
 def has_sdpa(kind: type[nn.Module]) -> bool:
-    """Whether a class of models computes attention by ``scaled_dot_product_attention`` where it is asked to."""
+    """Return True if a class of models can compute attention by ``scaled_dot_product_attention``."""
     return bool(getattr(kind, "_supports_sdpa", False))
 
 
 def ignored_names(model: nn.Module) -> tuple[str, ...]:
-    """What is found in the names of stored tensors that a Hugging Face model leaves out, as regular expressions: buffers that were saved
-    once, and are computed now."""
+    """Return regular expressions for the names of stored tensors that a Hugging Face model leaves out: buffers that were saved once,
+    and are computed now.
+    """
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (*sorted(own), *_COMPUTED)
 
 
 def as_in_files(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What ``save_pretrained`` makes of a state before it writes it: other names, and tensors cut apart, as views where it would copy."""
+    """Return a state as ``save_pretrained`` writes it: other names, and tensors cut apart, as views where it would copy."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with Replacing({Tensor.contiguous: lambda value, **_: value}):

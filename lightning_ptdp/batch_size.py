@@ -199,7 +199,7 @@ class RampUp:
         return sum(steps for _, steps in islice(self._epochs(samples), epochs))
 
     def _epochs(self, samples: int) -> Iterator[tuple[int, int]]:
-        """Of every epoch the samples before it and its steps."""
+        """Yield the number of samples before each epoch, and its steps."""
         first = 0
         while True:
             steps = self.steps(samples, start=first)

@@ -1,4 +1,4 @@
-"""What JSON holds, compared with what belongs there: checks that are put together as the content is.
+"""Checks of JSON content, composed as the content is.
 
 Nothing here believes what a file says of itself. What does not fit is a ``Misfit`` that names the place and what is wrong.
 """

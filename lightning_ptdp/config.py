@@ -244,18 +244,19 @@ class PTDPConfig:
 
     @property
     def has_microbatches(self) -> bool:
-        """Whether a batch can be more than one microbatch."""
+        """Return True if a batch can have more than one microbatch."""
         return self.usual_microbatches != 1
 
     @property
     def runs_backward(self) -> bool:
-        """Whether a batch's backward is ours to run, inside ``training_step``: there can be more than one microbatch, stage, or slice of
-        time. Else Lightning runs it."""
+        """Return True if the schedule runs a batch's backward inside ``training_step``, because there can be more than one microbatch,
+        stage, or slice of time. Otherwise Lightning runs it.
+        """
         return self.has_microbatches or self.cuts_forward
 
     @property
     def cuts_forward(self) -> bool:
-        """Whether one forward is split over stages or slices of time, so that a step is ours to run in evaluation too."""
+        """Return True if one forward is split over stages or slices of time, so that the schedule runs evaluation steps too."""
         return self.pipeline_parallel_size > 1 or self.context_parallel_size > 1
 
     def microbatches(self, samples: int) -> int:

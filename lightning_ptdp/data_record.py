@@ -1,4 +1,4 @@
-"""What is said of the data that a run reads."""
+"""Record of the data that a run reads."""
 
 from __future__ import annotations
 

@@ -60,12 +60,12 @@ class Float8Product(MatrixProduct):
         return y.view(*x.shape[:-1], y.size(-1))
 
     def input_gradient(self, grad: Tensor) -> Tensor:
-        """Of the output's gradient (..., o): that of the input, (..., i)."""
+        """Return the gradient of the input, (..., i), from that of the output, (..., o)."""
         turned = self._scaled(self._turned(), "weight", -1)
         return self._scaled(_rows(grad), "grad_output", -1).mm(turned.t()).view(*grad.shape[:-1], turned.size(0))
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Of the output's gradient (..., o) and the input (..., i): that of the weight, in the weight's shape."""
+        """Return the gradient of the weight, in its shape, from that of the output (..., o) and the input (..., i)."""
         left, right = _rows(grad), _rows(x)
         pads = left.size(0) % _UNIT != 0
         product = self._scaled(left, "grad_output", 0, pads=pads).t().mm(self._scaled(right, "input", 0, pads=pads))
@@ -156,7 +156,9 @@ def apply_fp8(module: nn.Module, *, scaling: Float8Scaling, blocks: Blocks | Non
 
 
 def _layers(module: nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, nn.Module]]:
-    """What multiplies by a weight in the blocks that are here; not what is too small to gain by it, such as adapters and routers."""
+    """Yield the layers in the local blocks that multiply by a weight, without those that are too small to gain by float8, such as
+    adapters and routers.
+    """
     for block in layers_of(module, find_blocks(module) if blocks is None else blocks):
         inside = dict(module.get_submodule(block.name).named_modules(prefix=block.name))
         computed = {

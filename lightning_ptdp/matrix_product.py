@@ -33,11 +33,11 @@ class MatrixProduct:
         return F.linear(x, self.matrix, None if bias is None else self._cast(bias))
 
     def input_gradient(self, grad: Tensor) -> Tensor:
-        """Of the output's gradient (..., o): that of the input, (..., i)."""
+        """Return the gradient of the input, (..., i), from that of the output, (..., o)."""
         return grad.matmul(self.matrix)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Of the output's gradient (..., o) and the input (..., i): that of the weight, in the weight's shape."""
+        """Return the gradient of the weight, in its shape, from that of the output (..., o) and the input (..., i)."""
         left, right = self._factors(grad, x)
         return left.mm(right)
 
@@ -73,7 +73,7 @@ class MatrixProduct:
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
-    """Of the output's gradient (..., o): (o)."""
+    """Return the gradient of the bias, (o), from that of the output, (..., o)."""
     return _rows(grad).sum(0)
 
 
@@ -96,14 +96,16 @@ def add_to_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast, which cannot see into a custom function, would cast to in front of it (float64 is exempt)."""
+    """Return the dtype to which autocast, which cannot see into a custom function, would cast its inputs (float64 is exempt)."""
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
 def _multiplies_into(total: Tensor, factor: Tensor) -> bool:
-    """Whether torch can add a product of such factors to a wider total: on NVIDIA's GPUs (and the meta device, which stands for them)."""
+    """Return True if torch can add a product of such factors to a wider total: on NVIDIA's GPUs (and the meta device, which stands for
+    them).
+    """
     on_gpu = total.device.type == "meta" or (total.device.type == "cuda" and torch.version.hip is None)
     return on_gpu and total.dtype is torch.float32 and factor.dtype in (torch.float16, torch.bfloat16)
 

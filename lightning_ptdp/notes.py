@@ -1,4 +1,4 @@
-"""What a user is told of how a model was laid out over the ranks."""
+"""Notes for users about the layout of a model over the ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def layout_notes(
 
 
 def _whole_note(shardings: dict[str, Sharding], size: int) -> Iterator[str]:
-    """What tensor parallelism leaves whole in the layers, if it is much: an adapter around a projection leaves its attention unsplit."""
+    """Note the parameters in the layers that tensor parallelism leaves whole, if they are many: an adapter around a projection leaves
+    its attention unsplit.
+    """
     layers = [(name, held) for name, held in shardings.items() if len(held.full_shape) > 1 and _INDEX.search(name)]
     matrices = [(_INDEX.sub(".*.", name), math.prod(held.full_shape), "tensor" in held.sharded) for name, held in layers]
     total = sum(numel for _, numel, _ in matrices)

@@ -87,7 +87,7 @@ class Offloaded(OwnForward):
 
 @dataclass(frozen=True, kw_only=True)
 class _Staying:
-    """What of a block is not sent.
+    """Tensors of a block that are not sent.
 
     Attributes:
         device: Whatever lies elsewhere.
@@ -102,7 +102,7 @@ class _Staying:
     first: int
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor stays."""
+        """Return True if the tensor stays."""
         if type(tensor) is not Tensor or tensor.device != self.device or tensor.is_meta or tensor.layout is not torch.strided:
             return True
         if tensor.is_complex() or tensor.is_neg() or tensor.nbytes < _SMALL * self.first:
@@ -112,7 +112,7 @@ class _Staying:
 
 
 class Offload:
-    """What the blocks of one rank keep."""
+    """Tensors that the blocks of one rank keep."""
 
     def __init__(self) -> None:
         self._last: _Block | None = None
@@ -152,7 +152,7 @@ class Offload:
 
 
 class _Block:
-    """What one call of a block keeps: on the device, sent, or fetched."""
+    """Tensors that one call of a block keeps: on the device, sent, or fetched."""
 
     def __init__(self, layer: int, staying: _Staying, before: _Block | None, stream: torch.cuda.Stream | None) -> None:
         self.layer, self._staying, self._before, self._stream = layer, staying, before, stream
@@ -245,7 +245,7 @@ class _Storage:
 
     @property
     def on_device(self) -> Tensor:
-        """Where it must be by now."""
+        """Return the tensor, which must be on the device by now."""
         assert self.device is not None
         return self.device
 

@@ -1,4 +1,4 @@
-"""What an option may hold, read from its annotation: one check for every dataclass and function that a user gives options to."""
+"""Values that an option may hold, read from its annotation: one check for every dataclass and function with options for users."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _fits_container(value: Any, origin: Hint, arguments: tuple[Hint, ...]) -> bo
 
 
 def _members(hint: Hint) -> tuple[Hint, ...]:
-    """What a union is of; of another annotation itself."""
+    """Return the members of a union; any other annotation is its own member."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -162,7 +162,7 @@ def _choices(hint: Hint) -> list[object]:
 
 
 def _words(hint: Hint) -> str:
-    """What an annotation asks for, in words."""
+    """Return a description of an annotation for messages."""
     origin, arguments = get_origin(hint), get_args(hint)
     if len(choices := _members(hint)) > 1:
         return ", or ".join(map(_words, choices))

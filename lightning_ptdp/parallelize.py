@@ -40,7 +40,7 @@ __all__ = ["ParallelModel", "parallelize", "parts_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelModel:
-    """What ``parallelize`` made of a module.
+    """Result of ``parallelize``.
 
     Attributes:
         module: The module, changed in place.
@@ -160,7 +160,7 @@ def parallelize(
 
 
 def parts_of(module: nn.Module, plan: ParallelPlan) -> ModelParts:
-    """Where the modules of the whole ``module`` stand, as the plan says and the model shows.
+    """Return the positions of the modules of the whole ``module``, by the plan and the model.
 
     Raises:
         ValueError: Of ``find_parts``.
@@ -172,7 +172,7 @@ def parts_of(module: nn.Module, plan: ParallelPlan) -> ModelParts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Whole:
-    """What the uncut model says of its parameters.
+    """Properties of the uncut model's parameters.
 
     Attributes:
         names: The first name under which each is registered; also of whatever took its place since.
@@ -252,7 +252,7 @@ def _build_local(
 
 
 def _places(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Where each module is registered; a module may have several names."""
+    """Return the parents and names under which each module is registered; a module may have several names."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for key, child in parent._modules.items():

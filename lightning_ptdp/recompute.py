@@ -226,7 +226,7 @@ class _InParts:
 
 
 def _is_divisible(value: Any, group: Group) -> bool:
-    """Whether the parts of ``value``, put together, are the very same tensor, strides included."""
+    """Return True if the parts of ``value``, put together, are the very same tensor, strides included."""
     return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
 
 

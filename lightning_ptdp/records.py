@@ -1,4 +1,4 @@
-"""What is known of every local parameter: the one record that gradients, norms, checkpoints and summaries are derived from."""
+"""Records of the local parameters, from which gradients, norms, checkpoints and summaries are derived."""
 
 from __future__ import annotations
 

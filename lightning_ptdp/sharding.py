@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How one local tensor sits in its full one.
+    """Position of one local tensor in its full one.
 
     Attributes:
         full_shape: Shape of the full tensor.

@@ -109,5 +109,5 @@ def breakable() -> Iterator[None]:
 
 
 def in_main_thread() -> bool:
-    """Whether Python lets this thread set handlers."""
+    """Return True if Python lets this thread set handlers."""
     return threading.current_thread() is threading.main_thread()

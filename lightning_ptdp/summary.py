@@ -1,4 +1,4 @@
-"""What a strategy tells about a run before it starts: degrees, stages and their layers, parameters a rank, bubble."""
+"""Summary of a run before it starts: degrees, stages and their layers, parameters a rank, bubble."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StageSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySummary:
-    """How one run is laid out.
+    """Layout of one run.
 
     Attributes:
         layout: Degrees of parallelism.
@@ -126,7 +126,7 @@ def _held(parallel: ParallelModel) -> _Held:
 
 
 def _chosen(module: nn.Module, experts: str) -> int | None:
-    """How many experts a token visits, as the modules around them, or their configurations, say."""
+    """Return the number of experts that a token visits, by the modules around them, or their configurations."""
     parent = module.get_submodule(experts.rpartition(".")[0])
     around = [module.get_submodule(experts), parent, *parent.children()]
     said = (getattr(place, key, None) for one in around for place in (one, getattr(one, "config", None)) for key in _CHOSEN)

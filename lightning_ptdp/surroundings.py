@@ -1,4 +1,4 @@
-"""What surrounds a forward: one ordered list of objects with one small protocol.
+"""Contexts around a forward: one ordered list of objects with one small protocol.
 
 Whoever runs one forward of one stage on one microbatch enters the list around it, and recomputation enters it around running a part of
 that forward again; neither knows what is in the list.
@@ -23,7 +23,7 @@ Contexts = tuple[Context, Context]
 
 
 class Part(Protocol):
-    """That a forward saw a part of its microbatch, and how what it found counts."""
+    """Note that a forward saw a part of its microbatch, and how its result counts."""
 
     @property
     def length(self) -> int:
@@ -85,7 +85,7 @@ class Forward:
 
     @property
     def training(self) -> bool:
-        """Whether a backward follows."""
+        """Return True if a backward follows."""
         return self.hook == "training_step"
 
 
@@ -94,7 +94,7 @@ class Surrounding:
 
     @property
     def recomputes(self) -> bool:
-        """Whether ``recomputation`` may have something to do; what is compiled is not where one has."""
+        """Return True if ``recomputation`` may do something; compiled blocks are not compiled where one does."""
         return type(self).recomputation is not Surrounding.recomputation
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
@@ -135,7 +135,7 @@ class Surroundings:
 
     @property
     def recompute(self) -> bool:
-        """Whether a recomputation has to be surrounded at all."""
+        """Return True if a recomputation needs a context at all."""
         return bool(self._recomputed)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:

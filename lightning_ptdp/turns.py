@@ -41,7 +41,7 @@ def wait_for_lock(file: int | IO[bytes], *, limit_s: float) -> None:
 
 
 def locked(file: int | IO[bytes]) -> bool:
-    """Whether this process holds the lock of a file now.
+    """Return True if this process holds the lock of a file now.
 
     Raises:
         OSError: The file system knows no locks.

@@ -148,7 +148,7 @@ def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """What is wrong with a file, for a message: the words of a ValueError; of a missing key and the like, the kind too."""
+    """Return the reason why a file is unusable, for a message: the text of a ValueError; for a missing key and the like, the kind too."""
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"[:300]
 
 
@@ -168,6 +168,6 @@ def _entries(value: Any) -> Any:
 
 
 def _short(value: object) -> str:
-    """Of what may be long, enough to find it."""
+    """Return the beginning of a value that may be long, enough to find it."""
     text = str(value) if isinstance(value, Exception) else repr(value)
     return text if len(text) <= 120 else f"{text[:120]}…"

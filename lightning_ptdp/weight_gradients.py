@@ -42,7 +42,7 @@ Start = Callable[[], Callable[[], None]]
 
 @dataclass(eq=False)
 class WeightGradients(Surrounding):
-    """What the backwards of one rank have deferred, by (stage, microbatch).
+    """Deferred weight gradients of one rank, by (stage, microbatch).
 
     A module of one's own takes part if it has an attribute ``weight_gradients`` (None at first): when the schedule splits the
     backward it is set to this object, and the module's autograd function may call ``defer`` where ``waits`` is true.
@@ -54,7 +54,7 @@ class WeightGradients(Surrounding):
 
     @property
     def waits(self) -> bool:
-        """Whether a backward runs whose weight gradients come later."""
+        """Return True if a backward runs whose weight gradients come later."""
         return self._collecting is not None
 
     @contextlib.contextmanager
@@ -157,7 +157,7 @@ class WeightGradients(Surrounding):
 
     @property
     def can_wait(self) -> bool:
-        """Whether a product of a forward that runs now may put off its weight gradient."""
+        """Return True if a product of a running forward may defer its weight gradient."""
         return self._recomputing > 0 or not has_saved_tensor_hooks()
 
 

@@ -11,7 +11,7 @@ __all__ = ["Sampling"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How text is written.
+    """Options of text generation.
 
     Args:
         max_new_tokens: Number of tokens to write at most.

@@ -34,7 +34,7 @@ class LayerActivations:
 
 
 def layer_activations(job: Job, choice: Choice, layer: LayerShape | None = None) -> LayerActivations:
-    """What one layer keeps of one microbatch.
+    """Return the bytes that one layer keeps of one microbatch.
 
     Args:
         job: Model and precision.
@@ -64,7 +64,8 @@ def layer_activations(job: Job, choice: Choice, layer: LayerShape | None = None)
 
 
 def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
-    """What the last stage holds for its norm, head and loss of one microbatch: (kept for the backward, on top of it while that starts).
+    """Return the bytes that the last stage holds for its norm, head and loss of one microbatch: (kept for the backward, on top of it
+    while that starts).
 
     The loss keeps its logits, or their log-softmax, in their own precision; autocast has it computed, and kept, in fp32. With a split
     vocabulary the gradient is made in fp32 and then cast. (arXiv 2205.05198, section 4.3, counts 4 s b V / t.)

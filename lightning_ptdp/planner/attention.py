@@ -1,4 +1,4 @@
-"""What one attention takes and keeps, for one microbatch on one rank.
+"""Time and memory of one attention, for one microbatch on one rank.
 
 Fused attention keeps a log-sum-exp a query and head instead of the s x s scores: 4 a / h for 5 a s / h (arXiv 2205.05198, section 4)::
 

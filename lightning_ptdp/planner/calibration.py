@@ -1,4 +1,4 @@
-"""What was measured on a machine (``ptdp doctor --calibrate``), in a file: a device for the planner, and whose it is."""
+"""Measurements of a machine (``ptdp doctor --calibrate``) in a file: a device for the planner, and the machine's identity."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Calibration:
 
 
 def machine() -> dict[str, str]:
-    """What identifies this machine and its software."""
+    """Return the properties that identify this machine and its software."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
@@ -95,7 +95,7 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def device_here(name: str) -> Device | None:
-    """What ``MACHINE_FILE`` in this folder says of a device that calls itself ``name``, if it was measured here; else a preset, or None."""
+    """Return the device in this folder's ``MACHINE_FILE`` if it was measured here and its name is ``name``; else a preset, or None."""
     if MACHINE_FILE.is_file():
         found = load_calibration(MACHINE_FILE)
         if found.device.name == name and not found.doubt():
@@ -104,7 +104,7 @@ def device_here(name: str) -> Device | None:
 
 
 def whose_figures(device: Device, processes: int) -> str:
-    """Where an estimate for so many processes of a node takes the device's figures from, and what would be better; in a few words."""
+    """Return the source of the device's figures in an estimate for so many processes of a node, and a better one, in a few words."""
     measured, mend = device.measured, f"ptdp doctor --calibrate --devices {processes}"
     if measured is None:
         return f"the figures of {device.name} by its data sheet, not calibrated here: {mend}"

@@ -1,4 +1,4 @@
-"""How long messages and collectives take between the ranks of a layout: the alpha-beta model on nodes and network cards.
+"""Time of messages and collectives between the ranks of a layout: the alpha-beta model on nodes and network cards.
 
 Ranks are numbered tensor first, then context, data, pipeline (layout.py), and nodes are filled in that order; so a group's members are
 ``stride`` ranks apart, and it stays inside a node if all of it fits. Of a group that does not, the members in a node share out the traffic

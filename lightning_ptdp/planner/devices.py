@@ -1,4 +1,4 @@
-"""What a device can do, how several are joined, in a few numbers; presets by name.
+"""Figures of devices and of the links between them, in a few numbers; presets by name.
 
 The presets' rates are the vendors' (data sheets named beside each); the shares of them that programs reach are published measurements,
 named beside each, too. Change what you know better with ``dataclasses.replace``.
@@ -42,7 +42,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """How devices are joined: fast links inside of a node, network cards between nodes.
+    """Links between devices: fast ones inside a node, network cards between nodes.
 
     Attributes:
         node_size: Devices of a node.

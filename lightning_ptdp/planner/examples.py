@@ -1,4 +1,4 @@
-"""What a model is called with when it is run without data."""
+"""Arguments with which a model is called when it runs without data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LENGTHS = ("sequence_length", "max_position_embeddings", "n_positions")
 
 
 def call_with(module: nn.Module, example: Example | None, *, sequence_length: int) -> Run:
-    """How to call ``module`` with a batch: with ``example`` at another batch size, or the module's ``example_input_array``; else a Hugging
-    Face model inside with what it takes, or a model of tokens with their ids.
+    """Return a call of ``module`` with a batch: with ``example`` at another batch size, or the module's ``example_input_array``; else
+    of a Hugging Face model inside with its arguments, or of a model of tokens with their ids.
 
     Args:
         module: The whole model.
@@ -76,7 +76,7 @@ def _sized(example: Any, samples: int) -> Any:
 
 
 def _inputs(model: nn.Module, samples: int, length: int) -> dict[str, Any]:
-    """Of a Hugging Face model."""
+    """Return the inputs of a Hugging Face model."""
     config: Any = model.config
     found: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":

@@ -1,4 +1,4 @@
-"""What a layer's experts are to the planner."""
+"""Shape of a layer's experts for the planner."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ExpertShape:
 
     @property
     def parameters(self) -> int:
-        """Of one expert."""
+        """Return the number of parameters of one expert."""
         return sum(outputs * (inputs + self.bias) for outputs, inputs in self.matrices)
 
     def local(self, layout: ParallelLayout) -> int:
@@ -52,7 +52,7 @@ class ExpertShape:
 
 
 def experts_of(model: GPTConfig) -> ExpertShape | None:
-    """Of its mixtures; None if it has none."""
+    """Return the shape of the model's experts; None if it has none."""
     if model.num_experts is None:
         return None
     return ExpertShape(

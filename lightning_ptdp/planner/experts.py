@@ -1,4 +1,4 @@
-"""What the experts of a mixture take of time and memory: rows that travel, grouped products, copies.
+"""Time and memory of a mixture's experts: rows that travel, grouped products, copies.
 
 n tokens a rank, k experts a token: r = n k rows leave each rank and, were the experts equally busy, come to each. The fullest rank has
 ``imbalance`` times as many, and the others wait for it. Shapes: h channels, f inner channels, E experts, e ranks that share them; w bytes

@@ -186,7 +186,7 @@ def _visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tens
 
 
 def _experts(module: nn.Module) -> ExpertShape | None:
-    """Of a module of experts that was called."""
+    """Return the shape of a module of experts that was called."""
     if "_visits" not in vars(module):
         return None
     chosen, hidden = vars(module)["_visits"]

@@ -23,7 +23,7 @@ _KEPT = 32 * 2**20
 
 
 def fresh_seconds(job: Job, sizes: Iterable[float]) -> float:
-    """Of tensors of ``sizes`` bytes."""
+    """Return the time of touching new memory for tensors of ``sizes`` bytes."""
     measured = job.device.measured
     if measured is None or not measured.fresh_s:
         return 0.0

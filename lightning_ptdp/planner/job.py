@@ -1,4 +1,4 @@
-"""What is planned: the job (what shall be trained, on what) and a choice (how)."""
+"""Subject of planning: the job (model, devices and batch) and a choice (layout and options)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def cluster(self) -> Cluster:
-        """What joins the devices."""
+        """Return the links between the devices."""
         return self.device.cluster
 
     @property
@@ -76,7 +76,7 @@ class Job:
 
     @property
     def overlaps(self) -> bool:
-        """Whether collectives run beside computations, as the software has it: on a CPU there must be a core for them, too."""
+        """Return True if collectives run beside computations in this software. On a CPU there must be a core for them, too."""
         return self.shared_cores == 0 or self.shared_cores >= 2 * self.processes
 
     @property
@@ -98,7 +98,7 @@ class Job:
         )
 
     def fuses(self, attention: Attention) -> bool:
-        """Whether no s x s scores are in memory."""
+        """Return True if no s x s scores are in memory."""
         return is_fused(attention, software=self.software, on_cpu=self.device.kind == "cpu")
 
     @property
@@ -143,7 +143,7 @@ class Choice:
 
     @property
     def samples(self) -> float:
-        """Of a microbatch, on one rank: b / c."""
+        """Return the number of samples of a microbatch on one rank: b / c."""
         return self.micro_batch_size / self.layout.context_parallel_size
 
     def options(self) -> dict[str, object]:

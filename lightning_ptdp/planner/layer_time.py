@@ -107,7 +107,9 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
 
 
 def _experts(job: Job, choice: Choice, layer: LayerShape, experts: ExpertShape) -> tuple[PassTime, float, int]:
-    """Of a layer's experts: router, products and what lies between them; the all-to-alls of one direction; operations of a forward."""
+    """Return the times of a layer's experts: router, products and what lies between them; the all-to-alls of one direction; operations
+    of a forward.
+    """
     time, traffic, stream = expert_time(experts, job, choice), expert_traffic(experts, job, choice), _layer_stream(job, layer)
     router = _products(job, choice, Product(rows=layer.products[0].rows, outputs=experts.number, inputs=experts.hidden))
     made = PassTime(
@@ -130,7 +132,7 @@ def _beside(job: Job, host: float, device: float) -> float:
 
 
 def input_time(job: Job, choice: Choice) -> PassTime:
-    """What runs before the layers: a look-up, the sum over the split vocabulary, and the gradient of the table."""
+    """Return the time of the work before the layers: a look-up, the sum over the split vocabulary, and the gradient of the table."""
     first, stream, t = job.shape.input, job.device.stream, choice.layout.tensor_parallel_size
     nbytes = choice.samples * job.shape.runs[0][1].crossing
     products = [_products(job, choice, product) for product in first.products]
@@ -155,7 +157,7 @@ def input_time(job: Job, choice: Choice) -> PassTime:
 
 
 def head_time(job: Job, choice: Choice) -> PassTime:
-    """What runs behind the layers: the output head and the loss."""
+    """Return the time of the work after the layers: the output head and the loss."""
     head, stream, t = job.shape.head, job.device.stream, choice.layout.tensor_parallel_size
     products = [_products(job, choice, product) for product in head.products]
     group, forward, backward, exposed, gathered = group_link(choice.layout, job.cluster, "tensor"), 0.0, 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What ``ptdp doctor --calibrate`` found of a device, in place of what a data sheet and shares of it say."""
+"""Measurements of ``ptdp doctor --calibrate``, in place of a data sheet's figures and assumed shares of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fullest rank of a layout holds, part by part."""
+"""Memory of a layout's fullest rank, part by part."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def fullest_rank(job: Job, choice: Choice) -> RankMemory:
 
 
 def _kinds(job: Job, choice: Choice) -> dict[int, LayerActivations]:
-    """Of each kind of layer, by its ``id``."""
+    """Return the activations of each kind of layer, by its ``id``."""
     return {id(layer): layer_activations(job, choice, layer) for _, layer in job.shape.runs}
 
 
@@ -133,7 +133,9 @@ def _held(choice: Choice, pipeline_rank: int) -> int:
 
 
 def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int, ...]) -> float:
-    """What the embedding keeps, ids and the mask of its dropout; and without tensor parallelism autocast's copy of the head."""
+    """Return the bytes that the embedding keeps, ids and the mask of its dropout; and without tensor parallelism autocast's copy of
+    the head.
+    """
     total = 0.0
     if 0 in stages:
         total += _held(choice, layout.rank_of_stage(0)) * kept_on(choice, job.shape.input.kept)

@@ -1,4 +1,4 @@
-"""How many parameters a rank holds, by stage."""
+"""Number of parameters that a rank holds, by stage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stage_parameters(model: ModelShape, layout: ParallelLayout, *, balanced: boo
 
 @functools.lru_cache(maxsize=64)
 def expert_parameters(model: ModelShape, layout: ParallelLayout, *, balanced: bool = True) -> tuple[int, ...]:
-    """Of ``stage_parameters`` those of experts, of which a rank has 1/e: what only the ranks with the same ones hold alike."""
+    """Return the experts' part of ``stage_parameters``, of which a rank has 1/e and which only the ranks with the same experts share."""
 
     def held(layer: LayerShape) -> int:
         return 0 if layer.experts is None else layer.experts.local(layout)
@@ -61,7 +61,7 @@ def stage_layers(model: ModelShape, num_stages: int, *, balanced: bool = True) -
 
 
 def layers_by_stage(model: ModelShape, num_stages: int, *, balanced: bool = True) -> tuple[int, ...]:
-    """How many layers each stage has; ``balanced`` as of ``stage_layers``."""
+    """Return the number of layers of each stage; ``balanced`` as of ``stage_layers``."""
     return tuple(sum(count for count, _ in runs) for runs in stage_layers(model, num_stages, balanced=balanced))
 
 

@@ -1,4 +1,4 @@
-"""Where the time and the memory of the best layouts go, as bars: in the terminal, and as a picture.
+"""Time and memory of the best layouts by their parts, as bars: in the terminal, and as a picture.
 
 matplotlib is imported only when a picture is drawn.
 """

@@ -1,4 +1,4 @@
-"""What a plan says of a module's parameters: which of them t divides, how they are counted, and which sizes t has to divide."""
+"""Effects of a plan on a module's parameters: which of them t divides, how they are counted, and which sizes t has to divide."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _kinds(module: nn.Module, plan: ParallelPlan) -> dict[str, Kind]:
 
 
 def split_weights(module: nn.Module, plan: ParallelPlan) -> dict[int, Weight]:
-    """How t divides each parameter of the module that it divides, by its ``id``."""
+    """Return the division by t of each parameter that t divides, by its ``id``."""
     found = dict[int, Weight]()
     for name, kind in _kinds(module, plan).items():
         child = module.get_submodule(name)
@@ -45,7 +45,7 @@ def split_weights(module: nn.Module, plan: ParallelPlan) -> dict[int, Weight]:
 
 
 def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
-    """Of a column layer's outputs those of key and value heads, and how many of them a rank has at least."""
+    """Return the number of a column layer's outputs for key and value heads, and the least number of such heads on a rank."""
     if not kind.copy_heads or not isinstance(kind.heads, tuple):
         return 0, 0
     outputs, _ = output_input_sizes(module)
@@ -57,7 +57,7 @@ def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
 
 
 def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]) -> Parameters:
-    """How many numbers these hold, each counted once, by how t divides them (``split_weights``)."""
+    """Return the number of values of these parameters, each counted once, by how t divides them (``split_weights``)."""
     whole = split = copied = 0
     heads = 1
     for p in dict.fromkeys(parameters):
@@ -74,7 +74,7 @@ def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]
 
 
 def counted(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> dict[str, Parameters]:
-    """Of each layer, by its name; experts are not among them."""
+    """Return the parameters of each layer by its name, without experts."""
     weights, found = split_weights(module, plan), dict[str, Parameters]()
     seen = set[int]()
     for layer in layers_of(module, parts.blocks):
@@ -99,7 +99,7 @@ def tables(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> tuple[nn
 
 
 def divided(module: nn.Module, plan: ParallelPlan) -> Sequence[Divided]:
-    """What t has to divide."""
+    """Return the sizes that t has to divide."""
     found = Counter[Divided]()
     for name, kind in _kinds(module, plan).items():
         child, short = module.get_submodule(name), name.rpartition(".")[2]

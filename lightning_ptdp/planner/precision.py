@@ -32,7 +32,7 @@ class Precision:
 
     @property
     def casts(self) -> bool:
-        """Whether parameters are cast for each use (autocast)."""
+        """Return True if parameters are cast for each use (autocast)."""
         return self.weight != self.compute
 
 

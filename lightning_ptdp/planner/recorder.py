@@ -1,4 +1,4 @@
-"""What a forward and its backward do, seen on tensors without data: products, attention, bytes read and written, bytes kept."""
+"""Record of a forward and its backward on tensors without data: products, attention, bytes read and written, bytes kept."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Weight:
 
 @dataclass
 class Trace:
-    """What was seen in one place; bytes by whether t divides them, [alike, split].
+    """Record of one place in the model; bytes by whether t divides them, [alike, split].
 
     Attributes:
         products: In the order of the forward.

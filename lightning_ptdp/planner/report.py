@@ -49,7 +49,10 @@ def strategy_arguments(candidate: Candidate) -> str:
 
 
 def fit_options(job: Job, candidate: Candidate) -> str:
-    """What a configuration of ``ptdp fit`` says of it, in YAML; defaults are written out, since the file below may say otherwise."""
+    """Return the configuration of ``ptdp fit`` for a candidate, in YAML.
+
+    Defaults are written out, since the file below may differ from them.
+    """
     node = job.cluster.node_size
     devices = job.world_size if job.world_size <= node else math.gcd(job.world_size, node)
     microbatches = {

@@ -33,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         job: What was planned.
@@ -99,7 +99,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
 
 
 def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
-    """Of weights, gradients and optimizer state alone, with the recomputation and sharding that hold least."""
+    """Return the bytes of weights, gradients and optimizer state alone, with the recomputation and sharding that hold least."""
     *_, smallest = _choices(space, choice)
     counts = (sum(count(job.shape, choice.layout)) for count in (stage_parameters, expert_parameters))
     # The fullest rank has no less than the mean.

@@ -1,4 +1,5 @@
-"""What a model is to the planner: the matrix products, attention and bytes of its layers and ends, for one sample, and how t divides them.
+"""Shape of a model for the planner: the matrix products, attention and bytes of its layers and ends, for one sample, and how t divides
+them.
 
 Time, memory and search read nothing else. A ``GPTConfig`` gives it by formulas (``gpt_shape.py``).
 """
@@ -100,7 +101,7 @@ class Attention:
 
 
 def is_fused(attention: Attention, *, software: Software, on_cpu: bool) -> bool:
-    """Whether no scores are in memory: torch's kernel for CPUs takes no dropout."""
+    """Return True if no scores are in memory; torch's kernel for CPUs takes no dropout."""
     return software.attention == "fused" and not (on_cpu and attention.dropout)
 
 
@@ -189,7 +190,7 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class EndShape:
-    """What runs before the layers, or behind them.
+    """Work before the layers, or after them.
 
     Attributes:
         products: The last one of the head makes the logits.
@@ -210,7 +211,7 @@ class EndShape:
     cost: float = 0.0
 
     def table_elements(self, t: int = 1) -> int:
-        """Of the table on one of t ranks, padded."""
+        """Return the number of elements of the table on one of t ranks, padded."""
         rows, columns = self.table
         return -(-rows // t) * columns
 
@@ -235,7 +236,7 @@ class Divided:
     copied: bool = False
 
     def by(self, t: int) -> bool:
-        """Whether it does."""
+        """Return True if t divides it."""
         return self.size % t == 0 or (self.copied and t % self.size == 0)
 
 
@@ -270,17 +271,17 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Return the number of layers."""
         return sum(count for count, _ in self.runs)
 
     @property
     def parameters(self) -> int:
-        """How many the whole model has, a tied table counted once."""
+        """Return the number of parameters of the whole model, a tied table counted once."""
         return self._parameters(active=False)
 
     @property
     def active_parameters(self) -> int:
-        """Of these, those that one token visits: of a layer's experts the chosen ones."""
+        """Return the number of parameters that one token visits: of a layer's experts the chosen ones."""
         return self._parameters(active=True)
 
     @property
@@ -290,7 +291,7 @@ class ModelShape:
 
     @property
     def num_experts(self) -> int | None:
-        """Of its mixtures; None if it has none."""
+        """Return the number of experts of the model's mixtures; None if it has none."""
         return next((layer.experts.number for _, layer in self.runs if layer.experts is not None), None)
 
     def _parameters(self, *, active: bool) -> int:

@@ -1,4 +1,4 @@
-"""What runs on the devices: kernels, overlaps, bytes and host time, in a few numbers; presets by name.
+"""Figures of the software on the devices: kernels, overlaps, bytes and host time, in a few numbers; presets by name.
 
 The same layout on the same devices takes twice as long with attention that writes its scores to memory, or with a host that cannot launch
 as fast as small kernels run. What each number comes from is said beside it.

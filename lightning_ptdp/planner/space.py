@@ -21,7 +21,7 @@ _MOST_CHUNKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What may be tried; None means whatever makes sense for the job.
+    """Choices that may be tried; None means every sensible choice for the job.
 
     Attributes:
         tensor_parallel_sizes: Default: the divisors of a node's size, since tensor parallelism over several nodes waits for their links

@@ -167,7 +167,7 @@ def _hides_messages(job: Job) -> bool:
 
 
 def _stages(job: Job, choice: Choice) -> list[PassTime]:
-    """Of each stage; with the messages that hold a rank, one in each direction a microbatch."""
+    """Return the time of each stage, with the messages that block a rank, one in each direction a microbatch."""
     layers = {id(layer): layer_time(job, choice, layer) for _, layer in job.shape.runs}
     held = 0.0 if _hides_messages(job) else _message(job, choice)
     message = PassTime(forward=held, backward=held, weight=0.0)
@@ -184,7 +184,7 @@ def _named(runs: Iterable[tuple[int, LayerShape]]) -> tuple[tuple[int, int], ...
 
 
 def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
-    """Of the ranks, with all of its stages."""
+    """Return the time of the slowest rank, with all of its stages."""
     ranks = [sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING) for rank in range(layout.pipeline_parallel_size)]
     return max(ranks, key=lambda rank: rank.forward + rank.backward)
 
@@ -257,8 +257,9 @@ def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidde
 
 
 def _exposed(seconds: float, choice: Choice, behind: float) -> float:
-    """What is left of a reduction that starts in the last microbatch's pass, of ``behind`` seconds, and hides behind half of it. Of several
-    chunks each runs its last p microbatches in front of another's, which hide it; that of the last one has only itself."""
+    """Return the exposed part of a reduction of ``behind`` seconds that starts in the last microbatch's pass and hides behind half of
+    it. Of several chunks each runs its last p microbatches before another's, which hide it; that of the last one has only itself.
+    """
     p, v = choice.layout.pipeline_parallel_size, choice.layout.virtual_pipeline_size
     if v == 1:
         return max(0.0, seconds - behind / 2)
@@ -266,7 +267,9 @@ def _exposed(seconds: float, choice: Choice, behind: float) -> float:
 
 
 def _optimizer(job: Job, choice: Choice, parameters: int, experts: int) -> float:
-    """What the software reads and writes; else every byte of weights and state both ways, and gradients twice: for their norm, too."""
+    """Return the time of the bytes that the software's optimizer reads and writes; by default every byte of weights and state both
+    ways, and gradients twice, because their norm is computed, too.
+    """
     weights, gradients, state = static_bytes(job, choice, parameters, experts)
     share = state / (parameters * job.precision.state)
     stream = job.device.stream if job.device.measured is None else job.device.measured.optimizer
