@@ -102,7 +102,7 @@ class HuggingFaceWeights:
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """What there is, by name."""
+        """Return the entries of the stored tensors by name."""
         found: dict[str, TensorEntry] = {}
         for name, parts in self.stored.items():
             shape = tuple(map(max, zip(*(view.place.end for _, view in parts), strict=False)))
@@ -175,7 +175,7 @@ class OurWeights:
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """What there is, by name."""
+        """Return the entries of the stored tensors by name."""
         return {name: TensorEntry(shape=parts[0].full_shape, dtype=parts[0].values.dtype) for name, parts in self.parts.items()}
 
     def fill(self, tensors: Tensors) -> None:

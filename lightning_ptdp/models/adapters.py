@@ -20,7 +20,7 @@ _ALL = "all-linear"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """What of a model is trained beside its frozen weights W: W + alpha / r B A, B (o, r) and A (r, i).
+    """Adapters that are trained beside a model's frozen weights W: W + alpha / r B A, B (o, r) and A (r, i).
 
     Args:
         r: Rank of the adapters.

@@ -205,7 +205,7 @@ class Router(nn.Module):
         return Routing(index, weights, kept, self._auxiliary(logits, scores, index, kept))
 
     def _auxiliary(self, logits: Tensor, scores: Tensor, index: Tensor, kept: Tensor | None) -> Tensor:
-        """What of it is no part of the loss has no gradient."""
+        """Return the auxiliary losses; those that are no part of the loss have no gradient."""
         config, size = self.config, self.num_experts
         share = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
         share = share if config.balance == "loss" else share.detach()
@@ -241,7 +241,7 @@ class Mixture(nn.Module):
         return (y_bsh if self.shared is None else y_bsh + self.shared(x_bsh)), aux_b3
 
     def _of_kept(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, kept_r: Tensor) -> Tensor:
-        """What is dropped does not travel: each choice that is kept goes as a token of its own."""
+        """Return the output of the kept choices, each of which travels as a token of its own; dropped ones do not travel."""
         k = index_nk.size(1)
         chosen = (each.reshape(-1, 1).index_select(0, kept_r) for each in (index_nk, weights_nk))
         made_rh = self.experts(x_nh.index_select(0, kept_r // k), *chosen)

@@ -108,6 +108,7 @@ BAD = [
     ("ptdp fit --launcher slurm --config gpt/ptdp-3.6b --nodes 1 --gpus-per-node 3 --dry-run", "world_size=3"),
     ("ptdp fit --launcher slurm --dry-run", "what is to be trained"),
     ("ptdp bench --config gpt/nano --steps 0", "--steps 0 must be at least 1"),
+    ("ptdp bench --config gpt/nano --compare 't2 p1, d2'", "d2 would need 2 processes, and there are 4: write d4"),
     ("ptdp bench --config gpt/nano --compare t8", "--compare 't8': world_size=4"),
     (f"ptdp fit {ONE} --trainer.max_stps 3", "did you mean 'trainer.max_steps'"),
     (f"ptdp fit {ONE} --trainer.max_steps many", "trainer.max_steps: Expected int. Got value: many"),
