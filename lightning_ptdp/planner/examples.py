@@ -19,17 +19,17 @@ Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 _LENGTHS = ("sequence_length", "max_position_embeddings", "n_positions")
 
 
-def call_with(module: nn.Module, example: Example | None, *, sequence_length: int) -> Run:
+def call_with(module: nn.Module, example: Example | None, *, sequence_length: int | None) -> Run:
     """Return a call of ``module`` with a batch: with ``example`` at another batch size, or the module's ``example_input_array``; else
     of a Hugging Face model inside with its arguments, or of a model of tokens with their ids.
 
     Args:
         module: The whole model.
         example: What its forward takes.
-        sequence_length: s in tokens.
+        sequence_length: s in tokens; None if it is not known.
 
     Raises:
-        ValueError: It cannot be known what the module takes.
+        ValueError: It cannot be known what the module takes, or how long its sequences are.
     """
     given = example if example is not None else getattr(module, "example_input_array", None)
     if given is not None:
@@ -38,9 +38,11 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
         if isinstance(getattr(child, "dummy_inputs", None), Mapping):
             if (main := getattr(child, "main_input_name", "input_ids")) not in ("input_ids", "pixel_values"):
                 raise ValueError(f"{type(child).__name__} takes {main}: give plan an example= of what its forward takes")
-            return lambda model, samples: model.get_submodule(name)(**_inputs(child, samples, sequence_length))
+            tokens = 1 if main == "pixel_values" else _known(sequence_length, module)
+            return lambda model, samples: model.get_submodule(name)(**_inputs(child, samples, tokens))
     if any(isinstance(child, nn.Embedding) for child in module.modules()):
-        return lambda model, samples: model(torch.zeros(samples, sequence_length, dtype=torch.long))
+        tokens = _known(sequence_length, module)
+        return lambda model, samples: model(torch.zeros(samples, tokens, dtype=torch.long))
     raise ValueError(
         f"it is not known what {type(module).__name__} is called with: give plan an example= of what its forward takes, or the module an "
         "example_input_array"
@@ -61,6 +63,15 @@ def longest_sample(module: nn.Module, example: Example | None = None) -> int | N
                 if isinstance(length := getattr(sizes, name, None), int) and length > 0:
                     return length
     return None
+
+
+def _known(sequence_length: int | None, module: nn.Module) -> int:
+    if sequence_length is None:
+        raise ValueError(
+            f"{type(module).__name__} does not say how long its sequences are: give plan a sequence_length=, or an example= of what its "
+            "forward takes, or the module an example_input_array"
+        )
+    return sequence_length
 
 
 def _call(model: nn.Module, example: Example) -> object:

@@ -104,7 +104,7 @@ def described(
     for one in configs:
         if isinstance(one, GPTConfig):
             return one
-    tokens = length or longest_sample(module, example) or 1
+    tokens = length or longest_sample(module, example)
     try:
         if CUT_MARK in vars(module):
             raise ValueError("it was cut for a layout already, and its forward is that of a part")
@@ -115,7 +115,7 @@ def described(
             precision=find_precision(precision),
             software=find_software(software),
             on_cpu=device.kind == "cpu",
-            sequence_length=tokens,
+            sequence_length=tokens or 1,
         )
     except ValueError as error:
         for one in configs:

@@ -209,7 +209,9 @@ def test_what_cannot_be_followed() -> None:
     with pytest.raises(
         ValueError, match=r"forward of Stubborn could not be followed without data: it stopped in ''.*--layers 24"
     ):
-        lightning_ptdp.plan(Stubborn(), world_size=4, batch=16)
+        lightning_ptdp.plan(Stubborn(), world_size=4, batch=16, sequence_length=24)
+    with pytest.raises(ValueError, match=r"Own does not say how long its sequences are: give plan a sequence_length="):
+        lightning_ptdp.plan(Own(), world_size=4, batch=16)
     with pytest.raises(ValueError, match=r"what Sequential is called with: give plan an example="):
         lightning_ptdp.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), world_size=4, batch=16)
     module = Own()
