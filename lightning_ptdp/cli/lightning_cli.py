@@ -123,8 +123,7 @@ class PTDPCLI(LightningCLI):
             if "`devices` selected with `CPUAccelerator`" not in str(error):
                 raise
             raise UserError(
-                f"trainer.devices={self.config.trainer.devices} is not a number of processes, which it is on CPU: use --trainer.devices 1 "
-                "or more"
+                f"trainer.devices={self.config.trainer.devices} is not a number of processes: on CPU, use --trainer.devices 1 or more"
             ) from error
         except ValueError as error:
             raise UserError(readable(str(error), ())) from error

@@ -26,8 +26,8 @@ def check_causal(config: Any, *, said: str) -> None:
     is_encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
     if is_encoder and not getattr(config, "is_decoder", False):
         raise ValueError(
-            f"{said} is a {config.model_type} model with is_decoder=False: its tokens attend to those that follow, which a causal "
-            'language model predicts. Use LitMaskedLM, or set "is_decoder": true in config.json'
+            f"{said} is a {config.model_type} model with is_decoder=False: its tokens attend to later ones, which a causal "
+            'language model has to predict. Use LitMaskedLM, or set "is_decoder": true in config.json'
         )
 
 

@@ -136,7 +136,7 @@ BAD = [
     (f"ptdp fit {ONE} --config utf16.json", "utf16.json: is not UTF-8"),
     (f"ptdp fit {ONE} --config theirs", "--config theirs is a folder"),
     (f"ptdp fit {ONE} --seed_everything=-1", "seed_everything=-1 must be between 0 and 4294967295"),
-    (f"ptdp fit {NANO} --trainer.gradient_clip_val=-1", "gradient_clip_val=-1 is no norm"),
+    (f"ptdp fit {NANO} --trainer.gradient_clip_val=-1", "gradient_clip_val=-1 must be 0 or more"),
     (f"ptdp fit {NANO} --trainer.accumulate_grad_batches=0", "accumulate_grad_batches=0 must be 1 or more"),
     (f"ptdp fit {ONE} --init_from theirs --ckpt_path weights.ckpt", "--init_from begins a new training"),
     (f"ptdp fit {ONE} --export text.ckpt/x", "text.ckpt is a file"),

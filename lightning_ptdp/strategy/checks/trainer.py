@@ -33,10 +33,10 @@ def check_trainer(strategy: RunningStrategy, trainer: Trainer) -> None:
 
 
 def check_numbers(strategy: RunningStrategy, trainer: Trainer) -> None:
-    """Refuse numbers that Lightning passes on: a negative norm, by which clipping turns gradients round, and steps of no batch."""
+    """Refuse values that Lightning does not check: a negative norm, with which clipping reverses gradients, and steps without a batch."""
     if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val >= 0:
         raise strategy.refusal(
-            f"gradient_clip_val={trainer.gradient_clip_val} is no norm, which is 0 or more: use 1.0, for example, or None to clip nothing"
+            f"gradient_clip_val={trainer.gradient_clip_val} must be 0 or more: use 1.0, for example, or None for no clipping"
         )
     if trainer.accumulate_grad_batches < 1:
         raise strategy.refusal(f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more")
