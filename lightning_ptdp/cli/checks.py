@@ -25,7 +25,7 @@ from lightning_ptdp.loggers.store import check_writable_folder
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM
 from lightning_ptdp.strategy.checks.trainer import check_numbers
 
-__all__ = ["check_checkpoint", "check_data", "check_run", "check_weights"]
+__all__ = ["check_checkpoint", "check_data", "check_run", "check_validation_interval", "check_weights"]
 
 _KEYWORDS = ("best", "last", "hpc", "registry")
 _PARTS = ("metadata.json", ".metadata")
@@ -77,6 +77,24 @@ def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None
     if isinstance(datamodule, StreamDataModule):
         layout = getattr(trainer.strategy, "layout", None)
         datamodule.check(num_replicas=1 if layout is None else layout.num_replicas)
+
+
+def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
+    """Check that an epoch of our prepared data has as many batches as lie between two validations.
+
+    Raises:
+        UserError: It has fewer, so that no validation would take place. (Lightning raises the same error in the ranks.)
+    """
+    interval = trainer.val_check_interval
+    if not isinstance(datamodule, StreamDataModule) or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
+        return
+    layout = getattr(trainer.strategy, "layout", None)
+    batches = datamodule.num_training_batches(num_replicas=1 if layout is None else layout.num_replicas)
+    if trainer.limit_val_batches and interval > batches:
+        raise UserError(
+            f"trainer.val_check_interval={interval} is longer than an epoch, which has {batches} batches: use {batches} or less, or count "
+            "over epochs with --trainer.check_val_every_n_epoch null"
+        )
 
 
 def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_ptdp._lightning import load_only_named_checkpoints
 from lightning_ptdp.callbacks import ExportHuggingFace, PredictionWriter, RunRecord, RunReport, WriteSamples
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.cli.checks import check_data, check_run, check_weights
+from lightning_ptdp.cli.checks import check_data, check_run, check_validation_interval, check_weights
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.experiment import experiment_of
 from lightning_ptdp.cli.held_back import held_back
@@ -64,6 +64,8 @@ def run(verb: str, arguments: list[str]) -> int:
         return 0
     if _launches(cli.trainer):
         _prepare(cli)
+        if verb == "fit":
+            check_validation_interval(cli.trainer, cli.datamodule)
     if verb == "fit":
         return _fit(cli, ckpt_path)
     if ckpt_path is None:

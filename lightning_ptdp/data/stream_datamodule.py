@@ -95,6 +95,11 @@ class StreamDataModule(LightningDataModule):
         TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas)
         self._stream("validation")
 
+    def num_training_batches(self, *, num_replicas: int = 1) -> int:
+        """Return the number of batches of an epoch of one replica, after the ramp-up; the data must be prepared."""
+        batch_size = self.batch_plans(num_replicas=num_replicas)[-1].replica_batch
+        return len(TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas))
+
     def datasets(self) -> list[DatasetRecord]:
         """Return records of the data for training and validation."""
         places = [str(Path(place).absolute()) for place in self._places()]

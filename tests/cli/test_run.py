@@ -74,6 +74,14 @@ def test_fit_then_validate_then_generate(ptdp: Run, config: str, tmp_path: Path,
     assert code == 0, err
 
 
+def test_an_epoch_without_a_validation_is_found_before_the_ranks_start(
+    ptdp: Run, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_ptdp.cli.run._fit", lambda *_: pytest.fail("started"))
+    code, _, err = ptdp("fit", "--config", config, "--trainer.val_check_interval=9999", "--trainer.check_val_every_n_epoch=1")
+    assert (code, "=9999 is longer than an epoch" in err.splitlines()[-1]) == (2, True), err
+
+
 def test_a_second_run_and_a_resumed_one(ptdp: Run, config: str, tmp_path: Path) -> None:
     first = ["--trainer.max_steps=2", "--sample=null"]
     assert ptdp("fit", "--config", config, *first)[0] == 0
