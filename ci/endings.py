@@ -106,7 +106,7 @@ def end(case: Case, trainer: pl.Trainer, folder: Path) -> None:
 
 
 def train(case: Case, folder: Path) -> None:
-    """What a user's script does."""
+    """Train as a user's script does."""
     write = background.save_rectangles
 
     def slow(*args: Any, **kwargs: Any) -> None:
@@ -183,7 +183,7 @@ def begin(case: Case, folder: Path, environment: dict[str, str]) -> int:
 
 
 def run(case: Case, folder: Path, limit_s: float) -> str:
-    """What was wrong; "" if nothing was. After ``limit_s`` seconds it hangs."""
+    """Run a case and return the fault, or "". After ``limit_s`` seconds it counts as a hang."""
     environments: list[dict[str, str]] = [{}]
     if case.launcher == "ranks":
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GROUP_RANK": "0"}

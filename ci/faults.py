@@ -177,7 +177,7 @@ class Campaign:
             return self._processes.run(attempt, shot=shot, patience_s=patience_s)
 
     def _judge(self, what: str, victim: int, ended: Ended, *, soon: float, late: float) -> tuple[float, ...]:
-        """How long each of the others took to name the lost one: ``soon`` if it could know of it, else ``late``."""
+        """Check the time that each of the other ranks took to name the lost one: ``soon`` if it could know of it, else ``late``."""
         times = []
         for rank in {*ended.steps} - {victim, *ended.finished}:
             said, printed = ended.said(rank), ended.printed.get(rank, "nothing")
@@ -197,7 +197,9 @@ class Campaign:
 
 
 def _had_met(rank: int, victim: int, ended: Ended) -> bool:
-    """Whether ``rank`` could know that ``victim`` had been there: rank 0, which answers all, knows who came; the others know it by that."""
+    """Return True if ``rank`` could know that ``victim`` had been there: rank 0, which answers all, knows who came; the others know it
+    by that.
+    """
     known = [ended.met.get(victim, math.inf)] + [ended.met.get(rank, math.inf)] * (victim == 0)
     return max(known) < ended.lost_at
 

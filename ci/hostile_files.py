@@ -29,7 +29,7 @@ _COLUMNS = ("kind", "cases", "refused", "harmless", "wrong", "slow", "memory", "
 
 
 def all_cases(folder: Path) -> list[Case]:
-    """Of every module of ``tests.hostile`` that has some; ``folder`` keeps what they are made of."""
+    """Return the cases of every module of ``tests.hostile``; ``folder`` keeps the files they are made of."""
     names = [module.name for module in pkgutil.iter_modules(tests.hostile.__path__) if not module.name.startswith("test_")]
     modules = [importlib.import_module(f"tests.hostile.{name}") for name in names]
     return [case for module in modules if hasattr(module, "cases") for case in module.cases(folder)]

@@ -41,7 +41,7 @@ Draw = random.Random
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
         kind: "equal", "refused", "different" or "late" (an error behind the checks).
@@ -173,7 +173,7 @@ GPT-2: up to 3e-4 of such a bias in float32, 1e-12 in float64).
 
 
 def measure(pool: Pool, names: list[str]) -> dict[str, list[Outcome]]:
-    """What comes of each architecture in each layout of the table."""
+    """Return the result of each architecture in each layout of the table."""
     found: dict[str, list[Outcome]] = {}
     for name in names:
         known: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def measure(pool: Pool, names: list[str]) -> dict[str, list[Outcome]]:
 
 
 def around(pool: Pool, names: list[str]) -> dict[str, Outcome]:
-    """What comes of the way from a folder to a folder."""
+    """Return the result of the way from a folder to a folder."""
     found: dict[str, Outcome] = {}
     for name in (name for name in names if name in CIRCLE):
         with tempfile.TemporaryDirectory() as folder:

@@ -62,7 +62,7 @@ class Wait:
 
 @dataclass
 class Waits:
-    """What a rank waited for.
+    """Record of a rank's waits.
 
     Attributes:
         batches: One list a batch; the first is what came before.
@@ -92,7 +92,7 @@ class Waits:
 
 @dataclass
 class _Memory:
-    """What is on the device, by the memory, which is kept: its address stands for no other tensor."""
+    """Tensors on the device, by their memory, which is kept so that its address stands for no other tensor."""
 
     device: torch.device
     waits: Waits
@@ -277,7 +277,7 @@ def _noted(name: str, waits: Waits) -> Callable[..., Any]:
 
 
 def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
-    """What torch.cuda would say."""
+    """Return replacements of functions of torch.cuda."""
     state = torch.zeros(16, dtype=torch.uint8)
 
     class Stream:

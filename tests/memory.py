@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward."""
+"""Memory that a forward keeps for its backward."""
 
 from __future__ import annotations
 

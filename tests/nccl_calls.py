@@ -1,4 +1,4 @@
-"""What the host of a rank has given to its communicators (queued.py notes it), to be run on NCCL's rules (schedule/streams.py)."""
+"""Calls that the host of a rank has given to its communicators (queued.py notes them), run by NCCL's rules (schedule/streams.py)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Session:
 
     @property
     def output(self) -> str:
-        """What was printed until now."""
+        """Return the output until now."""
         return self._path.read_text(errors="replace")
 
     @property

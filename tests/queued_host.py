@@ -1,4 +1,4 @@
-"""What a process has given to communicators with NCCL's habits (queued.py), and what its computation has to wait for."""
+"""Operations that a process has given to communicators with NCCL's habits (queued.py), and what its computation has to wait for."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Span:
 
 
 class Transfer(dist.Work):
-    """What was issued: one operation of a communicator.
+    """One issued operation of a communicator.
 
     Args:
         call: What it is.

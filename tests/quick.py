@@ -119,5 +119,5 @@ CHOSEN: Final = {
 
 
 def is_quick(module: str, test: str) -> bool:
-    """Whether a test is quick, by its module (``engine/test_batch``) and its name."""
+    """Return True if a test is quick, by its module (``engine/test_batch``) and its name."""
     return test.endswith(CHOSEN[module]) if module in CHOSEN else module not in THOROUGH

@@ -1,4 +1,4 @@
-"""What ci/faults.py takes for the naming of a lost rank, and what it finds in a folder."""
+"""Checks of ci/faults.py: how it recognizes the naming of a lost rank, and its judgement of a folder."""
 
 from __future__ import annotations
 

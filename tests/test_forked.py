@@ -1,4 +1,4 @@
-"""What is asked in a process of its own, so that others can be forked from this one."""
+"""Checks in a process of its own, from which others can then be forked."""
 
 from __future__ import annotations
 

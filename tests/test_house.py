@@ -1,4 +1,4 @@
-"""How the package and its tests are built."""
+"""Rules for the structure of the package and its tests."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LIMIT = timedelta(seconds=2)
 
 @dataclass(frozen=True)
 class Place:
-    """Where the store is, and whether rank 0 keeps it."""
+    """Position of the store, and whether rank 0 keeps it."""
 
     port: int
     kept: bool = True

@@ -1,4 +1,4 @@
-"""How quickly the processes of a launch end when one of them is lost."""
+"""Time in which the processes of a launch end after one of them is lost."""
 
 from __future__ import annotations
 

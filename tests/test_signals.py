@@ -1,4 +1,4 @@
-"""What Ctrl-C means: the first is a request, a copy of it nothing, the second now."""
+"""Meaning of Ctrl-C: the first is a request, a copy of it nothing, the second ends at once."""
 
 from __future__ import annotations
 

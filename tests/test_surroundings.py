@@ -1,4 +1,4 @@
-"""What surrounds a forward is one list: whatever is added to it is called for every forward and its recomputation."""
+"""Contexts around a forward are one list: each is called for every forward and its recomputation."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def attention_rows(tokens: int, rounds: int, group: Group) -> list[Comparison]:
 
 
 def kept_bytes(tokens: int, group: Group) -> float:
-    """What a rank keeps for the backward of a GPT, each storage once, parameters left out; the most of all ranks."""
+    """Return the bytes that a rank keeps for the backward of a GPT, each storage once, without parameters; the maximum of all ranks."""
     torch.manual_seed(0)
     config = GPTConfig.llama(
         vocabulary_size=512, num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=2, sequence_length=tokens

@@ -103,7 +103,7 @@ def fsdp2(config: GPTConfig, batch: Tensor) -> Contestant:
 
 
 def least(seconds: float) -> float:
-    """Of the ranks: the one that comes last waits for nobody, only for the reductions."""
+    """Return the minimum over the ranks: the last one to arrive waits only for the reductions."""
     value = torch.tensor(seconds)
     dist.all_reduce(value, op=dist.ReduceOp.MIN)
     return float(value)

@@ -69,7 +69,7 @@ def transformers_own(experts: nn.Module) -> nn.Module:
 
 
 class Gathered(nn.Module):
-    """What one writes by hand."""
+    """Expert parallelism as written by hand."""
 
     def __init__(self, experts: nn.Module, group: Group) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def step(layer: Layer, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tenso
 
 
 def seconds(layer: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Of the slowest rank."""
+    """Return the time of the slowest rank."""
     layer.zero_grad()
     dist.barrier()
     start = time.perf_counter()
@@ -111,7 +111,7 @@ def seconds(layer: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
 
 
 def gradient(layer: nn.Module, name: str) -> Tensor:
-    """Of the experts here."""
+    """Return the gradients of the local experts."""
     found: Any = next(parameter.grad for key, parameter in layer.named_parameters() if key.endswith(name))
     return found.to_local() if hasattr(found, "to_local") else found
 

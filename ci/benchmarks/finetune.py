@@ -39,7 +39,7 @@ BATCH, LENGTH = 4, 128
 
 
 class Lit(L.LightningModule):
-    """What anybody writes around a Llama, with adapters or without."""
+    """Usual LightningModule around a Llama, with adapters or without."""
 
     def __init__(self, size: str, adapters: bool) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Machine:
 
 
 def look(answer: Connection) -> None:
-    """What the machine is."""
+    """Return a description of the machine."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     if name:
         torch.zeros(1, device="cuda")
@@ -86,7 +86,7 @@ def run(answer: Connection, job: Job, on_gpu: bool) -> None:
 
 
 def tell_host_time(answer: Connection, on_gpu: bool) -> None:
-    """What a microbatch costs this machine's host."""
+    """Print the host's time for a microbatch."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     answer.send(host_time.measure(*(() if on_gpu else (1, 4))))
@@ -111,7 +111,7 @@ def beside(context: Any, target: Any, *args: Any, limit_s: float) -> Any:
 
 
 def start_method() -> tuple[Any, Machine]:
-    """How processes are started, and what they see: forked ones need no imports, unless CUDA cannot be used in them."""
+    """Return the start method of processes, and the machine: forked ones need no imports, unless CUDA cannot be used in them."""
     for name in ("fork", "spawn"):
         context = multiprocessing.get_context(name)
         machine = beside(context, look, limit_s=60.0)

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` measures, the most telling first: models, sizes, engines, and the operations that a step takes."""
+"""Cases of ``gpu.py``, the most telling first: models, sizes, engines, and the operations of a step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Return the number of tokens of a step."""
         return self.microbatches * self.samples * self.config.sequence_length
 
 

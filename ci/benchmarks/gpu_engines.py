@@ -207,7 +207,7 @@ class LitSlice(L.LightningModule):
 
 
 def hidden_states(case: Case, device: torch.device) -> Batch:
-    """What would come from the stage before, and from the one after."""
+    """Return tensors in place of those from the stage before, and from the one after."""
     shape = (case.microbatches * case.samples, case.config.sequence_length, case.config.hidden_size)
     return {name: torch.randn(shape, dtype=torch.bfloat16, device=device) for name in ("hidden", "gradient")}
 

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` sees of a contestant: seconds, peak memory, and the time in which the GPU has nothing to do."""
+"""Measurements of ``gpu.py``: seconds, peak memory, and the time in which the GPU is idle."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def measure(contestant: Contestant, model: torch.nn.Module, *, on_gpu: bool) -> 
 
 
 def profiled_idle(contestant: Contestant) -> float | None:
-    """Of some steps, whose kernels the profiler notes; what it costs the host by itself is counted as idle too."""
+    """Return the idle time of some steps, whose kernels the profiler records; its own host time is counted as idle too."""
     with profile(activities=[ProfilerActivity.CUDA]):
         contestant.steps(1)
     with profile(activities=[ProfilerActivity.CUDA]) as found:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's load, and a report that people and programs can read."""
+"""Common parts of the benchmarks: the machine's load, and a report for people and programs."""
 
 from __future__ import annotations
 

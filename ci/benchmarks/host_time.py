@@ -1,4 +1,4 @@
-"""What one microbatch costs the host, where stages do next to nothing and messages are there at once.
+"""Host time of one microbatch, where stages do next to nothing and messages arrive at once.
 
 Run: python ci/benchmarks/host_time.py [--rounds 9] [--microbatches 64]
 
@@ -70,7 +70,7 @@ class Lit(L.LightningModule):
 
 
 class AllKnown(dict[Any, Form]):
-    """What crosses is known of every microbatch: nobody is there to say it."""
+    """Channel of microbatches whose crossings are all known, so that no form is sent."""
 
     def get(self, key: Any, default: Any = None) -> Form:
         return self[key]

@@ -23,7 +23,7 @@ class NoHosts(Exception):
 
 
 def start(parser: argparse.ArgumentParser, worker: Callable[[int, argparse.Namespace], None], *, local: int) -> None:
-    """What a benchmark over a slow link does with its command line: start itself once a rank, or be one; ``parser`` has ``--mbit``."""
+    """Handle the command line of a benchmark over a slow link: start itself once a rank, or run one rank; ``parser`` has ``--mbit``."""
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parse_options(parser, rounds=1)
     if options.worker is not None:

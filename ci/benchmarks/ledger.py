@@ -1,4 +1,4 @@
-"""What a pipeline engine keeps for its messages, seen from below: at ``dist.isend`` and ``dist.irecv``, which every engine calls."""
+"""Memory that a pipeline engine keeps for its messages, seen at ``dist.isend`` and ``dist.irecv``, which every engine calls."""
 
 from __future__ import annotations
 

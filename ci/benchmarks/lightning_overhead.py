@@ -1,4 +1,4 @@
-"""What the strategy costs where it has nothing to do: all sizes 1, against a plain PyTorch loop on the same model.
+"""Overhead of the strategy with all sizes 1, against a plain PyTorch loop on the same model.
 
 Run: python ci/benchmarks/lightning_overhead.py [--rounds 12] [--steps 4]
 Both loops run in one process, a few steps each in turn; ours includes everything that Lightning does between two batches.

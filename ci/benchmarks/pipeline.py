@@ -58,7 +58,7 @@ REAL = [Sizes(schedule=name, p=p, v=v, m=8) for p in (2, 4) for name, v in zip(P
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What both engines run.
+    """Case that both engines run.
 
     Attributes:
         name: Of the rows.
@@ -77,7 +77,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw.
+    """Measurements of one rank.
 
     Attributes:
         ours: (start, end) of each step, on the clock that all processes share.

@@ -1,4 +1,4 @@
-"""What the planner expects of a step on this machine, beside the step: seconds and bytes of layouts of two GPTs and a Llama.
+"""The planner's expectation of a step on this machine, beside the step: seconds and bytes of layouts of two GPTs and a Llama.
 
 Run: python ci/benchmarks/planner.py [--steps 4] [--only a]
 

@@ -14,7 +14,7 @@ __all__ = ["SleepingBlock", "Sleeps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sleeps:
-    """How long a block sleeps, in seconds.
+    """Sleeping times of a block in seconds.
 
     Attributes:
         forward: In the forward.

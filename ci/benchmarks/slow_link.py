@@ -1,4 +1,4 @@
-"""How much of a step the reductions take over a slow link: the step less the same step without them.
+"""Share of the reductions in a step over a slow link: the step less the same step without them.
 
 Run as root: python ci/benchmarks/slow_link.py [--mbit 200] [--rounds 6] [--only GPT]; data_parallel.py runs it too.
 

@@ -199,7 +199,7 @@ def step(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seconds(layer: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor) -> float:
-    """Of the slowest rank."""
+    """Return the time of the slowest rank."""
     for parameter in parameters:
         parameter.grad = None
     dist.barrier()

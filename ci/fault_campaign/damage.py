@@ -14,7 +14,7 @@ __all__ = ["Damage", "damage_every_file"]
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """What was done to one file.
+    """Damage done to one file.
 
     Attributes:
         file: Its name.

@@ -1,4 +1,4 @@
-"""What must be true of a folder of checkpoints at every instant."""
+"""Invariants of a folder of checkpoints, which hold at every instant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEFTOVER = re.compile(r"\.(tmp|old|gone)-[0-9a-f]+(\.lock)?$|^\.latest-")
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a folder holds; steps are -1 where there is nothing.
+    """Content of a folder; steps are -1 if there are none.
 
     Attributes:
         newest: The newest complete checkpoint.
@@ -50,7 +50,7 @@ def look(folder: Path, before: Standing) -> Standing:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """What killed processes have left in ``folder``, by name."""
+    """Return the names of files that killed processes have left in ``folder``."""
     return sorted(path.name for path in folder.iterdir() if _LEFTOVER.search(path.name))
 
 

@@ -1,4 +1,4 @@
-"""Where a process of the fault campaign is lost: kinds of instants, and the traps that wait for them.
+"""Instants at which the fault campaign kills a process, and the traps that wait for them.
 
 A trap replaces functions in the process that is to be lost, and in no other. It counts their calls from a given step on, and then sends the
 process a signal: SIGKILL, as the kernel does when memory is short (nothing is flushed, closed or told to anybody), or SIGSTOP, after which

@@ -39,7 +39,7 @@ _PRINTED = 6000  # characters
 
 @dataclass(kw_only=True)
 class Ended:
-    """What became of an attempt; times are ``time.monotonic``.
+    """Result of an attempt; times are ``time.monotonic``.
 
     Attributes:
         lost: The rank that was lost, if one was.
@@ -68,7 +68,7 @@ class Ended:
     hanging: list[int] = field(default_factory=list)
 
     def said(self, rank: int) -> str:
-        """What a rank raised, or wrote before it ended itself."""
+        """Return the error that a rank raised, or wrote before it ended itself."""
         return self.errors[rank][0] if rank in self.errors else self.printed.get(rank, "")
 
     def said_at(self, rank: int) -> float:
@@ -189,14 +189,14 @@ def torchrun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
 
 @contextlib.contextmanager
 def popen(world_size: int) -> Iterator[list[Mapping[str, str]]]:
-    """What Lightning's own launcher sets: rank 0 keeps the store, which dies with it."""
+    """Return the environment that Lightning's own launcher sets: rank 0 keeps the store, which dies with it."""
     port = _free_port()
     yield [_rank(rank, world_size, port) | {"NODE_RANK": "0"} for rank in range(world_size)]
 
 
 @contextlib.contextmanager
 def srun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
-    """What SLURM sets; here too rank 0 keeps the store."""
+    """Return the environment that SLURM sets; here too rank 0 keeps the store."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     job = {
         "SLURM_JOB_ID": "1",

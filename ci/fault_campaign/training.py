@@ -1,4 +1,4 @@
-"""What one process of the fault campaign does: train a tiny GPT, from the beginning or from a checkpoint."""
+"""Work of one process of the fault campaign: train a tiny GPT, from the beginning or from a checkpoint."""
 
 from __future__ import annotations
 
