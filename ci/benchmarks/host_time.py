@@ -70,7 +70,7 @@ class Lit(L.LightningModule):
 
 
 class AllKnown(dict[Any, Form]):
-    """Channel of microbatches whose crossings are all known, so that no form is sent."""
+    """Forms of all microbatches, known in advance, so that none is sent."""
 
     def get(self, key: Any, default: Any = None) -> Form:
         return self[key]
