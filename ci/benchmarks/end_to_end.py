@@ -75,7 +75,7 @@ class TorchPipeline:
         for _ in range(count):
             self.optimizer.zero_grad()
             if self.rank == 0:
-                self.schedule.step(batch[:, :-1])
+                self.schedule.step(batch[:, :-1].contiguous())  # torch 2.11 compares strides
             else:
                 self.schedule.step(target=batch[:, 1:])
             self.optimizer.step()
