@@ -1,4 +1,8 @@
-"""Shims over names of torch that differ between the supported versions, in one place (tests/test_torch_shims.py)."""
+"""Private and renamed functions of torch, and differences between its supported versions.
+
+A comment "Needed until torch X" marks code that can be removed once X is the lowest supported version. A test names these
+places when the bound in ``pyproject.toml`` is raised (tests/test_torch_shims.py).
+"""
 
 from __future__ import annotations
 
@@ -66,7 +70,8 @@ def keep_padded(model: nn.Module) -> None:
 def all_gather_single(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
 ) -> dist.Work:
-    """Gather ``source`` of every rank, concatenated along dimension 0, into ``output`` (torch renamed it in 2.13)."""
+    """Gather ``source`` of every rank, concatenated along dimension 0, into ``output``."""
+    # Needed until torch 2.13, which renamed the function.
     function: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return function(output, source, group=group, async_op=async_op)
 
@@ -74,7 +79,8 @@ def all_gather_single(
 def reduce_scatter_single(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
 ) -> dist.Work:
-    """Sum ``source`` over the ranks and keep this rank's slice along dimension 0 (torch renamed it in 2.13)."""
+    """Sum ``source`` over the ranks and keep this rank's slice along dimension 0."""
+    # Needed until torch 2.13, which renamed the function.
     function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return function(output, source, group=group, async_op=async_op)
 
@@ -118,9 +124,9 @@ def start_traced(name: str, x: torch.Tensor, *arguments: object) -> torch.Tensor
 
 
 def wait_traced(x: torch.Tensor) -> torch.Tensor:
-    """The result of ``start_traced``; as a view, since torch 2.11's compiler may lose the gradient of what this operator returns."""
+    """Wait for ``start_traced`` and return its result."""
     result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return result.view_as(result)
+    return result
 
 
 def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:

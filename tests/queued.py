@@ -168,7 +168,7 @@ class Queued(dist.ProcessGroup):
     def alltoall_base(self, output: Tensor, source: Tensor, *rest: Any) -> Transfer:
         return self._collective("alltoall_base", (output, source, *rest), [source], [output])
 
-    # Their names since torch 2.13.
+    # The names since torch 2.13. The others are needed until torch 2.13.
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
 
     def allgather(self, outputs: list[list[Tensor]], sources: list[Tensor], options: Any = None) -> Transfer:

@@ -246,7 +246,10 @@ def habits() -> Iterator[Host]:
 
 
 def _issue_as_one(operations: Sequence[dist.P2POp]) -> list[Any]:
-    """Issue messages as one, as ``dist.batch_isend_irecv`` does on NCCL. Torch 2.11 does so for no backend that is written in Python."""
+    """Issue messages as one, as ``dist.batch_isend_irecv`` does on NCCL.
+
+    Needed until torch 2.14, since before it torch coalesces for no backend that is written in Python.
+    """
     group: Any = operations[0].group
     group._start_coalescing(operations[0].tensor.device)
     for operation in operations:

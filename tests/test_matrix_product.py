@@ -25,7 +25,7 @@ class _Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # The meta kernel of this one operation fails on torch 2.11. It returns `out`.
+        # Needed until torch 2.13: the meta kernel of this operation fails. It returns `out`.
         result = kwargs["out"] if func is torch.ops.aten.addmm.dtype_out else func(*args, **kwargs)
         for tensor in () if func.is_view else (*args, result):
             if isinstance(tensor, Tensor) and tensor.shape == self.shape:

@@ -8,11 +8,14 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightning_ptdp
 from lightning_ptdp._memory import return_large_blocks
@@ -268,8 +271,52 @@ def test_forward_hooks_are_those_that_are_called() -> None:
     assert seen == ["other"]
 
 
+def test_what_is_gathered_may_be_changed_in_place_in_a_graph() -> None:
+    """A user's block adds to the output of a row-parallel layer in place."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+
+        class Sum(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return wait_traced(start_traced("all_reduce", x, "sum", group.group_name))
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                return grad
+
+        weight, bias = (torch.ones(size, requires_grad=True) for size in ((4, 4), (4,)))
+
+        def block(x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = Sum.apply(x @ weight)
+            y += bias
+            return y
+
+        torch.compile(block, backend="aot_eager", fullgraph=True)(torch.ones(3, 4)).sum().backward()
+        assert weight.grad is not None and weight.grad.tolist() == [[3.0] * 4] * 4
+        assert bias.grad is not None and bias.grad.tolist() == [3.0] * 4
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_marked_workaround_is_removed_with_its_version() -> None:
+    package = Path(lightning_ptdp.__file__).parent
+    declared = re.search(r'"torch>=([\d.]+)', (package.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert declared is not None
+    marked = [
+        (path.name, version)
+        for folder in (package, package.parent / "tests")
+        for path in sorted(folder.rglob("*.py"))
+        for version in re.findall(r"[Nn]eeded until torch (\d+\.\d+)", path.read_text(encoding="utf-8"))
+    ]
+    assert len(marked) >= 8
+    assert [each for each in marked if Version(each[1]) <= Version(declared[1])] == []
+
+
 def test_no_method_is_called_that_a_compiler_does_not_look_into() -> None:
-    """``Tensor.unflatten`` is Python that calls ``super()``; inside a function mode torch 2.11 breaks the graph there."""
+    """``Tensor.unflatten`` breaks the graph inside a function mode. Needed until torch 2.14."""
     package = Path(lightning_ptdp.__file__).parent
     found = [
         path.name for path in package.rglob("*.py") if re.search(r"(?<!torch)\.unflatten\(", path.read_text(encoding="utf-8"))

@@ -115,8 +115,9 @@ def _takes_a_module(function: object) -> bool:
 def _unset(tensor: Tensor) -> Tensor:
     """Return a real tensor full of a value that no initializer gives.
 
-    It is float32 where ``tensor`` is in half precision, because the CPU draws other random numbers for each dtype.
+    It is float32 where ``tensor`` is in half precision, so that one seed gives the same values in every precision.
     """
+    # Needed until torch 2.12, whose CPU generator draws the same numbers for every floating-point dtype.
     dtype = torch.float32 if tensor.dtype in _HALF else tensor.dtype
     real = torch.full_like(tensor, _mark(tensor.dtype), dtype=dtype, device="cpu")
     return nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real

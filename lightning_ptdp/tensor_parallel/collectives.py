@@ -68,7 +68,10 @@ class Pending:
 
 
 def start_all_reduce(x: Tensor, *, group: Group, in_place: bool = False, op: Literal["sum", "max"] = "sum") -> Pending:
-    """Sum ``x`` over the group, or take the largest; ``in_place`` only where nobody else may look at ``x`` again."""
+    """Sum ``x`` over the group, or take the maximum, in place if ``in_place``.
+
+    ``op`` is a string because a compiler cannot compare ``ReduceOp``s. Needed until torch 2.13.
+    """
     if torch.compiler.is_compiling():
         x = x.contiguous()
         total = start_traced("all_reduce", x, op, group.name)

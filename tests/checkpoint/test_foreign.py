@@ -103,7 +103,7 @@ class _OlderPickler(pickle.Pickler):
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_indexes_of_format_1_by_other_releases_of_python(old: Path, protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
     set_state = TensorProperties.__setstate__
-    # Torch 2.11 knows no strides, the sixth property of the stored index.
+    # Needed until torch 2.15: before it there are no strides, the sixth property of the stored index.
     monkeypatch.setattr(TensorProperties, "__setstate__", lambda self, state: set_state(self, state[:5]))
     before, stream = read_full(old), io.BytesIO()
     _OlderPickler(stream, protocol=protocol).dump(pickle.loads((old / ".metadata").read_bytes()))
