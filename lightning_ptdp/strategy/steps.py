@@ -72,6 +72,11 @@ class ScheduledSteps(RunningStrategy):
         """While accumulating: keep gradients local."""
         return self.engine.gradients.accumulating()
 
+    def on_validation_start(self) -> None:
+        """Let all replicas evaluate the same model."""
+        with self._during("broadcast of buffers before validation at step"):
+            self.engine.broadcast_buffers()
+
     def validation_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """The user's ``validation_step`` on every stage."""
         return self._evaluate("validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values()))
