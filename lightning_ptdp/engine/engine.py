@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Gradients, ReplicaBuffers
-from lightning_ptdp.engine.agreement import check_same_batch, has_same_length
+from lightning_ptdp.engine.agreement import batch_sums, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
@@ -100,7 +100,6 @@ class Engine:
         self._checks: GradientChecks | None = None
         self._losses: Sequence[Tensor] = []  # of the last batch's microbatches, on the rank that has them
         self._factor: float | Tensor = 1.0
-        self._compared = False
         self._accumulated = False  # the batch before did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None
@@ -164,9 +163,6 @@ class Engine:
             clears: Lightning will clear all gradients before the backward.
             loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's gradients keep.
         """
-        if not self._compared:  # once a fit
-            check_same_batch(args[0], group=self._mesh.group("model"), rank=self._mesh.rank, device=self._device)
-            self._compared = True
         if not self._accumulated:
             self.broadcast_buffers()
         self._accumulated = self.gradients.accumulates
@@ -244,6 +240,15 @@ class Engine:
         same = has_same_length(loader, group=self._mesh.group("replicas"), device=self._device)
         self._replicas_in_step &= same
         return same
+
+    def batch_sums(self, batch: Nested, *, training: bool) -> Tensor | None:
+        """Numbers whose maximum over the world, or in evaluation over the replica, tells whether the ranks of each replica read the
+        same; None where a replica is one rank."""
+        layout = self._mesh.layout
+        if layout.model_parallel_size == 1:
+            return None
+        replica, replicas = (layout.replica(self._mesh.rank), layout.num_replicas) if training else (0, 1)
+        return batch_sums(batch, replica=replica, replicas=replicas, device=self._device)
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 
