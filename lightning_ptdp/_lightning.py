@@ -95,6 +95,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "init_process_group": "{fabric}.utilities.distributed:_init_dist_connection",
     "default_backend": "{fabric}.utilities.distributed:_get_default_process_group_backend_for_device",
     "reset_seed": "{fabric}.utilities.seed:reset_seed",
+    "seed_worker": "{fabric}.utilities.seed:pl_worker_init_function",
     "isolate_rng": "{core}.utilities.seed:isolate_rng",
     "sync_tensor": "{fabric}.utilities.distributed:_sync_ddp_if_available",
     "optimizers_to_device": "{fabric}.utilities.optimizer:_optimizers_to_device",

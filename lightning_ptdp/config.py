@@ -97,6 +97,9 @@ class PTDPConfig:
         data_parallel_replicas: Number of nodes (or other islands of fast links) that the replicas stand in, in order; gradients are
             then summed in two levels, and a sharded optimizer is sharded inside a node only.
         inter_node_reduce_dtype: In what gradients cross between nodes. Default: as inside them.
+        broadcast_buffers: Give all replicas rank 0's buffers (BatchNorm's statistics, codebooks) before the first batch of each optimizer
+            step and before validation, as DDP does. With False each replica keeps its own. Checkpoints hold rank 0's. A stage's
+            buffers are on the ranks that hold the stage, and are broadcast among these.
         overlap_parameter_gather: Let parameters arrive while the next step's forward runs. Default: if nobody but Lightning reads
             them between the steps.
         check_finite: What to do with a step whose loss or gradient is NaN or infinite: "raise" NonFiniteError with the first parameter,
@@ -149,6 +152,7 @@ class PTDPConfig:
     reduce_dtype: ReduceDtype | None = None
     data_parallel_replicas: Size = 1
     inter_node_reduce_dtype: ReduceDtype | None = None
+    broadcast_buffers: bool = True
     overlap_parameter_gather: bool | None = None
     check_finite: FiniteAction | None = None
     timeout_s: float = 1800.0

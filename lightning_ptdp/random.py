@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 from collections.abc import Iterator
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
-__all__ = ["States", "derive_seed", "reseed", "seeded", "set_states"]
+__all__ = ["States", "derive_seed", "reseed", "seed_process", "seeded", "set_states"]
 
 States: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Of the CPU's generator and of a GPU's."""
@@ -19,6 +21,13 @@ def derive_seed(*parts: object) -> int:
     """A 63-bit seed that is a function of ``parts`` (integers and strings) and the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def seed_process(seed: int) -> None:
+    """Seed the generators of torch, numpy and Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from lightning_ptdp.data_parallel.elementwise import check_elementwise
 from lightning_ptdp.data_parallel.gradients import Gradients
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
+from lightning_ptdp.data_parallel.replica_buffers import ReplicaBuffers
 from lightning_ptdp.data_parallel.shards import FlatSharding
 from lightning_ptdp.data_parallel.stepped import Stepped, SteppedParameters
 from lightning_ptdp.data_parallel.sums import global_norm
@@ -19,6 +20,7 @@ __all__ = [
     "Gradients",
     "LooseGradients",
     "Reduction",
+    "ReplicaBuffers",
     "Stepped",
     "SteppedParameters",
     "check_elementwise",

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import Gradients
-from lightning_ptdp.engine.agreement import check_same_batch, has_same_length
+from lightning_ptdp.data_parallel import Gradients, ReplicaBuffers
+from lightning_ptdp.engine.agreement import batch_sums, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
@@ -96,10 +96,11 @@ class Engine:
         self.gradients = Gradients(
             module=module, config=config, mesh=mesh, records=parallel.records, launched=self.observers.reducing, device=device
         )
+        self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
         self._checks: GradientChecks | None = None
         self._losses: Sequence[Tensor] = []  # of the last batch's microbatches, on the rank that has them
         self._factor: float | Tensor = 1.0
-        self._compared = False
+        self._accumulated = False  # the batch before did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None
 
@@ -162,13 +163,18 @@ class Engine:
             clears: Lightning will clear all gradients before the backward.
             loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's gradients keep.
         """
-        if not self._compared:  # once a fit
-            check_same_batch(args[0], group=self._mesh.group("model"), rank=self._mesh.rank, device=self._device)
-            self._compared = True
+        if not self._accumulated:
+            self.broadcast_buffers()
+        self._accumulated = self.gradients.accumulates
         self.gradients.begin(clears=clears)
         if self._config.runs_backward:
             return self._scheduled_training_step(context, args, loss_scale)
         return self._straight_step("training_step", context, args)
+
+    def broadcast_buffers(self) -> None:
+        """Give all replicas the buffers of the first one, if the user wants that; collective over the replicas."""
+        if self._config.broadcast_buffers:
+            self._buffers.broadcast()
 
     def _scheduled_training_step(self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float) -> Nested:
         buckets, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
@@ -234,6 +240,15 @@ class Engine:
         same = has_same_length(loader, group=self._mesh.group("replicas"), device=self._device)
         self._replicas_in_step &= same
         return same
+
+    def batch_sums(self, batch: Nested, *, training: bool) -> Tensor | None:
+        """Numbers whose maximum over the world, or in evaluation over the replica, tells whether the ranks of each replica read the
+        same; None where a replica is one rank."""
+        layout = self._mesh.layout
+        if layout.model_parallel_size == 1:
+            return None
+        replica, replicas = (layout.replica(self._mesh.rank), layout.num_replicas) if training else (0, 1)
+        return batch_sums(batch, replica=replica, replicas=replicas, device=self._device)
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 

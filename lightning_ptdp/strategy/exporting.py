@@ -58,7 +58,7 @@ class ModelSpaceExporting(ModelSpace):
                     raise CheckpointError(
                         "the model has no values yet: export_huggingface is for when fit has set the strategy up"
                     )
-                merged = merged_rectangles(self.lightning_module, self._model_tensors())
+                merged = merged_rectangles(self.lightning_module, self._model_tensors(to_write=True))
                 rectangles = [replace(one, name=MODEL + one.name) for one in merged]
                 described, prefix = self._described(prefix)
             export = FolderExport(target=target, described=described, prefix=prefix, dtype=dtype, shard_bytes=shard_bytes)

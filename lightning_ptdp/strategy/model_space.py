@@ -57,7 +57,7 @@ class ModelSpace(RunningStrategy):
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole, uncut model's state on the CPU of every rank; collective over the world, for models that fit."""
         with self.waiting_in("gathering the whole model"):
-            local = {name: (tensor.cpu(), sharding) for name, (tensor, sharding) in self._model_tensors().items()}
+            local = {name: (tensor.cpu(), sharding) for name, (tensor, sharding) in self._model_tensors(to_write=True).items()}
             ranks = gather(local)
         whole: dict[str, Tensor] = {}
         for part in ranks:
@@ -97,9 +97,9 @@ class ModelSpace(RunningStrategy):
                 materialize(child, name)
             make_room(module, device=cpu)
 
-    def _model_tensors(self, *, without: Collection[str] = ()) -> dict[str, tuple[Tensor, Sharding]]:
+    def _model_tensors(self, *, without: Collection[str] = (), to_write: bool = False) -> dict[str, tuple[Tensor, Sharding]]:
         """Local parameters and persistent buffers under their global names, tied ones under the first; before the module is cut: all.
-        Left out are those entries of the module's state."""
+        Left out are those entries of the module's state, and ``to_write`` the buffers that another rank writes."""
         records = self.parallel.records if self._is_cut_here else {}
         found: dict[str, tuple[Tensor, Sharding]] = {}
         named: dict[int, str] = {}
@@ -112,9 +112,22 @@ class ModelSpace(RunningStrategy):
             record = records.get(value) if isinstance(value, nn.Parameter) else None
             if record is not None:
                 found[record.name] = (value.detach(), record.sharding)
-            elif named.setdefault(id(value), key) == key:
+            elif named.setdefault(id(value), key) == key and not (to_write and self._is_written_elsewhere(key)):
                 found[key] = (value.detach(), Sharding.replicated(tuple(value.shape)))
         return found
+
+    def _is_written_elsewhere(self, buffer: str) -> bool:
+        """Return True if this rank's value of a buffer is not the one to save.
+
+        Replicas compute their own, of which rank 0's is saved. Of a module that every stage keeps, the last stage sees all of the step.
+        """
+        if not self._is_cut_here:
+            return False
+        mesh, cut = self.mesh, self.parallel.cut
+        if mesh.group("replica_sum").rank or mesh.group("tensor").rank:
+            return True
+        is_everywhere = cut is not None and cut.module_stages.get(buffer.rpartition(".")[0], frozenset()) is None
+        return is_everywhere and mesh.group("pipeline").rank != self.layout.last_stage_rank
 
 
 def checked_tensor(name: str, value: object) -> Tensor:

@@ -262,6 +262,10 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         sampler = getattr(dataloader, "sampler", None)
         if self.layout.divides_model and isinstance(sampler, RandomSampler):
             draw_like_replicas(sampler)
+        seeds_workers = os.getenv("PL_SEED_WORKERS", "0") == "1" and getattr(dataloader, "worker_init_fn", 0) is None
+        if self.layout.divides_model and seeds_workers:
+            # Lightning would seed each rank's workers differently.
+            vars(dataloader)["worker_init_fn"] = partial(self._names.seed_worker, rank=self.layout.replica(self.global_rank))
         return dataloader
 
     def summary(self) -> StrategySummary:

@@ -117,7 +117,8 @@ class ModelSpaceSaving(ModelSpace):
         if self.ranks_hold_all:
             # What rank 0's hooks made of it is saved, as in Lightning; the others help to write what nobody changed.
             agreed = from_rank_zero(lambda: unchanged)
-            model = {name: model[name] for name in model if is_rank_zero() or name in agreed & unchanged}
+            equal = {record.name for record in self.parallel.records.values()}  # buffers may differ between replicas
+            model = {name: model[name] for name in model if is_rank_zero() or name in agreed & unchanged & equal}
         tensors = {MODEL + name: entry for name, entry in model.items()} | optimizers
         metadata = {
             **self.run_facts,
@@ -147,7 +148,7 @@ class ModelSpaceSaving(ModelSpace):
             removed = {name for name, what in changes.items() if what == "removed"}
             if others := {name: what for name, what in changes.items() if name not in removed}:
                 raise CheckpointError(_cannot_change(others))
-            return {**self._model_tensors(without=removed)}, set()
+            return {**self._model_tensors(without=removed, to_write=True)}, set()
         kept = {name: checked_tensor(name, value) for name, value in state.items()}
         for alias, name in self.parallel.aliases.items():
             if alias in kept and name in kept and (kept[alias] is kept[name] or torch.equal(kept[alias], kept[name])):

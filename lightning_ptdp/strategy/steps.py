@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp._lightning import Precision, fits
+from lightning_ptdp.engine.agreement import check_same_batch
 from lightning_ptdp.engine.evaluations import Closure
 from lightning_ptdp.nested import Nested
 from lightning_ptdp.pipeline.progress import Observers
@@ -26,13 +27,15 @@ class ScheduledSteps(RunningStrategy):
 
     def training_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """Forward, and under a schedule backward too, of one batch."""
-        self._heed_signals("step", dist.group.WORLD if self.layout.world_size > 1 else None)
+        values = (*args, *kwargs.values())
+        with self._during("step"):
+            sums = self.engine.batch_sums(values[0], training=True)
+        self._agree("step", dist.group.WORLD if self.layout.world_size > 1 else None, sums)
         with self._during("step"):
             if self.layout.world_size > 1:
                 self.run.validation_clock.agree(self.reduce_boolean_decision)
             context = partial(self.one_step, "training_step", self.precision_plugin.train_step_context)
             scale = loss_scale(self.precision_plugin, self.root_device)
-            values = (*args, *kwargs.values())
             return self.engine.training_step(context, values, clears=self._clears_gradients(), loss_scale=scale)
 
     def _clears_gradients(self) -> bool:
@@ -71,6 +74,11 @@ class ScheduledSteps(RunningStrategy):
     def block_backward_sync(self) -> Context:
         """While accumulating: keep gradients local."""
         return self.engine.gradients.accumulating()
+
+    def on_validation_start(self) -> None:
+        """Let all replicas evaluate the same model."""
+        with self._during("broadcast of buffers before validation at step"):
+            self.engine.broadcast_buffers()
 
     def validation_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """The user's ``validation_step`` on every stage."""
@@ -115,14 +123,16 @@ class ScheduledSteps(RunningStrategy):
     def _evaluate(self, hook: str, context: Callable[[], Context], args: Sequence[Nested]) -> Nested:
         # Replicas may have different numbers of batches: only the ranks of one agree. The others of a fit would wait for them.
         interrupts = self.layout.num_replicas == 1 or not fits(self.lightning_module.trainer)
-        self._heed_signals(hook, self.mesh.group("model").handle, interrupts=interrupts)
+        sums = self.engine.batch_sums(args[0], training=False)
+        self._agree(hook, self.mesh.group("model").handle, sums, interrupts=interrupts)
         with self._during(hook):
             return self.engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
 
-    def _heed_signals(self, what: str, group: dist.ProcessGroup | None, *, interrupts: bool = True) -> None:
-        """End here if a rank of ``group`` was told to."""
+    def _agree(self, what: str, group: dist.ProcessGroup | None, sums: Tensor | None, *, interrupts: bool = True) -> None:
+        """End here if a rank of ``group`` was told to, or if ranks of one replica read different batches."""
         with self._during(what):
-            ends = self.run.stop_request.heed(group, self.root_device, interrupts=interrupts)
+            ends, agreed = self.run.stop_request.heed(group, self.root_device, interrupts=interrupts, beside=sums)
+        check_same_batch(agreed)
         if ends:
             raise KeyboardInterrupt  # out here: nothing has failed, and all ranks can still save
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import torch
@@ -48,36 +48,43 @@ class StopRequest:
         self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
         replace_signal_handlers(trainer, sigterm=None if alone else self._note, register=self._register)
 
-    def heed(self, group: dist.ProcessGroup | None, device: torch.device, *, interrupts: bool = True) -> bool:
+    def heed(
+        self, group: dist.ProcessGroup | None, device: torch.device, *, interrupts: bool = True, beside: Tensor | None = None
+    ) -> tuple[bool, Sequence[int]]:
         """If any rank of ``group`` got SIGTERM, have Lightning's loop end on all of them after the batch; whether one got Ctrl-C, so that
-        all of them are to end here. Collective, one number; on a GPU that of the call before, since nobody waits for this one's.
+        all of them are to end here. Collective, one message; on a GPU its answer is that of the call before, except for the first one,
+        so that the host need not wait.
 
         Args:
             group: Ranks that work on the same batches; None is this rank alone.
             device: Where the group communicates.
             interrupts: Whether Ctrl-C may end them here.
+            beside: (n) int64, numbers whose maximum over the group is returned too.
         """
         asked = _TERMINATE if self.received else 0
         if interrupts and signal.SIGINT in self._notes.received:
             asked = _INTERRUPT
+        agreed: Sequence[int] = ()
         if group is not None:
-            asked = self._agree(asked, group, device)
+            asked, *agreed = self._agree(asked, beside, group, device)
         if asked == _TERMINATE:
             announce_sigterm(self._trainer)
-        return asked == _INTERRUPT
+        return asked == _INTERRUPT, agreed
 
-    def _agree(self, asked: int, group: dist.ProcessGroup, device: torch.device) -> int:
-        agreed = torch.tensor(asked).to(device, non_blocking=True)
+    def _agree(self, asked: int, beside: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+        agreed = torch.tensor([asked]).to(device, non_blocking=True)
+        if beside is not None:
+            agreed = torch.cat([agreed, beside])
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
         if device.type != "cuda":
-            return int(agreed)
-        arrived, before = torch.cuda.Event(), self._agreed.get(group)
-        self._agreed[group] = agreed.to("cpu", non_blocking=True), arrived
+            return [int(number) for number in agreed.tolist()]
+        arrived = torch.cuda.Event()
+        latest = agreed.to("cpu", non_blocking=True), arrived
         arrived.record()
-        if before is None:
-            return 0
-        before[1].synchronize()
-        return int(before[0])
+        numbers, arrived = self._agreed.get(group, latest)
+        self._agreed[group] = latest
+        arrived.synchronize()
+        return [int(number) for number in numbers.tolist()]
 
     def _register(self) -> None:
         """Behind Lightning's own, which takes back at the end of the run what was set meanwhile; before data is read by processes, which

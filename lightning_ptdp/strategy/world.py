@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_ptdp._lightning import Launcher
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.random import derive_seed, seed_process
 from lightning_ptdp.strategy.checks.device import check_device
 from lightning_ptdp.strategy.checks.machine import check_machine
 from lightning_ptdp.strategy.checks.processes import check_processes
@@ -143,6 +144,9 @@ class World(RunningStrategy):
         except BaseException:
             watchdog.close()  # no teardown would find it
             raise
+        if layout.divides_model and "PL_GLOBAL_SEED" not in os.environ:
+            # The ranks of a replica augment their samples alike; seed_everything has seeded all ranks alike.
+            seed_process(derive_seed(seed, "process", layout.replica(self.global_rank)))
         trainer, on_device = self.lightning_module.trainer, self.root_device.type == "cuda"
         return Run(
             mesh=mesh,

@@ -1,0 +1,58 @@
+"""Buffers of replicas: running statistics and codebooks, of which each replica computes its own from what it reads."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["ReplicaBuffers"]
+
+
+class ReplicaBuffers:
+    """The buffers of this rank's part of a module, and their broadcast from the first replica, as in torch's DDP.
+
+    Shapes are those of the first moment: a buffer that is bound to a tensor of another form later, which may happen on one replica
+    only, keeps out of the broadcast, and its first tensor takes its place there.
+
+    Args:
+        module: This rank's part of the LightningModule.
+        group: The ranks that hold the same part and read other samples, or other tokens.
+    """
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self._group = group
+        found = {
+            id(buffer): (child._buffers, key, buffer)
+            for child in module.modules()
+            for key, buffer in child._buffers.items()
+            if buffer is not None and buffer.layout is torch.strided and buffer.numel()
+        }
+        self._places = sorted(found.values(), key=lambda place: str(place[2].dtype))
+
+    def broadcast(self) -> None:
+        """Give all ranks the values of the first one; collective."""
+        if self._group.size == 1 or not self._places:
+            return
+        with torch.no_grad():
+            buffers = [_current(held.get(key), first) for held, key, first in self._places]
+            for _, alike in groupby(buffers, key=lambda buffer: (buffer.dtype, buffer.device)):
+                _broadcast(list(alike), self._group)
+
+
+def _current(buffer: Tensor | None, first: Tensor) -> Tensor:
+    forms = [(value.shape, value.dtype, value.device) for value in (buffer, first) if value is not None]
+    return first if buffer is None or forms[0] != forms[1] else buffer
+
+
+def _broadcast(buffers: list[Tensor], group: Group) -> None:
+    flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    # As bytes: no backend takes every dtype.
+    dist.broadcast(flat.view(torch.uint8), group.ranks[0], group=group.handle)
+    if group.rank:
+        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(value.view(buffer.shape))

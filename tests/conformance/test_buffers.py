@@ -1,0 +1,97 @@
+"""Buffers of replicas: broadcast from rank 0 as by DDP, and saved as rank 0 has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.checkpoint import read_full
+from tests.conformance.toys import DDP, P2, LitNet, Place, assert_weights, loader, make_trainer, weights
+from tests.pool import Pool
+
+
+class LitStatistics(LitNet):
+    """Running statistics in a block, a codebook of the module's own, and one that no state holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(16))
+        self.net.insert(5, nn.BatchNorm1d(16))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.mean = 0.5 * self.mean + batch[0].mean(0)
+            self.count += batch_idx
+        return super().training_step(batch, batch_idx)
+
+
+class Buffers(L.Callback):
+    """The buffers that this rank has behind each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.seen.append({name: value.clone() for name, value in module.named_buffers()})
+
+
+def fit(rank: int, place: Place, accumulate: int = 1, folder: str = "") -> Any:
+    L.seed_everything(1, verbose=False)
+    buffers, module = Buffers(), LitStatistics()
+    trainer = make_trainer(place, callbacks=[buffers], accumulate_grad_batches=accumulate)
+    trainer.fit(module, loader(batch_size=4), loader(batch_size=4))
+    if folder:
+        trainer.save_checkpoint(folder)
+    return {"final": weights(trainer), "buffers": buffers.seen, "val": float(trainer.callback_metrics["val_loss"])}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_as_under_ddp(accumulate: int, pool: Pool) -> None:
+    found = pool.run(fit, world_size=2, args=(Place(world_size=2), accumulate))
+    expected = pool.run(fit, world_size=2, args=(DDP, accumulate))
+    for ours, reference in zip(found, expected, strict=True):
+        for mine, true in zip(ours["buffers"], reference["buffers"], strict=True):
+            assert_weights(mine, true)
+        assert ours["val"] == pytest.approx(reference["val"])
+    # gather_state_dict gives rank 0's to all.
+    for ours in found:
+        assert_weights(ours["final"], expected[0]["final"])
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(2, {}), (2, {"num_microbatches": 2}), (4, P2), (4, {**P2, "tensor_parallel_size": 1, "virtual_pipeline_size": 2})],
+    ids=["d2", "d2 m2", "d2 p2", "d2 p2 v2"],
+)
+def test_a_checkpoint_has_those_of_rank_zero(
+    size: int, layout: dict[str, Any], broadcast: bool, pool: Pool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved.ckpt")
+    place = Place(world_size=size, layout={**layout, "broadcast_buffers": broadcast})
+    found = pool.run(fit, world_size=size, args=(place, 1, folder))
+    saved = torch.load(folder)["state_dict"] if Path(folder).is_file() else read_full(folder)
+    stages = size // 2
+    first = {name: value for stage in range(stages) for name, value in found[stage * 2]["buffers"][-1].items()}
+    other = {name: value for stage in range(stages) for name, value in found[stage * 2 + 1]["buffers"][-1].items()}
+    for name in ("mean", "net.1.running_mean", "net.5.running_var", "net.5.num_batches_tracked"):
+        torch.testing.assert_close(saved[name], first[name])
+        assert name.endswith("tracked") or not torch.equal(first[name], other[name])
+        torch.testing.assert_close(found[size - 1]["final"][name], first[name])
+
+
+def test_each_replica_may_keep_its_own(pool: Pool) -> None:
+    with_broadcast, without = (
+        pool.run(fit, world_size=2, args=(Place(world_size=2, layout={"broadcast_buffers": flag}),)) for flag in (True, False)
+    )
+    own = [rank["buffers"][-1]["mean"] for rank in without]
+    shared = [rank["buffers"][-1]["mean"] for rank in with_broadcast]
+    torch.testing.assert_close(own[0], shared[0])
+    assert not torch.allclose(own[1], shared[1])
