@@ -8,18 +8,21 @@ and checkpoints know groups by their position.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import Cut, GroupTrial, constructed_state
 from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.records import Records
-from lightning_ptdp.sharding import slice_full
+from lightning_ptdp.sharding import Sharding, slice_full
+from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["OptimizerGroupsError", "check_held", "compare_groups", "describe_groups", "drop_foreign"]
+__all__ = ["OptimizerGroupsError", "check_held", "compare_groups", "describe_groups", "drop_foreign", "make_trials"]
 
 Description = dict[str, object]
 """Of one group: its options by name, and ``"params"``, the names of its parameters in the uncut model."""
@@ -72,16 +75,47 @@ def drop_foreign(optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], reco
                 optimizer.state[parameter][key] = slice_full(value, record.sharding)
 
 
-def compare_groups(optimizers: Sequence[Optimizer], descriptions: Sequence[Sequence[Description]]) -> None:
-    """Check that all ranks made the same groups; collective over the world.
+def make_trials(
+    optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], records: Records, *, config: PTDPConfig, layout: ParallelLayout
+) -> list[GroupTrial]:
+    """Return what this rank knows of each group before foreign parameters are dropped: how the layout cuts its members."""
+    trials = []
+    for group in optimizer.param_groups:
+        dims = frozenset(p.dim() for p in group["params"] if p in foreign or p in records)
+        cuts = {cut for p in group["params"] if p in records for cut in _cuts(records[p].sharding, layout)}
+        if dims and layout.pipeline_parallel_size > 1:
+            cuts.add(Cut(option=f"pipeline_parallel_size={layout.pipeline_parallel_size}", dims=max(dims), along="apart"))
+        if dims and config.shard_optimizer and layout.size("replica_sum") > 1:
+            cuts.add(Cut(option="shard_optimizer=True", dims=max(*dims, 1), along="flat"))
+        trials.append(GroupTrial(cuts=frozenset(cuts), dims=dims, state=constructed_state(optimizer, group)))
+    return trials
+
+
+def _cuts(sharding: Sharding, layout: ParallelLayout) -> Iterator[Cut]:
+    axes = [axis for axis in sharding.sharded if axis != "pipeline" and layout.size(axis) > 1]
+    for piece in sharding.pieces if axes else ():
+        for dim, (size, whole) in enumerate(zip(piece.size, sharding.full_shape, strict=True)):
+            if size != whole:
+                option = f"{axes[0]}_parallel_size={layout.size(axes[0])}"
+                yield Cut(option=option, dims=len(sharding.full_shape), along=dim)
+
+
+def compare_groups(
+    optimizers: Sequence[Optimizer],
+    descriptions: Sequence[Sequence[Description]],
+    trials: Sequence[Sequence[GroupTrial]],
+) -> list[list[GroupTrial]]:
+    """Check that all ranks made the same groups, and put together what they know of them; collective over the world.
 
     Raises:
         OptimizerGroupsError: They did not. Names the first difference, on all ranks.
     """
-    ranks = gather([[_digest(group) for group in groups] for groups in descriptions])
-    other = next((rank for rank, digests in enumerate(ranks) if digests != ranks[0]), None)
+    ranks = gather(([[_digest(group) for group in groups] for groups in descriptions], trials))
+    other = next((rank for rank, (digests, _) in enumerate(ranks) if digests != ranks[0][0]), None)
     if other is None:
-        return
+        return [
+            [_united(same) for same in zip(*groups, strict=True)] for groups in zip(*(trials for _, trials in ranks), strict=True)
+        ]
     everything = gather(descriptions)
     for optimizer, here, there in zip(optimizers, everything[0], everything[other], strict=True):
         name = type(optimizer).__name__
@@ -90,6 +124,15 @@ def compare_groups(optimizers: Sequence[Optimizer], descriptions: Sequence[Seque
         for position, (group, twin) in enumerate(zip(here, there, strict=True)):
             if difference := _difference(group, twin, other):
                 raise _refusal(f"parameter group {position} of {name} has {difference}")
+    raise AssertionError("digests differ, but not what they are made of")
+
+
+def _united(trials: Sequence[GroupTrial]) -> GroupTrial:
+    return GroupTrial(
+        cuts=frozenset(cut for trial in trials for cut in trial.cuts),
+        dims=frozenset(dim for trial in trials for dim in trial.dims),
+        state=next((trial.state for trial in trials if trial.state is not None), None),
+    )
 
 
 def _difference(group: Description, twin: Description, other: int) -> str:

@@ -58,7 +58,7 @@ from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.exporting import ModelSpaceExporting
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.memory import explain_memory
-from lightning_ptdp.strategy.optimizers import check_held, compare_groups, describe_groups, drop_foreign
+from lightning_ptdp.strategy.optimizers import check_held, compare_groups, describe_groups, drop_foreign, make_trials
 from lightning_ptdp.strategy.options import constructor
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
@@ -216,13 +216,18 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             self._make_optimizers(trainer)
         names = {**{parameter: record.name for parameter, record in records.items()}, **foreign}
         descriptions = [describe_groups(optimizer, names) for optimizer in self.optimizers]
+        trials = [make_trials(one, foreign, records, config=self.config, layout=self.layout) for one in self.optimizers]
         for optimizer in self.optimizers:
             drop_foreign(optimizer, foreign, records)
             if self.layout.world_size > 1 or self.config.runs_backward:
                 check_held(optimizer, records)
         if self.layout.world_size > 1:
             with self.waiting_in("comparing the optimizer's parameter groups"):
-                compare_groups(self.optimizers, descriptions)
+                trials = compare_groups(self.optimizers, descriptions, trials)
+        for optimizer, groups in zip(self.optimizers, trials, strict=True):
+            check_elementwise(optimizer, groups, device=self.root_device)
+            if trainer.checkpoint_callbacks:
+                check_optimizer_state(optimizer, groups, device=self.root_device)
 
     def _whole_view(self, whole: WholeView) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
         """Let the module look uncut."""
@@ -251,13 +256,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         """Gradients, what the optimizer steps on, and the loss scale."""
         self._is_training = True
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
-        for optimizer in self.optimizers if trainer.checkpoint_callbacks else ():
-            check_optimizer_state(optimizer, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
             return  # one process without microbatches: gradients are autograd's and the optimizers the user's
         (optimizer,) = self.optimizers
-        if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
-            check_elementwise(optimizer, device=self.root_device)
         overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
         self.engine.prepare_gradients(optimizer, overlaps=overlaps)
         stepped = self.engine.gradients.stepped

@@ -88,7 +88,15 @@ class LitSome(LitBlocks):
         return torch.optim.Adam(self.h[0].named_parameters(), **ADAM)
 
 
+class LitMuon(LitBlocks):
+    """Whole matrices are updated, and nothing else."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([p for p in self.h.parameters() if p.dim() == 2], lr=1e-2)
+
+
 CASES = [
+    ("p2v2", LitMuon),
     *((layout, LitLayerwise) for layout in LAYOUTS),
     *((layout, LitNamed) for layout in ("p2v2", "t2", "d2p2 sharded")),
     *((layout, LitSized) for layout in ("t2", "t2p2", "d2p2 sharded")),
@@ -163,6 +171,21 @@ class LitComputes(LitBlocks):
         return torch.optim.SGD([p for p in self.parameters() if p.data.norm() > 1], lr=0.1)
 
 
+class ClippingSGD(torch.optim.SGD):
+    """Clips by the norm of its parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+        return loss
+
+
+class LitClipping(LitBlocks):
+    def configure_optimizers(self) -> Any:
+        return ClippingSGD(self.parameters(), lr=0.0)
+
+
 def refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
     try:
         make_trainer(place, use_distributed_sampler=False).fit(kind(), batches(place, rank))
@@ -176,11 +199,20 @@ def refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
     [
         (LitRankwise, "p2", "OptimizerGroupsError: parameter group 1 of SGD has 'h.0.norm.weight' on rank 0, but not on rank 1"),
         (LitRates, "d2 sharded", "OptimizerGroupsError: parameter group 0 of SGD has lr=0.1 on rank 0, but 0.2 on rank 1"),
+        (LitMuon, "t2p2", "MixingOptimizerError: tensor_parallel_size=2 cuts parameters into pieces, but Muon"),
+        (LitMuon, "d2p2 sharded", "MixingOptimizerError: shard_optimizer=True cuts parameters into pieces, but Muon"),
+        (
+            LitClipping,
+            "p2",
+            "MixingOptimizerError: pipeline_parallel_size=2 leaves each rank with some of the parameters, but Clip",
+        ),
         (LitComputes, "t2", "PartialModelError: configure_optimizers computes a number from the values of"),
         (LitComputes, "p2", "PartialModelError: configure_optimizers computes a number from the values of"),
     ],
 )
-def test_groups_that_would_differ_are_refused(kind: type[LitBlocks], layout: str, words: str, pool: Pool) -> None:
+def test_groups_and_optimizers_that_would_train_otherwise_are_refused(
+    kind: type[LitBlocks], layout: str, words: str, pool: Pool
+) -> None:
     place = LAYOUTS[layout]
     for message in pool.run(refused, world_size=place.world_size, args=(place, kind)):
         assert message.startswith(words)
