@@ -33,6 +33,7 @@ from lightning_ptdp.tensor_parallel import (
     shard_module,
     split_sequence,
 )
+from lightning_ptdp.whole_view import WholeView
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 __all__ = ["ParallelModel", "parallelize", "parts_of"]
@@ -49,6 +50,7 @@ class ParallelModel:
         records: What is known of every local parameter.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
         names: Of all parameters of the uncut model, tied ones once.
+        whole: The uncut module's structure; None if every rank has all of it.
         notes: Remarks for the user.
         split_blocks: Dotted name of the container outside of which sequence parallelism leaves the sequence whole; None: there is
             none.
@@ -60,6 +62,7 @@ class ParallelModel:
     records: Records = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    whole: WholeView | None = None
     notes: tuple[str, ...] = ()
     split_blocks: str | None = None
 
@@ -122,6 +125,7 @@ def parallelize(
     built = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
     differing = agree_on_values(built, device=device)
     whole = _Whole.of(module)
+    view = WholeView(module, whole.names) if layout.divides_model else None
     materialize = Materializer(module, seed=seed, device=device, left=left)
 
     cut: PipelineCut | None = None
@@ -152,6 +156,7 @@ def parallelize(
         records=records,
         aliases=whole.aliases,
         names=tuple(whole.order),
+        whole=view,
         notes=tuple(notes),
         split_blocks=planned.split_blocks if layout.sequence_parallel and planned.sequence == "blocks" else None,
     )

@@ -33,6 +33,7 @@ THOROUGH: Final = frozenset(
         "conformance/test_names",
         "conformance/test_optimization",
         "conformance/test_outputs",
+        "conformance/test_parameter_groups",
         "conformance/test_resuming",
         "conformance/test_samplers",
         "conformance/test_step_hooks",

@@ -3,7 +3,7 @@
 from lightning_ptdp.data_parallel.arrivals import overlaps_gather
 from lightning_ptdp.data_parallel.bucket import HALF
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
-from lightning_ptdp.data_parallel.elementwise import check_elementwise
+from lightning_ptdp.data_parallel.elementwise import Cut, GroupTrial, MixingOptimizerError, check_elementwise, constructed_state
 from lightning_ptdp.data_parallel.gradients import Gradients
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
@@ -15,15 +15,19 @@ from lightning_ptdp.data_parallel.sums import global_norm
 __all__ = [
     "HALF",
     "BucketEntry",
+    "Cut",
     "FlatSharding",
     "GradientBuckets",
     "Gradients",
+    "GroupTrial",
     "LooseGradients",
+    "MixingOptimizerError",
     "Reduction",
     "ReplicaBuffers",
     "Stepped",
     "SteppedParameters",
     "check_elementwise",
+    "constructed_state",
     "global_norm",
     "overlaps_gather",
 ]

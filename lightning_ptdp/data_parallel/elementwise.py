@@ -1,76 +1,193 @@
-"""Trial of an optimizer on pieces of a matrix."""
+"""Trial of an optimizer on the pieces that a layout makes of its parameters."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["check_elementwise"]
+from lightning_ptdp.errors import PTDPError
 
-_STEPS, _SIDE = 3, 4
+__all__ = ["Cut", "GroupTrial", "MixingOptimizerError", "check_elementwise", "constructed_state"]
+
+_RANKS = 2
+_SIZES = (4, 6, 2, 2, 2)
+_LEARNING_RATE = 0.1  # the group's own may be warming up from zero, or hide a difference
+_TOLERANCE = 1e-4
+_SCALES = (1.0, 100.0, 0.01)  # of the gradients, step by step: clipping shall bite
 
 
-def check_elementwise(optimizer: Optimizer, *, device: torch.device) -> None:
-    """Step a small matrix and its two flattened halves, and compare the results.
+class MixingOptimizerError(PTDPError, ValueError):
+    """An optimizer combines elements or parameters that the layout has on several ranks."""
 
-    Optimizers that use rows, columns or norms of a whole matrix give another result, or refuse flat tensors.
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A way in which ranks share what an optimizer steps on.
+
+    Attributes:
+        option: The option that asks for it, with its value.
+        dims: Number of dimensions of the parameters.
+        along: The dimension along which they are split, "flat" for ranges of flattened ones, "apart" for ranks with different ones.
+    """
+
+    option: str
+    dims: int
+    along: int | Literal["flat", "apart"]
+
+    def tensors(self, generator: torch.Generator) -> list[Tensor]:
+        """Return whole tensors to step on, whose pieces differ in size."""
+        return [self._tensor(generator) * (1 + index) for index in range(_RANKS if self.along == "apart" else 1)]
+
+    def _tensor(self, generator: torch.Generator) -> Tensor:
+        tensor = torch.randn(_SIZES[: self.dims], generator=generator)
+        for dim, size in enumerate(tensor.shape):
+            tensor = tensor.transpose(dim, -1).mul(torch.arange(1, size + 1)).transpose(dim, -1)
+        return tensor.contiguous()
+
+    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the piece of each rank."""
+        if self.along == "apart":
+            return [*tensors]
+        (tensor,) = tensors
+        return [*(tensor.flatten().chunk(_RANKS) if self.along == "flat" else tensor.chunk(_RANKS, self.along))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTrial:
+    """What the ranks know about one parameter group.
+
+    Attributes:
+        cuts: How its parameters are shared.
+        dims: Numbers of dimensions that its parameters have.
+        state: What the optimizer's constructor keeps of a parameter, reduced to one element.
+    """
+
+    cuts: frozenset[Cut] = frozenset()
+    dims: frozenset[int] = frozenset()
+    state: Mapping[str, Any] | None = None
+
+
+def check_elementwise(optimizer: Optimizer, trials: Sequence[GroupTrial], *, device: torch.device) -> None:
+    """Step small tensors as one rank and as several would, and compare the results.
+
+    Optimizers that use rows, columns or norms of a whole matrix, or a norm of all parameters, give another result. One that cannot
+    be tried is warned of.
 
     Raises:
-        ValueError: It is not elementwise.
+        MixingOptimizerError: The results differ.
     """
-    name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        try:
-            whole = _step(optimizer, group, halves=False, device=device)
-            halves = _step(optimizer, group, halves=True, device=device)
-        except Exception as error:
-            raise ValueError(f"{_REFUSED.format(name=name)}, and it fails on one: {error}. {_MEND}") from error
-        if not torch.allclose(whole, halves, rtol=1e-4, atol=1e-6):
-            raise ValueError(
-                f"{_REFUSED.format(name=name)}, and its update of one differs from that of the whole matrix by up to "
-                f"{(whole - halves).abs().max():.1e}. {_MEND}"
-            )
+    tried: set[str] = set()
+    for group, trial in zip(optimizer.param_groups, trials, strict=True):
+        options = {key: bool(value) if isinstance(value, float | Tensor) else value for key, value in group.items()}
+        kind = repr(sorted((key, repr(value)) for key, value in options.items() if key not in ("params", "param_names")))
+        for cut in sorted(trial.cuts, key=repr):
+            if f"{kind}{cut}" not in tried:
+                tried.add(f"{kind}{cut}")
+                _try(optimizer, group, trial.state or {}, cut, device)
 
 
-_REFUSED = "shard_optimizer=True cuts matrices into flat pieces, but {name} does not work element by element"
-_MEND = "Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, ...), or shard_optimizer=False"
-
-
-def _step(optimizer: Optimizer, group: Mapping[str, Any], *, halves: bool, device: torch.device) -> Tensor:
-    """Return a matrix after a few steps of an optimizer like this one, with this group's hyperparameters."""
+def _try(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any], cut: Cut, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
-    start, gradient = (torch.randn(_SIDE, _SIDE, generator=generator).to(device) for _ in range(2))
-    pieces = [nn.Parameter(piece.clone()) for piece in (start.flatten().chunk(2) if halves else [start])]
+    starts, gradients = (cut.tensors(generator) for _ in range(2))
+    try:
+        stepped = _step(optimizer, group, state, starts, gradients, device)
+    except Exception as error:
+        if cut.along == "flat":
+            raise _refusal(optimizer, cut, f"it fails on a small parameter ({error})") from error
+        stepped = starts
+    changed = any(not torch.equal(one, start.to(device)) for one, start in zip(stepped, starts, strict=True))
+    if not changed or not all(one.isfinite().all() for one in stepped):
+        warnings.warn(
+            f"{type(optimizer).__name__} cannot be tried before the training: with {cut.option} it must not combine elements of a "
+            "parameter, or several parameters",
+            stacklevel=2,
+        )
+        return
+    try:
+        parts = zip(cut.pieces(starts), cut.pieces(gradients), strict=True)
+        found = [_step(optimizer, group, state, [start], [gradient], device)[0] for start, gradient in parts]
+    except Exception as error:
+        raise _refusal(optimizer, cut, f"it fails on a piece ({error})") from error
+    differences = [float((one - other).abs().max()) for one, other in zip(found, cut.pieces(stepped), strict=True)]
+    if not max(differences) < _TOLERANCE * max(float(one.abs().max()) for one in stepped):
+        raise _refusal(optimizer, cut, f"its update of a piece differs from that of the whole by up to {max(differences):.1e}")
+
+
+def _refusal(optimizer: Optimizer, cut: Cut, found: str) -> MixingOptimizerError:
+    name, field = type(optimizer).__name__, cut.option.partition("=")[0]
+    if cut.along == "apart":
+        return MixingOptimizerError(
+            f"{cut.option} leaves each rank with some of the parameters, but {name} combines several: {found}. Clip by the norm with "
+            f"Trainer(gradient_clip_val=...) instead of in the optimizer, use one that updates each parameter by itself, or {field}=1"
+        )
+    without = "shard_optimizer=False" if cut.along == "flat" else f"{field}=1"
+    return MixingOptimizerError(
+        f"{cut.option} cuts parameters into pieces, but {name} does not work element by element: {found}. Use an elementwise optimizer "
+        f"(AdamW, Adam, SGD, RMSprop, ...), or {without}"
+    )
+
+
+def _step(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    starts: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    device: torch.device,
+) -> list[Tensor]:
+    """Return tensors after a few steps of an optimizer like this one, with this group's hyperparameters."""
+    parameters = [nn.Parameter(start.to(device, copy=True)) for start in starts]
     probe = object.__new__(type(optimizer))
-    # Its own attributes, but not a step that a scheduler has bound to the original, and nothing that the steps would change there.
-    vars(probe).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    probe.state = defaultdict(dict, {piece: _constructed_state(optimizer, group, piece) for piece in pieces})
+    # Its own attributes, but not a step that a scheduler has bound to the original, no parameters of the model, and nothing that the steps
+    # would change there.
+    for key, value in vars(optimizer).items():
+        if key != "step" and not (isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)):
+            vars(probe)[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    probe.state = defaultdict(dict, {one: _state_like(one, state) for one in parameters})
     own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-    probe.param_groups = [{**own, "params": pieces}]
-    for turn in range(_STEPS):
-        for piece, part in zip(pieces, (gradient.flatten().chunk(2) if halves else [gradient]), strict=True):
-            piece.grad = part * (turn + 1)
-        probe.step()
-    return torch.cat([piece.detach().flatten() for piece in pieces])
+    if "lr" in own:
+        own["lr"] = torch.full_like(own["lr"], _LEARNING_RATE) if isinstance(own["lr"], Tensor) else _LEARNING_RATE
+    own.pop("param_names", None)
+    probe.param_groups = [{**own, "params": parameters}]
+    with torch.random.fork_rng(devices=[]):
+        for scale in _SCALES:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.to(device) * scale
+            probe.step(_closure)
+    return [parameter.detach() for parameter in parameters]
 
 
-def _constructed_state(optimizer: Optimizer, group: Mapping[str, Any], piece: nn.Parameter) -> dict[str, object]:
-    """Return the state that the optimizer's constructor makes for a parameter, in the shape of ``piece``.
+def _closure() -> Any:
+    """Lightning's optimizers are given one, which here has been called before."""
+    return torch.zeros(())
 
-    Adagrad of torch 2.11 has one; most optimizers make theirs at the first step.
+
+def constructed_state(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the optimizer's constructor keeps of a parameter of the group, reduced to one element; None if it keeps nothing here.
+
+    Adagrad of torch 2.11 keeps a sum; most optimizers make their states at the first step.
     """
     parameter = next((each for each in group["params"] if optimizer.state.get(each) and each.numel()), None)
     if parameter is None:
-        return {}
-    state: dict[str, object] = {}
-    for key, value in optimizer.state[parameter].items():
-        if isinstance(value, Tensor):
-            has_shape = value.shape == parameter.shape and value.dim() > 0
-            value = value.flatten()[0].expand_as(piece).clone() if has_shape else value.clone()
-        state[key] = value
-    return state
+        return None
+    return {
+        key: value.flatten()[:1].cpu() if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape else value
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _state_like(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.to(parameter.device).expand(parameter.numel()).view_as(parameter).clone()
+        if isinstance(value, Tensor) and value.dim()
+        else copy.copy(value)
+        for key, value in state.items()
+    }

@@ -18,7 +18,7 @@ from lightning_ptdp.engine.agreement import batch_sums, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
-from lightning_ptdp.engine.gradient_checks import GradientChecks, check_held
+from lightning_ptdp.engine.gradient_checks import GradientChecks
 from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, replay, weigh_over_replicas
@@ -114,8 +114,6 @@ class Engine:
         # What is frozen and made late is the same on all replicas, but a part that nobody has placed where the model is cut.
         self._parallel.check(frozen=self._mesh.layout.divides_model)
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
-        if apart:
-            check_held(optimizer, self._parallel.records)
         if self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps):
             self._checks = GradientChecks(action=self._config.check_finite, mesh=self._mesh, gradients=self.gradients)
             if self._config.check_finite is not None:

@@ -19,11 +19,10 @@ from lightning_ptdp.config import FiniteAction
 from lightning_ptdp.data_parallel import Gradients
 from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.pipeline.progress import StepObserver
-from lightning_ptdp.records import Records
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["GradientChecks", "NonFiniteError", "check_held"]
+__all__ = ["GradientChecks", "NonFiniteError"]
 
 _SHOWN = 5
 
@@ -123,19 +122,3 @@ class GradientChecks(StepObserver):
                 "only weight decay changes them. Freeze them with requires_grad=False if that is meant",
                 stacklevel=2,
             )
-
-
-def check_held(optimizer: Optimizer, records: Records) -> None:
-    """Check that what the optimizer steps on was laid out over the ranks.
-
-    Raises:
-        ValueError: A parameter of it was not, so that it would never change, or change differently on each replica.
-    """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
-    unknown = next((parameter for parameter in held if parameter not in records), None)
-    if unknown is not None:
-        raise ValueError(
-            f"{type(optimizer).__name__} holds a parameter of shape {tuple(unknown.shape)} that is not in the model which this rank "
-            "trains: make the optimizer in configure_optimizers, from self.parameters(), and not before fit. A loss with parameters has "
-            "to be an attribute of the LightningModule"
-        )

@@ -39,7 +39,9 @@ def make_room(model: nn.Module, *, device: torch.device, padded: Collection[nn.P
     for parameter in model.parameters():
         if parameter.is_meta:
             make = torch.zeros_like if parameter in padded else torch.empty_like
-            torch.utils.swap_tensors(parameter, nn.Parameter(make(parameter, device=device), parameter.requires_grad))
+            room = nn.Parameter(make(parameter, device=device), parameter.requires_grad)
+            vars(room).update(vars(parameter))
+            torch.utils.swap_tensors(parameter, room)
 
 
 class Materializer:
@@ -86,6 +88,7 @@ class Materializer:
                     continue
                 value = values(owner_name).get_parameter(owner_key)
                 new = nn.Parameter(value.detach().to(self._device), requires_grad=parameter.requires_grad)
+                vars(new).update(vars(parameter))
                 self._made[id(parameter)] = new
             module._parameters[key] = self._made[id(parameter)]
         for key, buffer in list(module._buffers.items()):

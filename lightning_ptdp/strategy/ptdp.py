@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import RandomSampler
 
@@ -55,9 +56,9 @@ from lightning_ptdp.strategy.checks import (
 from lightning_ptdp.strategy.choosing import LayoutChoice
 from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.exporting import ModelSpaceExporting
-from lightning_ptdp.strategy.frozen import lent_parameter
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.memory import explain_memory
+from lightning_ptdp.strategy.optimizers import check_held, compare_groups, describe_groups, drop_foreign, make_trials
 from lightning_ptdp.strategy.options import constructor
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
@@ -68,6 +69,7 @@ from lightning_ptdp.strategy.surroundings import make_surroundings
 from lightning_ptdp.strategy.world import World
 from lightning_ptdp.summary import StrategySummary, summarize
 from lightning_ptdp.surroundings import Context, Surroundings
+from lightning_ptdp.whole_view import WholeView
 
 __all__ = ["PTDPStrategy", "strategy_class"]
 
@@ -207,19 +209,40 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             warn_of_balance_losses(self.model, self.config, self.layout)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizer: one, except under manual optimization."""
-        cut = self.layout.pipeline_parallel_size > 1
+        """Make the optimizer, one except under manual optimization, with the groups that the uncut model would have."""
+        parallel, records = self.parallel, self.parallel.records
+        view = contextlib.nullcontext({}) if parallel.whole is None else self._whole_view(parallel.whole)
+        with view as foreign:
+            self._make_optimizers(trainer)
+        names = {**{parameter: record.name for parameter, record in records.items()}, **foreign}
+        descriptions = [describe_groups(optimizer, names) for optimizer in self.optimizers]
+        trials = [make_trials(one, foreign, records, config=self.config, layout=self.layout) for one in self.optimizers]
+        for optimizer in self.optimizers:
+            drop_foreign(optimizer, foreign, records)
+            if self.layout.world_size > 1 or self.config.runs_backward:
+                check_held(optimizer, records)
+        if self.layout.world_size > 1:
+            with self.waiting_in("comparing the optimizer's parameter groups"):
+                trials = compare_groups(self.optimizers, descriptions, trials)
+        for optimizer, groups in zip(self.optimizers, trials, strict=True):
+            check_elementwise(optimizer, groups, device=self.root_device)
+            if trainer.checkpoint_callbacks:
+                check_optimizer_state(optimizer, groups, device=self.root_device)
+
+    def _whole_view(self, whole: WholeView) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
+        """Let the module look uncut."""
+        records, pipeline = self.parallel.records, self.mesh.group("pipeline")
+        trained = {record.name: parameter.requires_grad for parameter, record in records.items()}
+        if pipeline.size > 1:  # parameters may have been frozen since the cut, where they are
+            with self.waiting_in("exchanging what is frozen"):
+                ranks: list[dict[str, bool]] = [{}] * pipeline.size
+                dist.all_gather_object(ranks, trained, group=pipeline.handle)
+            trained = {name: trains for rank in ranks for name, trains in rank.items()}
+        return whole.lent(records, trained=trained, device=self.root_device)
+
+    def _make_optimizers(self, trainer: Trainer) -> None:
         try:
-            with lent_parameter(self.lightning_module, lambda: self.optimizers) if cut else contextlib.nullcontext():
-                super().setup_optimizers(trainer)
-        except ValueError as error:
-            if "empty parameter list" not in str(error):
-                raise
-            raise self.refusal(
-                f"the optimizer has no parameter on rank {self.global_rank}: configure_optimizers selects parameters that all live on "
-                "other pipeline stages. Give it all of self.parameters() (frozen ones, with requires_grad=False, are not changed), or "
-                "use pipeline_parallel_size=1"
-            ) from error
+            super().setup_optimizers(trainer)
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
@@ -233,13 +256,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         """Gradients, what the optimizer steps on, and the loss scale."""
         self._is_training = True
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
-        for optimizer in self.optimizers if trainer.checkpoint_callbacks else ():
-            check_optimizer_state(optimizer, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
             return  # one process without microbatches: gradients are autograd's and the optimizers the user's
         (optimizer,) = self.optimizers
-        if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
-            check_elementwise(optimizer, device=self.root_device)
         overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
         self.engine.prepare_gradients(optimizer, overlaps=overlaps)
         stepped = self.engine.gradients.stepped

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, Reduction, SteppedParameters, check_elementwise
+from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, Reduction, SteppedParameters
 from lightning_ptdp.data_parallel.shards import Shard
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
@@ -62,7 +62,6 @@ def _difference(rank: int, name: str, size: int) -> float:
     model, reference = _model(), _model()
     buckets, stepped = _sharded(model, Group(dist.group.WORLD, tuple(range(size)), rank))
     optimizer, plain = OPTIMIZERS[name](_groups(model)), OPTIMIZERS[name](_groups(reference))
-    check_elementwise(optimizer, device=torch.device("cpu"))
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, plain)]
     stepped.adopt(optimizer)
     for step in range(4):
@@ -91,38 +90,6 @@ def _difference(rank: int, name: str, size: int) -> float:
 def test_any_elementwise_optimizer_steps_as_on_whole_parameters(name: str, pool: Pool) -> None:
     for difference in pool.run(_difference, world_size=3, args=(name, 3)):
         assert difference < 2e-6
-
-
-def _shampoo_like(parameters: Any) -> Optimizer:
-    class ByNorm(torch.optim.SGD):
-        """Scales a matrix by its norm, as LARS and LAMB do."""
-
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = parameter.grad / parameter.grad.norm()
-            return super().step(closure)
-
-    return ByNorm(parameters, lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda p: torch.optim.Adafactor(p), ["Adafactor", "element by element"]),
-        (lambda p: torch.optim.LBFGS(p), ["LBFGS", "fails on one"]),
-        (lambda p: torch.optim.Muon(p), ["Muon", "fails on one"]),
-        (_shampoo_like, ["ByNorm", "differs from that of the whole matrix"]),
-    ],
-    ids=["adafactor", "lbfgs", "muon", "by norm"],
-)
-def test_an_optimizer_that_needs_whole_matrices_is_refused(make: Callable[[Any], Optimizer], words: list[str]) -> None:
-    optimizer = make([nn.Parameter(torch.ones(3, 3))])
-    with pytest.raises(ValueError) as error:
-        check_elementwise(optimizer, device=torch.device("cpu"))
-    for word in [*words, "shard_optimizer=False"]:
-        assert word in str(error.value)
-    assert not optimizer.state, "the trial left something behind"
 
 
 def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:

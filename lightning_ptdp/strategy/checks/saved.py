@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint import CheckpointError, optimizer_tensors, portable
+from lightning_ptdp.data_parallel import GroupTrial
 from lightning_ptdp.sharding import Sharding
 
 __all__ = ["check_extra_state", "check_hyperparameters", "check_optimizer_state"]
@@ -57,7 +59,7 @@ def check_extra_state(module: nn.Module) -> None:
             )
 
 
-def check_optimizer_state(optimizer: Optimizer, *, device: torch.device) -> None:
+def check_optimizer_state(optimizer: Optimizer, trials: Sequence[GroupTrial], *, device: torch.device) -> None:
     """Step a small tensor with an optimizer like this one and see whether its states can be stored by name.
 
     Torch's own are known; those that keep other objects, or call others' hooks, are not tried: the first save tells.
@@ -67,8 +69,8 @@ def check_optimizer_state(optimizer: Optimizer, *, device: torch.device) -> None
     """
     if not _may_be_tried(optimizer):
         return
-    for group in optimizer.param_groups:
-        shape = (_SIDE, _SIDE) if any(parameter.dim() > 1 for parameter in group["params"]) else (_SIDE,)
+    for group, trial in zip(optimizer.param_groups, trials, strict=True):
+        shape = (_SIDE, _SIDE) if any(dims > 1 for dims in trial.dims) else (_SIDE,)
         weight = nn.Parameter(torch.ones(shape, device=device))
         weight.grad = torch.ones_like(weight)
         probe = object.__new__(type(optimizer))

@@ -1,0 +1,166 @@
+"""Parameter groups of the uncut model on ranks that hold parts of it.
+
+``configure_optimizers`` runs on a view of the whole module, so that groups, their options and their order are those of one process. What
+this rank does not hold is taken out of the groups afterwards. A group may become empty, but stays, because learning rate schedulers
+and checkpoints know groups by their position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import Cut, GroupTrial, constructed_state
+from lightning_ptdp.errors import PTDPError
+from lightning_ptdp.records import Records
+from lightning_ptdp.sharding import Sharding, slice_full
+from lightning_ptdp.world.layout import ParallelLayout
+
+__all__ = ["OptimizerGroupsError", "check_held", "compare_groups", "describe_groups", "drop_foreign", "make_trials"]
+
+Description = dict[str, object]
+"""Of one group: its options by name, and ``"params"``, the names of its parameters in the uncut model."""
+
+
+class OptimizerGroupsError(PTDPError, ValueError):
+    """The ranks have made different parameter groups."""
+
+
+def check_held(optimizer: Optimizer, records: Records) -> None:
+    """Check that what the optimizer steps on was laid out over the ranks.
+
+    Raises:
+        ValueError: A parameter of it was not, so that it would never change, or change differently on each replica.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    unknown = next((parameter for parameter in held if parameter not in records), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds a parameter of shape {tuple(unknown.shape)} that is not in the model which this rank "
+            "trains: make the optimizer in configure_optimizers, from self.parameters(), and not before fit. A loss with parameters has "
+            "to be an attribute of the LightningModule"
+        )
+
+
+def describe_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[Description]:
+    """Return descriptions of the groups; parameters without a name are left out."""
+    return [
+        {
+            **{key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
+            "params": [names[parameter] for parameter in group["params"] if parameter in names],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def drop_foreign(optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], records: Records) -> None:
+    """Take parameters of other stages out of the groups, in place, and cut states that were made in the whole shape."""
+    for group in optimizer.param_groups:
+        kept = [index for index, parameter in enumerate(group["params"]) if parameter not in foreign]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key][:] = [group[key][index] for index in kept]
+    for parameter in foreign:
+        optimizer.state.pop(parameter, None)
+    for parameter, record in records.items():
+        whole, part = record.sharding.full_shape, record.sharding.local_shape
+        for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
+            if isinstance(value, Tensor) and value.shape == whole != part:
+                optimizer.state[parameter][key] = slice_full(value, record.sharding)
+
+
+def make_trials(
+    optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], records: Records, *, config: PTDPConfig, layout: ParallelLayout
+) -> list[GroupTrial]:
+    """Return what this rank knows of each group before foreign parameters are dropped: how the layout cuts its members."""
+    trials = []
+    for group in optimizer.param_groups:
+        dims = frozenset(p.dim() for p in group["params"] if p in foreign or p in records)
+        cuts = {cut for p in group["params"] if p in records for cut in _cuts(records[p].sharding, layout)}
+        if dims and layout.pipeline_parallel_size > 1:
+            cuts.add(Cut(option=f"pipeline_parallel_size={layout.pipeline_parallel_size}", dims=max(dims), along="apart"))
+        if dims and config.shard_optimizer and layout.size("replica_sum") > 1:
+            cuts.add(Cut(option="shard_optimizer=True", dims=max(*dims, 1), along="flat"))
+        trials.append(GroupTrial(cuts=frozenset(cuts), dims=dims, state=constructed_state(optimizer, group)))
+    return trials
+
+
+def _cuts(sharding: Sharding, layout: ParallelLayout) -> Iterator[Cut]:
+    axes = [axis for axis in sharding.sharded if axis != "pipeline" and layout.size(axis) > 1]
+    for piece in sharding.pieces if axes else ():
+        for dim, (size, whole) in enumerate(zip(piece.size, sharding.full_shape, strict=True)):
+            if size != whole:
+                option = f"{axes[0]}_parallel_size={layout.size(axes[0])}"
+                yield Cut(option=option, dims=len(sharding.full_shape), along=dim)
+
+
+def compare_groups(
+    optimizers: Sequence[Optimizer],
+    descriptions: Sequence[Sequence[Description]],
+    trials: Sequence[Sequence[GroupTrial]],
+) -> list[list[GroupTrial]]:
+    """Check that all ranks made the same groups, and put together what they know of them; collective over the world.
+
+    Raises:
+        OptimizerGroupsError: They did not. Names the first difference, on all ranks.
+    """
+    ranks = gather(([[_digest(group) for group in groups] for groups in descriptions], trials))
+    other = next((rank for rank, (digests, _) in enumerate(ranks) if digests != ranks[0][0]), None)
+    if other is None:
+        return [
+            [_united(same) for same in zip(*groups, strict=True)] for groups in zip(*(trials for _, trials in ranks), strict=True)
+        ]
+    everything = gather(descriptions)
+    for optimizer, here, there in zip(optimizers, everything[0], everything[other], strict=True):
+        name = type(optimizer).__name__
+        if len(here) != len(there):
+            raise _refusal(f"{name} has {len(here)} parameter groups on rank 0, but {len(there)} on rank {other}")
+        for position, (group, twin) in enumerate(zip(here, there, strict=True)):
+            if difference := _difference(group, twin, other):
+                raise _refusal(f"parameter group {position} of {name} has {difference}")
+    raise AssertionError("digests differ, but not what they are made of")
+
+
+def _united(trials: Sequence[GroupTrial]) -> GroupTrial:
+    return GroupTrial(
+        cuts=frozenset(cut for trial in trials for cut in trial.cuts),
+        dims=frozenset(dim for trial in trials for dim in trial.dims),
+        state=next((trial.state for trial in trials if trial.state is not None), None),
+    )
+
+
+def _difference(group: Description, twin: Description, other: int) -> str:
+    for key in sorted((group.keys() | twin.keys()) - {"params"}):
+        if group.get(key) != twin.get(key):
+            return f"{key}={group.get(key)} on rank 0, but {twin.get(key)} on rank {other}"
+    names: Any = (group["params"], twin["params"])
+    for ours, theirs, rank, absent in ((*names, 0, other), (*reversed(names), other, 0)):
+        if missing := [name for name in ours if name not in theirs]:
+            return f"'{missing[0]}' on rank {rank}, but not on rank {absent}"
+    return f"its parameters in another order on rank {other} than on rank 0" if names[0] != names[1] else ""
+
+
+def _refusal(what: str) -> OptimizerGroupsError:
+    return OptimizerGroupsError(
+        f"{what}. All ranks must train with the same groups: in configure_optimizers let groups and options depend on names, shapes or "
+        "positions of parameters, and not on the rank, on random numbers or on the order of a set"
+    )
+
+
+def _digest(group: Description) -> str:
+    return hashlib.sha256(repr(sorted(group.items())).encode()).hexdigest()
+
+
+def _plain(value: object) -> object:
+    """Return what a rank can compare with another rank's: of objects it is the type."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__qualname__

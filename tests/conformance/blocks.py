@@ -1,0 +1,74 @@
+"""A small language model with tied ends, and the layouts that cut it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.tensor_parallel import ParallelPlan
+from tests.conformance.toys import Place
+
+VOCABULARY, WIDTH, DEPTH, LENGTH = 24, 8, 4, 5
+PLAN = ParallelPlan(
+    blocks="h", tensor={"wte": "vocabulary", "h.*.up": "column", "h.*.down": "row", "head": "vocabulary"},
+    before=("wte",), after=("norm", "head"),
+)  # fmt: skip
+P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2, "plan": PLAN}
+T2 = {"tensor_parallel_size": 2, "plan": PLAN}
+ONE = Place(reference="auto")
+LAYOUTS = {
+    "p2": Place(world_size=2, layout=P2),
+    "p2v2": Place(world_size=2, layout={**P2, "virtual_pipeline_size": 2}),
+    "t2": Place(world_size=2, layout=T2),
+    "t2p2": Place(world_size=4, layout={**P2, **T2}),
+    "d2 sharded": Place(world_size=2, layout={"num_microbatches": 2, "shard_optimizer": True}),
+    "d2p2 sharded": Place(world_size=4, layout={**P2, "num_microbatches": 1, "shard_optimizer": True}),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class LitBlocks(L.LightningModule):
+    """An ordinary module; nothing in it knows about ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(VOCABULARY, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.wte.weight
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.wte(batch[:, :-1])
+        for block in self.h:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-5)
+
+
+def batches(place: Place, rank: int, count: int = 32) -> DataLoader:
+    """This replica's part of batches that are the same in all places."""
+    data = torch.randint(0, VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    t, p = (place.layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    replicas = place.world_size // (t * p)
+    own = [row for index, row in enumerate(data) if index % replicas == rank // t % replicas]
+    return DataLoader(own, batch_size=8 // replicas)

@@ -1,0 +1,148 @@
+"""Optimizers are tried on the pieces that a layout makes: elementwise ones pass, others are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ptdp.data_parallel import Cut, GroupTrial, MixingOptimizerError, check_elementwise, constructed_state
+
+FLAT = Cut(option="shard_optimizer=True", dims=2, along="flat")
+ROWS = Cut(option="tensor_parallel_size=2", dims=2, along=0)
+COLUMNS = Cut(option="tensor_parallel_size=2", dims=2, along=1)
+EXPERTS = Cut(option="expert_parallel_size=2", dims=3, along=0)
+STAGES = Cut(option="pipeline_parallel_size=2", dims=2, along="apart")
+ALL = (FLAT, ROWS, COLUMNS, EXPERTS, STAGES)
+
+
+class _Custom(Optimizer):
+    """One rule for a parameter; ``update`` is given the parameter and its gradient."""
+
+    def __init__(self, parameters: Any, lr: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * self.update(parameter, parameter.grad))
+
+    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Lion(_Custom):
+    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+        direction = (0.9 * average + 0.1 * gradient).sign()
+        average.mul_(0.99).add_(gradient, alpha=0.01)
+        return direction + 0.1 * parameter
+
+
+class Lars(_Custom):
+    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        return gradient * (parameter.norm() / gradient.norm())
+
+
+class Lamb(_Custom):
+    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        direction = gradient / (gradient.abs() + 1e-6) + 0.01 * parameter
+        return direction * (parameter.norm() / direction.norm()).clamp(max=10)
+
+
+class Clipping(torch.optim.SGD):
+    """Clips by the norm of all its parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class Wrapped(Optimizer):
+    """Steps another optimizer, and would not see the trial's parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        super().__init__(self.inner.param_groups[0]["params"], {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "adadelta": torch.optim.Adadelta,
+    "lion": Lion,
+}
+MIXING: list[tuple[Any, Cut, str]] = [
+    (torch.optim.Muon, FLAT, "it fails on a piece"),
+    (torch.optim.Muon, ROWS, "differs from that of the whole"),
+    (torch.optim.Muon, COLUMNS, "differs from that of the whole"),
+    (torch.optim.Adafactor, FLAT, "work element by element"),
+    (torch.optim.Adafactor, ROWS, "differs from that of the whole"),
+    (torch.optim.Adafactor, EXPERTS, "expert_parallel_size=1"),
+    (torch.optim.LBFGS, FLAT, "it fails on a small parameter"),
+    *((kind, cut, "differs from that of the whole") for kind in (Lars, Lamb, Clipping) for cut in (FLAT, ROWS, COLUMNS)),
+    (Clipping, STAGES, "Trainer(gradient_clip_val=...)"),
+]
+
+
+def check(make: Callable[[Any], Optimizer], *cuts: Cut) -> Optimizer:
+    optimizer = make([nn.Parameter(torch.ones(3, 3))])
+    kept = dict(optimizer.state)
+    state = constructed_state(optimizer, optimizer.param_groups[0])
+    check_elementwise(optimizer, [GroupTrial(cuts=frozenset(cuts), state=state)], device=torch.device("cpu"))
+    assert optimizer.state == kept, "the trial left something behind"
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.filterwarnings("error")
+def test_elementwise_optimizers_pass_in_every_layout(name: str) -> None:
+    check(ELEMENTWISE[name], *ALL)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, Lars, Lamb])
+@pytest.mark.filterwarnings("error")
+def test_optimizers_of_whole_matrices_pass_where_matrices_stay_whole(kind: Any) -> None:
+    check(kind, STAGES)
+
+
+@pytest.mark.parametrize(("kind", "cut", "words"), MIXING)
+def test_mixing_optimizers_are_refused(kind: Any, cut: Cut, words: str) -> None:
+    with pytest.raises(MixingOptimizerError) as error:
+        check(kind, cut)
+    for text in (kind.__name__, cut.option, words):
+        assert text in str(error.value)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"Wrapped cannot be tried.*tensor_parallel_size=2"):
+        check(Wrapped, ROWS)
+
+
+def test_a_schedule_that_starts_at_zero_hides_nothing() -> None:
+    def make(parameters: Any) -> Optimizer:
+        optimizer = torch.optim.Adafactor(parameters, lr=1e-7)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+        return optimizer
+
+    with pytest.raises(MixingOptimizerError):
+        check(make, ROWS)
