@@ -80,8 +80,9 @@ def sum_product(x: Tensor, matrix: Tensor, *, group: Group, pieces: Pieces) -> T
 
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """y + bias, in place where that is safe."""
-    if torch.compiler.is_compiling():  # torch 2.11's loses the gradients of a result that was changed in place
+    """Return y + bias, computed in place except in a compiled graph."""
+    # Needed until torch 2.12, whose compiler keeps the gradients of a result that is changed in place.
+    if torch.compiler.is_compiling():
         return y + bias.to(y.dtype)
     return y.add_(bias.to(y.dtype))
 
