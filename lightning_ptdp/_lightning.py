@@ -38,6 +38,7 @@ __all__ = [
     "lightning_names",
     "load_only_named_checkpoints",
     "register_signal_handlers",
+    "replace_after_closure",
     "replace_once",
     "requeue_handler",
     "replace_signal_handlers",
@@ -139,6 +140,11 @@ def replace_once(owner: object, name: str, instead: Callable[..., object]) -> No
 
     setattr(replaced, REPLACED, True)
     setattr(owner, name, replaced)
+
+
+def replace_after_closure(plugin: Precision, instead: Callable[..., None]) -> None:
+    """Have a precision plugin call ``instead`` where it calls the hooks between the backward and the step, with these in front."""
+    plugin._after_closure = partial(instead, partial(type(plugin)._after_closure, plugin))
 
 
 def fits(trainer: Trainer) -> bool:

@@ -6,10 +6,12 @@ places when the bound in ``pyproject.toml`` is raised (tests/test_torch_shims.py
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,6 +40,7 @@ __all__ = [
     "nccl_options",
     "reduce_scatter_product",
     "reduce_scatter_single",
+    "replaced_total_norm",
     "resolve_group",
     "set_gradient_dtype",
     "start_traced",
@@ -167,6 +170,23 @@ def unscale_before_step(optimizer: torch.optim.Optimizer) -> None:
     """Have a loss scaler divide by the scale before the step, in place; a fused step would do so by itself."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         vars(optimizer)["_step_supports_amp_scaling"] = False
+
+
+@contextlib.contextmanager
+def replaced_total_norm(replacement: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let ``clip_grad_norm_`` and ``get_total_norm`` compute norms by ``replacement``, which is given the original in front.
+
+    Modules that imported ``clip_grad_norm_`` by name are reached too, since it looks up a private name when it is called.
+    """
+    places = [(torch.nn.utils.clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
+    before = [getattr(*place) for place in places]
+    for place, original in zip(places, before, strict=True):
+        setattr(*place, partial(replacement, original))
+    try:
+        yield
+    finally:
+        for place, original in zip(places, before, strict=True):
+            setattr(*place, original)
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

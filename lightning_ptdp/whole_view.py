@@ -16,17 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from lightning_ptdp.errors import PTDPError
+from lightning_ptdp.partial_values import PartialModelError, PartialValues
 from lightning_ptdp.records import Records
 
-__all__ = ["PartialModelError", "WholeView"]
-
-
-class PartialModelError(PTDPError, ValueError):
-    """Something needs values of the whole model, of which a rank holds a part."""
+__all__ = ["WholeView"]
 
 
 class WholeView:
@@ -122,44 +116,36 @@ _SHAPES: frozenset[Callable[..., object]] = frozenset(
 )
 
 
-class _WholeShapes(TorchFunctionMode):
-    """Answers questions about shapes from the whole model, and refuses results that only the whole values have.
-
-    What has the shape of a part is taken for a part: of elementwise functions it is.
+class _WholeShapes(PartialValues):
+    """Answers questions about shapes from the whole model.
 
     Args:
         views: By parameter, its name and a tensor of its shape in the whole model.
     """
 
     def __init__(self, views: Mapping[Tensor, tuple[str, Tensor]]) -> None:
-        super().__init__()
-        self._views: dict[Tensor, tuple[str, Tensor | None]] = dict(views)
+        super().__init__(_refusal)
+        self._names.update({parameter: name for parameter, (name, _) in views.items()})
+        self._twins = {parameter: twin for parameter, (_, twin) in views.items()}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf in self._views]
-        if not parts:
-            return func(*args, **kwargs)
-        name, twin = self._views[parts[0]]
-        if func in _SHAPES and twin is not None:
-            return func(twin, *args[1:], **kwargs)
-        result = func(*args, **kwargs)
-        for one in tree_leaves(result):
-            if not isinstance(one, Tensor) or one in self._views:
-                continue
-            alike = next((part for part in parts if part.shape == one.shape), None)
-            if alike is None and (one.numel() == 1 or not all(part.numel() for part in parts)):
-                raise _refusal(name, func)
-            self._views[one] = (name, None) if alike is None else self._views[alike]
-        return result
+        twin = self._twins.get(args[0]) if func in _SHAPES and isinstance(args[0], Tensor) else None
+        if twin is not None:
+            return func(twin, *args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
+        alike = super()._follow(func, parts, result)
+        if alike in self._twins and alike.shape == result.shape:
+            self._twins[result] = self._twins[alike]
+        return alike
 
 
-def _refusal(name: str, function: Callable[..., object]) -> PartialModelError:
-    called = getattr(function, "__name__", str(function))
+def _refusal(name: str, function: str) -> PartialModelError:
     return PartialModelError(
-        f"configure_optimizers computes a number from the values of '{name}' ({called}), of which a rank holds a part or nothing under "
+        f"configure_optimizers computes a number from the values of '{name}' ({function}), of which a rank holds a part or nothing under "
         "tensor and pipeline parallelism. Make it depend on names, shapes or positions of parameters, compute the number before fit, or "
         "use tensor_parallel_size=1 and pipeline_parallel_size=1"
     )

@@ -28,6 +28,7 @@ THOROUGH: Final = frozenset(
         "conformance/test_endings",
         "conformance/test_exceptions",
         "conformance/test_finetuning",
+        "conformance/test_gradients_by_hand",
         "conformance/test_launchers",
         "conformance/test_logging",
         "conformance/test_names",

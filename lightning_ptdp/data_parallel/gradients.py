@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.arrivals import Arrivals
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.entries import lay_out, make_stepped, needs_masters
+from lightning_ptdp.data_parallel.gradient_view import GradientView
 from lightning_ptdp.data_parallel.loose import LooseGradients
 from lightning_ptdp.data_parallel.stepped import Stepped, SteppedParameters
 from lightning_ptdp.data_parallel.sums import global_norm
+from lightning_ptdp.partial_values import PartialModelError
 from lightning_ptdp.records import Records
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -61,6 +64,8 @@ class Gradients:
         self.accumulates = self.reduces = False
         self._clears, self._open = True, False
         self._left: dict[Tensor, Tensor] = {}
+        self._view: GradientView | None = None
+        self._compared = False
 
     def prepare(self, optimizer: Any, *, apart: bool, overlaps: bool = False) -> bool:
         """Lay out the gradients and give the optimizer what it steps on; returns whether that is needed.
@@ -84,6 +89,7 @@ class Gradients:
             self._arrivals = Arrivals(self._module, self.stepped, overlaps=self._overlaps and self.stepped.is_sharded)
             self._values = self.stepped.entries
         self._trainable = {parameter for parameter in self._records if parameter.requires_grad}
+        self._view = None
 
     def close(self) -> None:
         """Detach from the module."""
@@ -197,8 +203,12 @@ class Gradients:
 
     def norm(self, optimizer: Any = None) -> Tensor:
         """2-norm of the whole model's gradient, or of what ``optimizer`` steps on, each parameter counted once; collective."""
+        return self._norm(
+            None if optimizer is None else {value for group in optimizer.param_groups for value in group["params"]}, 2.0
+        )
+
+    def _norm(self, chosen: Collection[Tensor] | None, order: float) -> Tensor:
         sharded = self.stepped is not None and self.stepped.is_sharded
-        chosen = None if optimizer is None else {value for group in optimizer.param_groups for value in group["params"]}
         counted = [
             part
             for entry in self._values
@@ -207,13 +217,64 @@ class Gradients:
             if chosen is None or entry.value in chosen
             for part in entry.placed(record.sharding).counted(entry.value.grad)
         ]
-        return global_norm(
-            self._joined(counted), group=self._mesh.world if sharded else self._mesh.group("shards"), device=self._device
-        )
+        group = self._mesh.world if sharded else self._mesh.group("shards")
+        with self._computing():
+            return global_norm(self._joined(counted), group=group, device=self._device, order=order)
 
     def clip(self, gradients: Iterable[Tensor], limit: float, *, norm: Tensor) -> None:
         """Scale ``gradients``, whose 2-norm over all ranks is ``norm``, to ``limit`` if that is less."""
-        torch.nn.utils.clip_grads_with_norm_(map(_holder, self._joined(gradients)), limit, norm)
+        with self._computing():
+            torch.nn.utils.clip_grads_with_norm_(map(_holder, self._joined(gradients)), limit, norm)
+
+    def shown(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of hooks that may look at the gradients and change them."""
+        if self.accumulates:
+            return contextlib.nullcontext()
+        if self._view is None and self._is_divided:
+            self._view = self._make_view()
+        return contextlib.nullcontext() if self._view is None else self._view.shown()
+
+    @property
+    def _is_divided(self) -> bool:
+        layout = self._mesh.layout
+        return layout.divides_model or self.stepped is not None
+
+    def _make_view(self) -> GradientView:
+        everything = self._mesh.group("pipeline").size > 1 or (self.stepped is not None and self.stepped.is_sharded)
+        places = {entry.value: self._records[entry.parameter] for entry in self._values}
+        return GradientView(
+            stepped={entry.parameter: entry.value for entry in self._values if entry.value is not entry.parameter},
+            names={value: record.name for value, record in places.items()},
+            partial={
+                value
+                for value, record in places.items()
+                if everything or record.sharding.local_shape != record.sharding.full_shape
+            },
+            norm=self._chosen_norm,
+        )
+
+    def _chosen_norm(self, chosen: Collection[Tensor], order: float) -> Tensor:
+        """Return the norm of what a user has chosen.
+
+        Raises:
+            PartialModelError: Tied parameters are chosen on some stages only, where the rank that counts them may not be among them.
+        """
+        pipeline = self._mesh.group("pipeline")
+        if pipeline.size > 1 and not self._compared:
+            self._compared = True
+            tied = [record for e in self._values if e.value in chosen and (record := self._records[e.parameter]).tied]
+            holders = [record.sums[-1][1] for record in tied]
+            missing = torch.tensor(sum(1 - group.size if group.rank == 0 else 1 for group in holders), device=self._device)
+            dist.all_reduce(missing, group=pipeline.handle)
+            if missing:
+                raise PartialModelError(
+                    "a norm is computed of some parameters, among them tied ones that this choice finds on some pipeline stages only. "
+                    "Choose among self.parameters(), or use pipeline_parallel_size=1"
+                )
+        return self._norm(chosen, order)
+
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._view is None else self._view.paused()
 
     def _joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         return list(gradients) if self._kept is None else self._kept.joined(gradients)

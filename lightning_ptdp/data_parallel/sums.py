@@ -6,6 +6,7 @@ the heads that several ranks hold beside others of their own. The norm looks at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -37,24 +38,27 @@ def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:
             view.copy_(total.view_as(view))
 
 
-def global_norm(gradients: Iterable[Tensor], *, group: Group, device: torch.device) -> Tensor:
-    """2-norm over all ranks of ``group`` of the gradients that this rank counts.
+def global_norm(gradients: Iterable[Tensor], *, group: Group, device: torch.device, order: float = 2.0) -> Tensor:
+    """Norm over all ranks of ``group`` of the gradients that this rank counts.
 
     Args:
         gradients: Local gradients; a replicated one must be given by exactly one rank of the group.
         group: The ranks of one replica.
         device: Where the result lives.
+        order: Of the norm; ``inf`` for the largest element.
 
     Returns:
         0-dimensional float32 tensor, equal on every rank.
     """
     local = [part for gradient in gradients for part in _parts(gradient)]
-    square = torch.zeros((), dtype=torch.float64, device=device)
+    power = torch.zeros((), dtype=torch.float64, device=device)
+    is_largest = math.isinf(order)
     if local:
-        square += torch.nn.utils.get_total_norm(local).to(torch.float64) ** 2
+        norm = torch.nn.utils.get_total_norm(local, order).to(torch.float64)
+        power += norm if is_largest else norm**order
     if group.size > 1:
-        dist.all_reduce(square, group=group.handle)
-    return square.sqrt().to(torch.float32)
+        dist.all_reduce(power, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=group.handle)
+    return (power if is_largest else power ** (1 / order)).to(torch.float32)
 
 
 def _parts(gradient: Tensor) -> Iterable[Tensor]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp._lightning import Precision, fits
+from lightning_ptdp._lightning import Precision, fits, replace_after_closure
 from lightning_ptdp.engine.agreement import check_same_batch
 from lightning_ptdp.engine.evaluations import Closure
 from lightning_ptdp.nested import Nested
@@ -58,7 +58,8 @@ class ScheduledSteps(RunningStrategy):
             with self._during("step"), self.engine.gradients.reduce():
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         # Behind the sums over the replicas: on_after_backward sees the gradients that the optimizer will.
-        output = plugin.post_backward(closure_loss, module)
+        with self.engine.gradients.shown():
+            output = plugin.post_backward(closure_loss, module)
         with self._during("checking the gradients of step"):
             self.engine.check_gradients(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
         return output
@@ -154,7 +155,12 @@ class ScheduledSteps(RunningStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
             plugin.clip_grad_by_norm = partial(self._clip_by_norm, plugin)
+            replace_after_closure(plugin, self._show_gradients)
         self._precision_plugin = plugin
+
+    def _show_gradients(self, hooks: Callable[..., None], *args: object) -> None:
+        with self.engine.gradients.shown():
+            hooks(*args)
 
     def compute_gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient, each parameter counted once; collective over the world."""

@@ -1,0 +1,125 @@
+"""Gradients that users' hooks look at and change are the whole model's, or the hook is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from tests.conformance.blocks import LAYOUTS, ONE, LitBlocks, batches
+from tests.conformance.toys import Place, assert_weights, make_trainer, weights
+from tests.pool import Pool
+
+
+class LitHook(LitBlocks):
+    """Learns from the size of its gradients, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
+
+
+class LitClips(LitHook):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        self.norms.append(float(clip_grad_norm_(self.parameters(), 0.1)))
+
+
+class LitClipsPieces(LitHook):
+    """By other norms, of other parts of the model."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(clip_grad_norm_(self.h.parameters(), 0.01, norm_type=float("inf"))))
+        for block in self.h:
+            self.norms.append(float(torch.nn.utils.clip_grad_norm_(block.parameters(), 0.05, norm_type=1)))
+        gradients = [p.grad for p in self.h.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+
+class LitClipsOptimizer(LitHook):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)))
+
+
+class LitClipsValues(LitHook):
+    def on_after_backward(self) -> None:
+        clip_grad_value_(self.parameters(), 0.003)
+
+
+class LitScales(LitHook):
+    def on_after_backward(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.grad is None:
+                continue
+            if "norm" in name:
+                parameter.grad = 3 * parameter.grad
+            else:
+                parameter.grad.data.mul_(0.5).clamp_(min=-0.002)
+
+
+def train(rank: int, place: Place, kind: type[LitHook]) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, use_distributed_sampler=False)
+    module = kind()
+    trainer.fit(module, batches(place, rank))
+    return module.norms, weights(trainer)
+
+
+CASES = [
+    *((layout, LitClips) for layout in ("p2v2", "t2", "t2p2", "d2 sharded", "d2p2 sharded")),
+    *((layout, LitClipsPieces) for layout in ("t2p2", "d2p2 sharded")),
+    *((layout, LitClipsOptimizer) for layout in ("p2", "d2p2 sharded")),
+    *((layout, LitClipsValues) for layout in ("t2p2", "d2 sharded")),
+    *((layout, LitScales) for layout in ("p2v2", "d2 sharded")),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_hooks_change_the_whole_gradient(layout: str, kind: type[LitHook], pool: Pool) -> None:
+    place = LAYOUTS[layout]
+    ((norms, expected),) = pool.run(train, world_size=1, args=(ONE, kind))
+    for found_norms, found in pool.run(train, world_size=place.world_size, args=(place, kind)):
+        assert found_norms == pytest.approx(norms, rel=1e-4)
+        assert_weights(found, expected)
+
+
+class LitLogsNorms(LitHook):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class LitAdds(LitHook):
+    def gradients(self) -> Iterator[torch.Tensor]:
+        return (p.grad for p in self.parameters() if p.grad is not None)
+
+    def on_after_backward(self) -> None:
+        self.norms.append(float(sum(g.detach().pow(2).sum() for g in self.gradients()) ** 0.5))
+
+
+class LitLooksForNaN(LitHook):
+    def on_after_backward(self) -> None:
+        if any(p.grad.isnan().any() for p in self.parameters() if p.grad is not None):
+            self.zero_grad()
+
+
+def refused(rank: int, place: Place, kind: type[LitHook]) -> str:
+    try:
+        make_trainer(place, use_distributed_sampler=False, max_epochs=1).fit(kind(), batches(place, rank))
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("p2", LitLogsNorms), ("t2", LitAdds), ("d2 sharded", LitLooksForNaN)])
+def test_numbers_of_a_part_are_refused(layout: str, kind: type[LitHook], pool: Pool) -> None:
+    place = LAYOUTS[layout]
+    for message in pool.run(refused, world_size=place.world_size, args=(place, kind)):
+        assert message.startswith("PartialModelError: a hook computes a number from the gradient of '")
+        assert "self.clip_gradients" in message
