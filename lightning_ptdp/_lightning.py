@@ -33,10 +33,12 @@ __all__ = [
     "count_replicas",
     "fits",
     "is_compiled",
+    "is_profiling",
     "keep_model_summary",
     "layer_sync",
     "lightning_names",
     "load_only_named_checkpoints",
+    "logs_graph",
     "register_signal_handlers",
     "replace_once",
     "requeue_handler",
@@ -173,6 +175,16 @@ def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ra
 def is_compiled(module: object) -> bool:
     """Return True if the Trainer was given ``torch.compile``'s result for the LightningModule, so that its steps are compiled."""
     return getattr(module, "_compiler_ctx", None) is not None
+
+
+def is_profiling(hook: object) -> bool:
+    """Return True if a forward hook is of ``PyTorchProfiler``, which times modules where they run."""
+    return type(getattr(getattr(hook, "func", None), "__self__", None)).__name__ == "RegisterRecordFunction"
+
+
+def logs_graph(trainer: Trainer) -> bool:
+    """Return True if a logger of the Trainer records the graph of the module's forward when a fit starts."""
+    return any(getattr(logger, "_log_graph", False) for logger in trainer.loggers)
 
 
 def replace_signal_handlers(

@@ -9,7 +9,7 @@ import inspect
 
 import torch
 
-from lightning_ptdp._lightning import Trainer, fits, is_compiled, layer_sync
+from lightning_ptdp._lightning import Trainer, fits, is_compiled, layer_sync, logs_graph
 from lightning_ptdp._torch import has_symmetric_products
 from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.compiled_blocks import check_compiler
@@ -195,6 +195,14 @@ def _steps_on_copies(strategy: RunningStrategy, trainer: Trainer) -> bool:
     return shards or (strategy.config.master_weights and _is_half(strategy, trainer))
 
 
+def _check_graph(strategy: RunningStrategy, trainer: Trainer) -> None:
+    if logs_graph(trainer) and strategy.layout.divides_model and fits(trainer):
+        raise strategy.refusal(
+            "log_graph=True has the logger trace the whole model, which no rank holds under tensor, pipeline or context parallelism. "
+            "Leave it out, or log the graph in one process: logger.log_graph(module)"
+        )
+
+
 def _check_batch_norm(strategy: RunningStrategy, trainer: Trainer) -> None:
     sync = layer_sync(strategy)
     if sync is None or not fits(trainer) or strategy.layout.size("replica_sum") == 1:
@@ -264,6 +272,7 @@ _CHECKS = (
     _check_compiled,
     _check_overlap,
     _check_callbacks,
+    _check_graph,
     _check_batch_norm,
     _check_checkpoint_plugin,
     _check_saved,
