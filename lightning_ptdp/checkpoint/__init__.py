@@ -25,6 +25,7 @@ from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, comple
 from lightning_ptdp.checkpoint.load import Stored, load_tensors
 from lightning_ptdp.checkpoint.local import LocalRectangle, Placed, rectangles_of
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
+from lightning_ptdp.checkpoint.objects import left_out
 from lightning_ptdp.checkpoint.optimizer import (
     keeps_history,
     load_history,
@@ -61,6 +62,7 @@ __all__ = [
     "complete_checkpoints",
     "is_checkpoint",
     "keeps_history",
+    "left_out",
     "load_history",
     "load_optimizer",
     "load_tensors",

@@ -39,7 +39,6 @@ from lightning_ptdp.strategy.blocks import prepare_blocks
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_data,
-    check_hyperparameters,
     check_initial_weights,
     check_model,
     check_optimizer_state,
@@ -51,6 +50,7 @@ from lightning_ptdp.strategy.checks import (
     plan_of,
     warn_of_balance_losses,
     warn_of_batch_norm,
+    warn_of_objects,
 )
 from lightning_ptdp.strategy.choosing import LayoutChoice
 from lightning_ptdp.strategy.conversion import convert, replacing
@@ -103,6 +103,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             self.check_processes()
             self._choose(trainer, [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None])
         check_trainer(self, trainer)
+        for owner in (self.lightning_module, *arguments[1:2], *arguments[3:4]):
+            if fits(trainer) and trainer.checkpoint_callbacks and self.is_global_zero:
+                warn_of_objects(owner)
         self.check_machine()
         if not self._is_cut_here:
             self.check(self.lightning_module)
@@ -110,8 +113,6 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             for source in (arguments[1], *arguments[3:4]):  # the train dataloader, the datamodule
                 check_data(source, self.config, self.layout)
                 check_packing(self.lightning_module, source, self.config)
-                if trainer.checkpoint_callbacks:
-                    check_hyperparameters(source)
 
     def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:
         """Check a module (and data module) against the layout without starting anything.

@@ -15,7 +15,7 @@ from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.compiled_blocks import check_compiler
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
-from lightning_ptdp.strategy.checks.saved import check_extra_state, check_hyperparameters
+from lightning_ptdp.strategy.checks.saved import check_extra_state
 from lightning_ptdp.strategy.run import RunningStrategy
 from lightning_ptdp.world.layout import nearest_divisors
 
@@ -239,8 +239,6 @@ def _check_saved(strategy: RunningStrategy, trainer: Trainer) -> None:
     try:
         for saver in savers:
             local_path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
-        for owner in (strategy.lightning_module, trainer.datamodule) if savers else ():
-            check_hyperparameters(owner)
         if savers:
             check_extra_state(strategy.lightning_module)
     except ValueError as error:
