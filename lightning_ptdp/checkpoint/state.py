@@ -88,7 +88,7 @@ def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> di
 def _with_types(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     types: dict[str, list[Note]] = dict(state.get(_TYPES, {}))
     found = {key: value for key, value in state.items() if key != _TYPES}
-    missing = {}
+    missing: dict[str, list[Note]] = {}
     for key, notes in types.items():
         if key in found:
             found[key], unread = restore_types(found[key], notes)
