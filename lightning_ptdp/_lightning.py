@@ -107,6 +107,10 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
 class LightningNames(SimpleNamespace):
     """One namespace's classes and functions: those of the table, and ``namespace``."""
 
+    def writes_elsewhere(self, plugin: object, path: object) -> bool:
+        """Return True if a checkpoint plugin is a user's, or the path a URL that only Lightning's plugin knows."""
+        return type(plugin) is not self.TorchCheckpointIO or "://" in str(path).removeprefix("file://")
+
 
 @lru_cache(maxsize=len(NAMESPACES))
 def lightning_names(namespace: str) -> LightningNames:

@@ -104,7 +104,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             self._choose(trainer, [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None])
         check_trainer(self, trainer)
         for owner in (self.lightning_module, *arguments[1:2], *arguments[3:4]):
-            if fits(trainer) and trainer.checkpoint_callbacks and self.is_global_zero:
+            if fits(trainer) and trainer.checkpoint_callbacks and self.is_global_zero and not self.writes_file:
                 warn_of_objects(owner)
         self.check_machine()
         if not self._is_cut_here:
@@ -233,8 +233,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
     def _prepare_optimization(self, trainer: Trainer) -> None:
         """Gradients, what the optimizer steps on, and the loss scale."""
         self._is_training = True
+        self._named_groups = self._names_of_groups()
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
-        for optimizer in self.optimizers if trainer.checkpoint_callbacks else ():
+        for optimizer in self.optimizers if trainer.checkpoint_callbacks and not self.writes_file else ():
             check_optimizer_state(optimizer, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
             return  # one process without microbatches: gradients are autograd's and the optimizers the user's
