@@ -6,6 +6,7 @@ from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.elementwise import check_elementwise
 from lightning_ptdp.data_parallel.gradients import Gradients
 from lightning_ptdp.data_parallel.loose import LooseGradients
+from lightning_ptdp.data_parallel.manual import ManualGradients, ManualOptimizationError
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
 from lightning_ptdp.data_parallel.shards import FlatSharding
 from lightning_ptdp.data_parallel.stepped import Stepped, SteppedParameters
@@ -18,6 +19,8 @@ __all__ = [
     "GradientBuckets",
     "Gradients",
     "LooseGradients",
+    "ManualGradients",
+    "ManualOptimizationError",
     "Reduction",
     "Stepped",
     "SteppedParameters",

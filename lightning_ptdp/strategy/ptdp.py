@@ -238,7 +238,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         for optimizer in self.optimizers if trainer.checkpoint_callbacks and not self.writes_file else ():
             check_optimizer_state(optimizer, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
-            return  # one process without microbatches: gradients are autograd's and the optimizers the user's
+            self._adopted = None
+            self.engine.prepare_manual_optimization()
+            return  # gradients are autograd's, averaged over the replicas, and the optimizers the user's
         (optimizer,) = self.optimizers
         if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
             check_elementwise(optimizer, device=self.root_device)

@@ -46,11 +46,21 @@ def _check_manual_optimization(strategy: ModelSpaceSaving, trainer: Trainer) -> 
     if strategy.lightning_module.automatic_optimization or not fits(trainer):
         return
     config = strategy.config
-    if strategy.layout.world_size > 1:
+    if strategy.layout.divides_model:
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) cannot run under the ptdp strategy with several processes: the "
-            "schedule, not training_step, decides when backward runs. Use automatic optimization, or train in one process (validate, test "
-            "and predict run in any layout)"
+            "automatic_optimization=False (manual optimization) cannot run with a model that is cut: the schedule, not training_step, "
+            f"decides when backward runs ({strategy.layout.describe()}). Use automatic optimization, or data parallelism alone (validate, "
+            "test and predict run in any layout)"
+        )
+    if config.shard_optimizer and strategy.layout.size("replica_sum") > 1:
+        raise strategy.refusal(
+            "automatic_optimization=False (manual optimization) with shard_optimizer=True: several optimizers cannot step on shards of "
+            "parameters that the step itself reads. Use shard_optimizer=False"
+        )
+    if config.reduce_dtype is not None and strategy.layout.size("replica_sum") > 1:
+        raise strategy.refusal(
+            f"automatic_optimization=False (manual optimization) with reduce_dtype={config.reduce_dtype!r}: its gradients are averaged as "
+            "they are. Leave the option out"
         )
     if config.runs_backward:
         raise strategy.refusal(
