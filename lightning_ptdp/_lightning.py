@@ -33,10 +33,12 @@ __all__ = [
     "count_replicas",
     "fits",
     "is_compiled",
+    "is_profiling",
     "keep_model_summary",
     "layer_sync",
     "lightning_names",
     "load_only_named_checkpoints",
+    "logs_graph",
     "register_signal_handlers",
     "replace_after_closure",
     "replace_once",
@@ -106,6 +108,10 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
 
 class LightningNames(SimpleNamespace):
     """One namespace's classes and functions: those of the table, and ``namespace``."""
+
+    def writes_elsewhere(self, plugin: object, path: object) -> bool:
+        """Return True if a checkpoint plugin is a user's, or the path a URL that only Lightning's plugin knows."""
+        return type(plugin) is not self.TorchCheckpointIO or "://" in str(path).removeprefix("file://")
 
 
 @lru_cache(maxsize=len(NAMESPACES))
@@ -180,6 +186,16 @@ def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ra
 def is_compiled(module: object) -> bool:
     """Return True if the Trainer was given ``torch.compile``'s result for the LightningModule, so that its steps are compiled."""
     return getattr(module, "_compiler_ctx", None) is not None
+
+
+def is_profiling(hook: object) -> bool:
+    """Return True if a forward hook is of ``PyTorchProfiler``, which times modules where they run."""
+    return type(getattr(getattr(hook, "func", None), "__self__", None)).__name__ == "RegisterRecordFunction"
+
+
+def logs_graph(trainer: Trainer) -> bool:
+    """Return True if a logger of the Trainer records the graph of the module's forward when a fit starts."""
+    return any(getattr(logger, "_log_graph", False) for logger in trainer.loggers)
 
 
 def replace_signal_handlers(

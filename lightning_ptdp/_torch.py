@@ -27,6 +27,7 @@ __all__ = [
     "default_store",
     "flight_record",
     "forward_hooks",
+    "forward_pre_hooks",
     "found_inf",
     "gradient_dtype",
     "grouped_product",
@@ -220,6 +221,11 @@ def has_saved_tensor_hooks() -> bool:
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
     """A module's forward hooks by key, and the keys of those that take keyword arguments: the very dictionaries that it keeps."""
     return module._forward_hooks, module._forward_hooks_with_kwargs
+
+
+def forward_pre_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
+    """Return the same of a module's hooks that run before its forward."""
+    return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
 
 
 def is_compiled(module: nn.Module) -> bool:

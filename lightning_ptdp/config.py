@@ -28,11 +28,12 @@ from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["FiniteAction", "GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod"]
+__all__ = ["CheckpointFormat", "FiniteAction", "GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientDtype = Literal["float32", "parameter"]
 FiniteAction = Literal["raise", "skip"]
+CheckpointFormat = Literal["auto", "file", "folder"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
 _MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9, "channel_ctas": 32}
 """A TiB; thirty years, which clocks and sockets still take; and what every NCCL takes."""
@@ -110,6 +111,8 @@ class PTDPConfig:
         on_damage: When the checkpoint to continue from is damaged: "previous" (the newest whole one before it in its folder, with a
             warning) or "refuse".
         async_save: Training waits only until a checkpoint's tensors are copied to host memory; they are written in the background.
+        checkpoint_format: "folder" (every rank writes its part), "file" (rank 0 writes Lightning's single file), or "auto": a file where
+            every rank holds the whole model and optimizer, saves wait, and ``ptdp`` does not run the training; else a folder.
 
     The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.
 
@@ -160,6 +163,7 @@ class PTDPConfig:
     process_group_backend: str | None = None
     on_damage: OnDamage = "previous"
     async_save: bool = False
+    checkpoint_format: CheckpointFormat = "auto"
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -33,7 +33,7 @@ def _load_file_or_folder(
         return load(path_or_url, map_location=map_location, weights_only=weights_only)
     from lightning_ptdp.checkpoint import read_whole
 
-    return read_whole(path, map_location)
+    return read_whole(path, map_location, trusted=weights_only is False)
 
 
 def upload_folders(logger: ModuleType) -> None:
@@ -70,10 +70,10 @@ def _parse_file_or_folder(parse: Callable[[LightningCLI], None], cli: LightningC
         return
     import torch
 
-    from lightning_ptdp.checkpoint import read_state
+    from lightning_ptdp.checkpoint import portable, read_state
 
     with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
-        torch.save({"hyper_parameters": read_state(path).get("hyper_parameters", {})}, file)
+        torch.save({"hyper_parameters": portable(read_state(path).get("hyper_parameters", {}))}, file)
         file.flush()
         cli.config[subcommand]["ckpt_path"] = file.name
         parse(cli)

@@ -1,7 +1,8 @@
 """Checkpoints that belong to the model and not to the layout, through torch's Distributed Checkpoint (DCP).
 
-A checkpoint is a folder. Tensors are stored as rectangles of the full, single-process tensors under global names, so that any
-layout reads what any other wrote; everything else is one small file each::
+A checkpoint is Lightning's single file where one rank holds all of it (single_file.py), else a folder. There tensors are stored as
+rectangles of the full, single-process tensors under global names, so that any layout reads what any other wrote; everything else is one
+small file each::
 
     last.ckpt/
       metadata.json    format, layout, package versions, shape and dtype of every tensor, size and sha256 of the files
@@ -25,9 +26,11 @@ from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, comple
 from lightning_ptdp.checkpoint.load import Stored, load_tensors
 from lightning_ptdp.checkpoint.local import LocalRectangle, Placed, rectangles_of
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
+from lightning_ptdp.checkpoint.objects import left_out
 from lightning_ptdp.checkpoint.optimizer import (
     keeps_history,
     load_history,
+    load_indexed_optimizer,
     load_optimizer,
     merge_groups,
     optimizer_groups,
@@ -37,6 +40,7 @@ from lightning_ptdp.checkpoint.optimizer import (
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.reshard import reshard_checkpoint
 from lightning_ptdp.checkpoint.save import save_checkpoint, write_checkpoint
+from lightning_ptdp.checkpoint.single_file import PARAMETER_NAMES, InMemory, write_file
 from lightning_ptdp.checkpoint.state import portable, read_state
 from lightning_ptdp.checkpoint.verify import verify_checkpoint
 from lightning_ptdp.checkpoint.whole import StoredOptimizers, StoredWeights, is_checkpoint, read_whole
@@ -47,9 +51,11 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "FileEntry",
+    "InMemory",
     "Keeper",
     "MissingCheckpointError",
     "OnDamage",
+    "PARAMETER_NAMES",
     "Placed",
     "Stored",
     "StoredOptimizers",
@@ -61,7 +67,9 @@ __all__ = [
     "complete_checkpoints",
     "is_checkpoint",
     "keeps_history",
+    "left_out",
     "load_history",
+    "load_indexed_optimizer",
     "load_optimizer",
     "load_tensors",
     "local_path",
@@ -83,4 +91,5 @@ __all__ = [
     "to_lightning_file",
     "verify_checkpoint",
     "write_checkpoint",
+    "write_file",
 ]

@@ -10,7 +10,7 @@ LBFGS keeps one history of all parameters together, flattened in the optimizer's
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,17 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.load import load_tensors
+from lightning_ptdp.checkpoint.load import Stored, load_tensors
 from lightning_ptdp.checkpoint.local import Placed
-from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, read_metadata
+from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.single_file import optimizer_by_name
 from lightning_ptdp.sharding import Sharding
 
 __all__ = [
     "keeps_history",
     "load_history",
+    "load_indexed_optimizer",
     "load_optimizer",
     "merge_groups",
     "optimizer_groups",
@@ -152,6 +155,7 @@ def load_optimizer(
     shardings: Mapping[str, Placed],
     groups: Sequence[Group],
     index: int = 0,
+    open_stored: Callable[[str | os.PathLike[str]], Stored] = TensorReader,
 ) -> None:
     """Restore an optimizer from a checkpoint of any layout; collective over the default process group, if there is one.
 
@@ -166,6 +170,7 @@ def load_optimizer(
         shardings: The parameters' records, by global name.
         groups: The saved groups of all ranks, from :func:`merge_groups`.
         index: Which of the module's optimizers this is.
+        open_stored: What makes of ``path`` what is read; by default a checkpoint folder.
 
     Raises:
         CheckpointError: On every rank, if on any: the groups do not fit, or the tensors cannot be loaded (see
@@ -174,14 +179,41 @@ def load_optimizer(
     with same_outcome(f"loading optimizer {index} from the checkpoint {path}"):
         named = _named(optimizer, names)
         _check_groups(optimizer, names, groups)
-        states = _empty_states(read_metadata(path), optimizer, named, shardings, index)
-    load_tensors(path, {name: (value, place) for name, (_, _, value, place) in states.items()}, prefix=_prefix(index))
+        stored = open_stored(path)
+        states = _empty_states(stored.tensors, optimizer, named, shardings, index)
+    targets = {name: (value, place) for name, (_, _, value, place) in states.items()}
+    load_tensors(path, targets, prefix=_prefix(index), open_stored=lambda _: stored)
     optimizer.state.clear()
     places = {parameter: place for place, parameter in enumerate(named)}  # an optimizer keeps its states in this order
     for parameter, key, value, _ in sorted(states.values(), key=lambda state: places[state[0]]):
         optimizer.state[parameter][key.removesuffix(_NUMBER)] = value.item() if key.endswith(_NUMBER) else value
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         _restore_group(group, saved)
+
+
+def load_indexed_optimizer(
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    *,
+    names: Names,
+    shardings: Mapping[str, Placed],
+    of_groups: Sequence[Sequence[str]],
+) -> None:
+    """Restore an optimizer in any layout from the ``state_dict`` of one that held the whole model; collective like :func:`load_optimizer`.
+
+    Args:
+        state: The saved state.
+        optimizer: The optimizer to fill.
+        names: Global name of every local parameter of the optimizer.
+        shardings: The parameters' records, by global name.
+        of_groups: Names of the saved parameters, group by group.
+
+    Raises:
+        CheckpointError: As :func:`load_optimizer`.
+    """
+    with same_outcome("reading the optimizer's state"):
+        stored, groups = optimizer_by_name(state, of_groups, prefix=_prefix(0), number=_NUMBER)
+    load_optimizer("in one file", optimizer, names=names, shardings=shardings, groups=groups, open_stored=lambda _: stored)
 
 
 def _prefix(index: int) -> str:
@@ -204,18 +236,18 @@ def _named(optimizer: Optimizer, names: Names) -> dict[torch.nn.Parameter, str]:
 
 
 def _empty_states(
-    metadata: CheckpointMetadata, optimizer: Optimizer, named: Names, shardings: Mapping[str, Placed], index: int
+    stored: Mapping[str, TensorEntry], optimizer: Optimizer, named: Names, shardings: Mapping[str, Placed], index: int
 ) -> dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placed]]:
     """Parameter, state key and tensor to fill, for all that the checkpoint has of this rank's parameters, by its name there."""
     parameters = {name: parameter for parameter, name in named.items()}
     with_scalars = [group["params"] for group in optimizer.param_groups if group.get("capturable") or group.get("fused")]
     on_device = set().union(*with_scalars)
     found: dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placed]] = {}
-    for full_name in sorted(metadata.names(_prefix(index))):
+    for full_name in sorted(name for name in stored if name.startswith(_prefix(index))):
         key, _, name = full_name.removeprefix(_prefix(index)).partition("/")
         if name not in parameters:
             continue
-        parameter, sharding, entry = parameters[name], shardings[name], metadata.tensors[full_name]
+        parameter, sharding, entry = parameters[name], shardings[name], stored[full_name]
         whole = entry.shape == () and sharding.full_shape != ()
         if not whole and entry.shape != sharding.full_shape:
             raise CheckpointError(

@@ -6,70 +6,38 @@ noticed when it is written, not when somebody needs it back.
 
 from __future__ import annotations
 
-import collections
-import enum
 import io
 import os
-from pathlib import Path, PurePath
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_ptdp.checked_json import Misfit, integer, list_of, map_of, optional, record, text
 from lightning_ptdp.checkpoint.errors import CheckpointError, reading
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_verified
+from lightning_ptdp.checkpoint.objects import separate_objects
 from lightning_ptdp.checkpoint.saved import check_saved, why_unread
+from lightning_ptdp.checkpoint.types import Note, plain_value, restore_types
 
 __all__ = ["dump_state", "portable", "read_state", "read_state_file"]
 
-_KEPT = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, type(None))
+_TYPES = "lightning_ptdp_types"
+_SHOWN = 5
 
 
 def portable(value: object, key: str = "state") -> Any:
-    """A copy of ``value`` in types that ``weights_only=True`` reads; tensors become plain ones on the CPU.
+    """Return a copy of ``value`` in types that ``weights_only=True`` reads; tensors become plain ones on the CPU.
 
-    Paths become strings, NumPy scalars Python numbers, NumPy arrays tensors, enum members of a plain type that type, and
-    subclasses of dict, list and tuple (named tuples, attribute dictionaries …) their base. Objects of classes registered with
-    ``torch.serialization.add_safe_globals`` are kept.
+    ``dump_state`` stores notes on the types of paths, enum members, named tuples, other containers, and NumPy's numbers and arrays, which
+    ``read_state`` gives back. Objects of classes registered with ``torch.serialization.add_safe_globals`` are kept.
 
     Raises:
         CheckpointError: A value has another type; the message names its key.
     """
-    if type(value) in _KEPT:
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, np.generic):
-        return portable(value.item(), key)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(value.copy())
-    if type(value) in _registered():
-        return value
-    if isinstance(value, enum.Enum) and type(value.value) in _KEPT:
-        return value.value
-    return _container(value, key)
-
-
-def _container(value: object, key: str) -> Any:
-    if isinstance(value, dict):
-        kind = type(value) if type(value) in (collections.OrderedDict, collections.Counter) else dict
-        return kind({portable(k, f"{key} (a key of it)"): portable(v, f"{key}[{k!r}]") for k, v in value.items()})
-    for base, made in ((list, list), (tuple, tuple), (set, set), (frozenset, set)):
-        if isinstance(value, base):
-            return made([portable(item, f"{key}[{index}]") for index, item in enumerate(value)])
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise CheckpointError(
-        f"{key} is a {name}, which torch.load(weights_only=True) would refuse to read back: leave it out (for a hyperparameter: "
-        f"self.save_hyperparameters(ignore=[...])), store plain values, or register the class in every process with "
-        f"torch.serialization.add_safe_globals([{type(value).__qualname__}])"
-    )
-
-
-def _registered() -> list[object]:
-    return [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
+    return plain_value(value, key, [])
 
 
 def dump_state(state: dict[str, Any]) -> bytes:
@@ -78,7 +46,15 @@ def dump_state(state: dict[str, Any]) -> bytes:
     Raises:
         CheckpointError: A value cannot be stored; the message names its key.
     """
-    content = {key: portable(value, f"state[{key!r}]") for key, value in state.items()}
+    unread: dict[str, list[Note]] = state.get(_TYPES, {})  # where this was read, their classes were not imported
+    content, types = {}, {}
+    for key, value in separate_objects({key: value for key, value in state.items() if key != _TYPES}).items():
+        notes = list(unread.get(key, ()))
+        content[key] = plain_value(value, f"state[{key!r}]", notes)
+        if notes:
+            types[key] = notes
+    if types:
+        content[_TYPES] = types
     for key, value in content.items():
         try:  # an object of a registered class may hold what weights_only refuses
             dumped = _dump(value)
@@ -104,9 +80,28 @@ def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> di
     try:
         state = _load(content, map_location)
         _STATE(state)
+        return _with_types(state, folder)
     except Exception as error:
         raise CheckpointError(f"{folder / STATE_FILE} cannot be read: {why_unread(error)}") from error
-    return dict(state)
+
+
+def _with_types(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    types: dict[str, list[Note]] = dict(state.get(_TYPES, {}))
+    found = {key: value for key, value in state.items() if key != _TYPES}
+    missing: dict[str, list[Note]] = {}
+    for key, notes in types.items():
+        if key in found:
+            found[key], unread = restore_types(found[key], notes)
+            missing |= {key: unread} if unread else {}
+    if not missing:
+        return found
+    names = sorted({note[2] for notes in missing.values() for note in notes})
+    warnings.warn(
+        f"{folder} holds values of {', '.join(names[:_SHOWN])}, which {'is' if len(names) == 1 else 'are'} not imported here: they are "
+        "read as plain values. Import what defines them before the checkpoint is loaded",
+        stacklevel=3,
+    )
+    return {**found, _TYPES: missing}
 
 
 def read_state_file(folder: Path, metadata: CheckpointMetadata) -> bytes:
@@ -130,6 +125,7 @@ _STATE = record(
     loops=_OBJECTS,
     callbacks=_OBJECTS,
     hyper_parameters=_OBJECTS,
+    lightning_ptdp_types=optional(map_of(list_of(lambda note: note))),
     optimizer_states=optional(list_of(record(others=True, groups=optional(list_of(_GROUP))))),
     lr_schedulers=optional(list_of(lambda value: value)),
     **{"pytorch-lightning_version": optional(text(r"\d{1,4}(\.\d{1,4})*[\w.+-]{0,40}", "a version"))},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from lightning_ptdp.checkpoint.convert import MODEL, read_full
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, STATE_FILE
+from lightning_ptdp.checkpoint.objects import LEFT_OUT, with_objects
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.state import read_state
 
@@ -102,7 +104,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return any((Path(path) / name).exists() for name in (METADATA_FILE, STATE_FILE))
 
 
-def read_whole(path: str | os.PathLike[str], map_location: MapLocation = None) -> dict[str, Any]:
+def read_whole(path: str | os.PathLike[str], map_location: MapLocation = None, *, trusted: bool = False) -> dict[str, Any]:
     """Return what ``torch.load`` of Lightning's single file would return; needs no process group.
 
     Optimizer states are keyed by name in the folder; to iterate over the entry ``"optimizer_states"`` is an error that says so.
@@ -110,11 +112,21 @@ def read_whole(path: str | os.PathLike[str], map_location: MapLocation = None) -
     Args:
         path: The checkpoint folder.
         map_location: Where tensors go, as ``torch.load`` takes it; they are stored as the CPU's.
+        trusted: Whether hyperparameters that are objects may be unpickled, which runs what they say.
 
     Raises:
         CheckpointError: It is not a whole checkpoint, or damaged.
     """
     state = read_state(path, map_location=map_location)
+    if trusted:
+        state = with_objects(state)
+    for key, names in state.get(LEFT_OUT, {}).items():
+        said = ", ".join(f"{name} (a {kind})" if name else f"all (a {kind})" for name, kind in names.items())
+        warnings.warn(
+            f"{path} is read without these {key}, which are objects: {said}. Give them by name (load_from_checkpoint(path, name=...)), or "
+            "use weights_only=False if you trust the checkpoint",
+            stacklevel=2,
+        )
     if "optimizer_states" in state:
         state["optimizer_states"] = _RefusedOptimizers(state["optimizer_states"], path)
     moved: dict[int, Tensor] = {}  # tied parameters stay one tensor

@@ -6,6 +6,7 @@ from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.elementwise import Cut, GroupTrial, MixingOptimizerError, check_elementwise, constructed_state
 from lightning_ptdp.data_parallel.gradients import Gradients
 from lightning_ptdp.data_parallel.loose import LooseGradients
+from lightning_ptdp.data_parallel.manual import ManualGradients, ManualOptimizationError
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
 from lightning_ptdp.data_parallel.replica_buffers import ReplicaBuffers
 from lightning_ptdp.data_parallel.shards import FlatSharding
@@ -21,6 +22,8 @@ __all__ = [
     "Gradients",
     "GroupTrial",
     "LooseGradients",
+    "ManualGradients",
+    "ManualOptimizationError",
     "MixingOptimizerError",
     "Reduction",
     "ReplicaBuffers",

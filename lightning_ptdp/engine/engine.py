@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import Gradients, ReplicaBuffers
+from lightning_ptdp.data_parallel import Gradients, ManualGradients, ReplicaBuffers
 from lightning_ptdp.engine.agreement import batch_sums, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.decoding import Decoding
@@ -98,6 +98,7 @@ class Engine:
         )
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
         self._checks: GradientChecks | None = None
+        self._manual: ManualGradients | None = None
         self._losses: Sequence[Tensor] = []  # of the last batch's microbatches, on the rank that has them
         self._factor: float | Tensor = 1.0
         self._accumulated = False  # the batch before did not complete an optimizer step
@@ -120,6 +121,18 @@ class Engine:
                 self.observers.add(self._checks)
         if isinstance(optimizer, torch.optim.LBFGS):
             self._check_evaluates_again(optimizer)
+
+    def prepare_manual_optimization(self) -> None:
+        """Average the gradients of each of the user's backwards over the replicas."""
+        replicas = self._mesh.group("replica_sum")
+        if replicas.size > 1:
+            self._manual = ManualGradients(self._module, replicas, self._device)
+
+    def manual_backward(self) -> Context:
+        """Around one backward of manual optimization."""
+        if self._manual is None:
+            return contextlib.nullcontext()
+        return self._manual.backward(accumulates=self.gradients.accumulates)
 
     def evaluations(self, optimizer: Optimizer, closure: Closure) -> Closure:
         """The closure of a step, for ``optimizer`` to call."""
@@ -145,6 +158,8 @@ class Engine:
     def close(self) -> None:
         """Detach from the module."""
         self.gradients.close()
+        if self._manual is not None:
+            self._manual.close()
         self._unscope()
         self._detach()
 
@@ -260,6 +275,8 @@ class Engine:
         weighs, tokens = self._weighs(hook), None
         with self._surroundings.around(forward), numbers, context(), recorder if weighs else contextlib.nullcontext():
             output = getattr(self._module, hook)(forward.batch, *args[1:])
+        if training and self._manual is not None:
+            self._manual.check()
         if not training:
             output = gather_full(output)
             tokens = num_tokens(output)
@@ -297,7 +314,7 @@ class Engine:
     def _weighs(self, hook: str) -> bool:
         """Return True if the replicas' logged values are averaged by their number of tokens in this step."""
         if hook == "training_step":
-            return self._mesh.group("replica_sum").size > 1
+            return self._mesh.group("replica_sum").size > 1 and self._manual is None
         return self._replicas_in_step and hook != "predict_step"
 
     def _job(self, hook: str, context: MakesContext, args: Sequence[Nested], **training: Any) -> LightningJob:

@@ -61,7 +61,8 @@ class LogCall:
     def is_shared_mean(self) -> bool:
         """Return True if the replicas' logged values are to be averaged."""
         is_number = self.metric is None and not is_metric(self.value)
-        return is_number and bool(self.options.get("sync_dist")) and self.reduction == "mean"
+        is_shared = bool(self.options.get("sync_dist")) and not self.options.get("rank_zero_only")
+        return is_number and is_shared and self.reduction == "mean"
 
 
 @dataclass

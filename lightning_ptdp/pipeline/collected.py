@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp._torch import forward_hooks, is_compiled, untraced
+from lightning_ptdp._lightning import is_profiling
+from lightning_ptdp._torch import forward_hooks, forward_pre_hooks, is_compiled, untraced
 from lightning_ptdp._transformers import is_capture
 
 __all__ = ["UserHooks", "eager", "user_hooks"]
@@ -32,11 +33,13 @@ class UserHooks:
         name: Of the module.
         module: The module, or what stands for it where it is not.
         hooks: By key, each with whether it takes keyword arguments.
+        before: Pre-hooks of the objects whose methods are among the hooks, with the same.
     """
 
     name: str
     module: nn.Module
     hooks: dict[int, tuple[Hook, bool]]
+    before: tuple[tuple[Hook, bool], ...]
 
     def watch(self, note: Callable[[str, int, object], None]) -> None:
         """Have each that is still there followed by ``note(name, its position, output)``, where it only looks: what changes the output
@@ -47,18 +50,32 @@ class UserHooks:
                 registered[key] = eager(self.module, partial(_noted, hook, partial(note, self.name, position)))
 
     def replay(self, position: int, args: tuple[object, ...], output: object) -> None:
-        """Call one with what it was given on the stage of its module."""
+        """Call one with what it was given on the stage of its module, behind the pre-hooks of the same object."""
         hook, with_kwargs = tuple(self.hooks.values())[position]
+        for pre_hook, takes_kwargs in self.before:
+            if _owner(pre_hook) is _owner(hook):
+                pre_hook(self.module, args, *(({},) if takes_kwargs else ()))
         hook(self.module, args, *(({},) if with_kwargs else ()), output)
 
 
 def user_hooks(name: str, module: nn.Module, *, inside: bool = True) -> Iterator[UserHooks]:
-    """Those of ``module``, called ``name``, and of the modules inside; what transformers captures with is not among them."""
+    """Those of ``module``, called ``name``, and of the modules inside; not those of profilers and captures."""
     for suffix, child in module.named_modules() if inside else [("", module)]:
         hooks, with_kwargs = forward_hooks(child)
-        found = {key: (hook, key in with_kwargs) for key, hook in hooks.items() if not is_capture(hook)}
+        found = {
+            key: (hook, key in with_kwargs) for key, hook in hooks.items() if not is_capture(hook) and not is_profiling(hook)
+        }
         if found:
-            yield UserHooks(f"{name}.{suffix}" if suffix else name, child, found)
+            owners = [owner for hook, _ in found.values() if (owner := _owner(hook)) is not None]
+            registered, with_kwargs = forward_pre_hooks(child)
+            pre_hooks = [(hook, key in with_kwargs) for key, hook in registered.items()]
+            before = tuple(entry for entry in pre_hooks if any(_owner(entry[0]) is owner for owner in owners))
+            yield UserHooks(f"{name}.{suffix}" if suffix else name, child, found, before)
+
+
+def _owner(hook: Hook) -> object:
+    """Return the object of which a hook is a method; None for a function."""
+    return getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
 
 
 def eager(module: nn.Module, hook: Hook) -> Hook:

@@ -33,6 +33,8 @@ class ModelSpace(RunningStrategy):
 
     _adopted: Sequence[Stepped] | None = None  # what the optimizer of the last fit holds instead of the model's parameters
 
+    _named_groups: list[list[list[str]]]  # names of each optimizer's parameters, group by group, before they are sharded
+
     @property
     def ranks_hold_all(self) -> bool:
         """Return True if every rank has all parameters of the model, because neither tensor nor pipeline parallelism cuts it."""
@@ -53,6 +55,12 @@ class ModelSpace(RunningStrategy):
                 record = records[stepped.parameter]
                 names[stepped.value], shardings[record.name] = record.name, stepped.placed(record.sharding)
         return names, shardings
+
+    def _names_of_groups(self) -> list[list[list[str]]]:
+        """Names of the parameters of each optimizer, group by group."""
+        names, _ = self._optimizer_records()
+        groups = [getattr(optimizer, "_optimizer", optimizer).param_groups for optimizer in self.optimizers]
+        return [[[names.get(parameter, "") for parameter in group["params"]] for group in own] for own in groups]
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The whole, uncut model's state on the CPU of every rank; collective over the world, for models that fit."""

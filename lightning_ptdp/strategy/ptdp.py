@@ -40,7 +40,6 @@ from lightning_ptdp.strategy.blocks import prepare_blocks
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_data,
-    check_hyperparameters,
     check_initial_weights,
     check_model,
     check_optimizer_state,
@@ -52,6 +51,7 @@ from lightning_ptdp.strategy.checks import (
     plan_of,
     warn_of_balance_losses,
     warn_of_batch_norm,
+    warn_of_objects,
 )
 from lightning_ptdp.strategy.choosing import LayoutChoice
 from lightning_ptdp.strategy.conversion import convert, replacing
@@ -105,6 +105,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             self.check_processes()
             self._choose(trainer, [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None])
         check_trainer(self, trainer)
+        for owner in (self.lightning_module, *arguments[1:2], *arguments[3:4]):
+            if fits(trainer) and trainer.checkpoint_callbacks and self.is_global_zero and not self.writes_file:
+                warn_of_objects(owner)
         self.check_machine()
         if not self._is_cut_here:
             self.check(self.lightning_module)
@@ -112,8 +115,6 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             for source in (arguments[1], *arguments[3:4]):  # the train dataloader, the datamodule
                 check_data(source, self.config, self.layout)
                 check_packing(self.lightning_module, source, self.config)
-                if trainer.checkpoint_callbacks:
-                    check_hyperparameters(source)
 
     def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:
         """Check a module (and data module) against the layout without starting anything.
@@ -226,7 +227,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
                 trials = compare_groups(self.optimizers, descriptions, trials)
         for optimizer, groups in zip(self.optimizers, trials, strict=True):
             check_elementwise(optimizer, groups, device=self.root_device)
-            if trainer.checkpoint_callbacks:
+            if trainer.checkpoint_callbacks and not self.writes_file:
                 check_optimizer_state(optimizer, groups, device=self.root_device)
 
     def _whole_view(self, whole: WholeView) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
@@ -255,9 +256,12 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
     def _prepare_optimization(self, trainer: Trainer) -> None:
         """Gradients, what the optimizer steps on, and the loss scale."""
         self._is_training = True
+        self._named_groups = self._names_of_groups()
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
-            return  # one process without microbatches: gradients are autograd's and the optimizers the user's
+            self._adopted = None
+            self.engine.prepare_manual_optimization()
+            return  # gradients are autograd's, averaged over the replicas, and the optimizers the user's
         (optimizer,) = self.optimizers
         overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
         self.engine.prepare_gradients(optimizer, overlaps=overlaps)

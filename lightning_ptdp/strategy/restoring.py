@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,14 +15,18 @@ from torch.optim import Optimizer
 from lightning_ptdp._lightning import fits
 from lightning_ptdp._peft import set_magnitudes
 from lightning_ptdp.checkpoint import (
+    PARAMETER_NAMES,
     CheckpointError,
+    InMemory,
     Stored,
     StoredOptimizers,
     StoredWeights,
     TensorReader,
     choose_checkpoint,
     files,
+    keeps_history,
     load_history,
+    load_indexed_optimizer,
     load_optimizer,
     load_tensors,
     local_path,
@@ -31,6 +36,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
+from lightning_ptdp.checkpoint.saved import why_unread
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, reads_as_huggingface, weights_opener
 from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.models.folder import ADAPTER_NAMES
@@ -63,6 +69,8 @@ class ModelSpaceRestoring(ModelSpace):
         Raises:
             CheckpointError: It is damaged; the same on all ranks. A MissingCheckpointError, also a FileNotFoundError: There is none.
         """
+        if self._names.writes_elsewhere(self.checkpoint_io, checkpoint_path) and not os.path.isdir(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         path = Path(self.broadcast(local_path(checkpoint_path)))
         if path.is_file():
             return super().load_checkpoint(path, weights_only=weights_only)
@@ -198,6 +206,8 @@ class ModelSpaceRestoring(ModelSpace):
         return [name.removeprefix(MODEL) for name in missing]
 
     def _opener(self, path: PathLike, rename: Mapping[str, str] | None) -> Callable[..., Stored]:
+        if Path(path).is_file():
+            return _open_file
         if not reads_as_huggingface(path):
             return TensorReader
         if rename:
@@ -208,11 +218,11 @@ class ModelSpaceRestoring(ModelSpace):
         """Fill this rank's part of the optimizer, by parameter name.
 
         Raises:
-            ValueError: The checkpoint is a single file of another strategy, whose optimizer states have no names.
+            ValueError: The checkpoint is a single file of another strategy, whose parameters are not named.
         """
         states = checkpoint["optimizer_states"]
         if not isinstance(states, StoredOptimizers):
-            self._load_indexed_optimizer(states)
+            self._load_indexed_optimizers(states, checkpoint.get(PARAMETER_NAMES))
             return
         if len(states) != len(self.optimizers):
             raise CheckpointError(f"{states.path} has {len(states)} optimizers, the module has {len(self.optimizers)}")
@@ -241,12 +251,35 @@ class ModelSpaceRestoring(ModelSpace):
         if self._engine is not None and self._engine.gradients.stepped is not None:
             self._engine.gradients.stepped.reload()
 
-    def _load_indexed_optimizer(self, states: list[Checkpoint]) -> None:
-        if self.layout.divides_model:
+    def _load_indexed_optimizers(self, states: list[Checkpoint], of_groups: list[list[list[str]]] | None) -> None:
+        """Fill the optimizers from Lightning's single file, whose states are keyed by position."""
+        if of_groups is None and self.layout.divides_model:
             raise ValueError(
                 "this checkpoint was written by a strategy that stores optimizer states by index, which tensor and pipeline parallel "
                 "ranks cannot place. Load only its weights (module.load_state_dict(torch.load(path)['state_dict']) before fit), or "
                 "resume it under PTDPStrategy() without model parallelism and save it once"
             )
-        for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
-            optimizer.load_state_dict(state)
+        names, shardings = self._optimizer_records()
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=bool(states))):
+            if not self.layout.divides_model and not self._adopted:
+                optimizer.load_state_dict(state)
+                continue
+            if keeps_history(optimizer):
+                raise CheckpointError(f"{type(optimizer).__name__} in one file cannot be continued where its parameters are cut")
+            of_groups = self._named_groups if of_groups is None else of_groups
+            with self.waiting_in(f"loading optimizer {index}"):
+                load_indexed_optimizer(state, optimizer, names=names, shardings=shardings, of_groups=of_groups[index])
+                self._take_masters(optimizer)
+
+
+def _open_file(path: PathLike) -> InMemory:
+    """Read the weights of Lightning's single file.
+
+    Raises:
+        CheckpointError: It has none, or holds what cannot be read without trusting it.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+        return InMemory({MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)})
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {why_unread(error)}") from error

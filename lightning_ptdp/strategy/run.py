@@ -69,6 +69,7 @@ class RunningStrategy(StrategyBase):
     _parallel: ParallelModel | None = None
     _engine: Engine | None = None
     _running_step: str | None = None
+    _answers_for_rank_zero: bool = False
 
     def refusal(self, message: str) -> Exception:
         """Lightning's exception for a wrong configuration."""
@@ -107,14 +108,20 @@ class RunningStrategy(StrategyBase):
 
     @contextlib.contextmanager
     def one_step(self, hook: str, context: Callable[[], Context]) -> Iterator[None]:
-        """Around one call of the user's ``hook``, inside ``context()``: under a pipeline it may not ask for collectives, since it runs
-        to its end on the last stage only and the other ranks would never come."""
-        self._running_step = hook if self.layout.pipeline_parallel_size > 1 else None
+        """Around one call of the user's ``hook``, inside ``context()``.
+
+        Under a pipeline it runs to its end on the last stage only. So it may not ask for collectives, for which the other ranks would
+        never come, and the last stage of rank 0's pipeline answers for rank 0 to a step that logs there only.
+        """
+        if self.layout.pipeline_parallel_size > 1:
+            pipeline = self.mesh.group("pipeline")
+            self._running_step = hook
+            self._answers_for_rank_zero = 0 in pipeline.ranks and pipeline.rank == self.layout.last_stage_rank
         try:
             with context():
                 yield
         finally:
-            self._running_step = None
+            self._running_step, self._answers_for_rank_zero = None, False
 
     def _alone(self, name: str) -> bool:
         """Return True if the other ranks will not join a collective, because this rank handles an exception that they do not have.
@@ -140,16 +147,21 @@ class RunningStrategy(StrategyBase):
         return contextlib.nullcontext() if self._run is None else self._run.watchdog.during(what)
 
     def reduce(self, tensor: _T, group: dist.ProcessGroup | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> _T:
-        """Reduce over the replicas. Ranks of one replica hold equal values, so that the world's mean is the replicas' mean; a sum
-        counts every replica once."""
+        """Reduce over the replicas.
+
+        The ranks of one replica hold equal values, so that the world's mean is the replicas' mean, and a sum adds one value of each
+        replica. Give ``group=torch.distributed.group.WORLD`` for the sum over all ranks.
+        """
         if not isinstance(tensor, Tensor) or self._alone("reduce"):
             return tensor
+        is_sum = reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
+        if group is None and is_sum and self._run is not None:
+            replicas = self.mesh.group("replicas")
+            if replicas.size == 1:
+                return tensor
+            group = replicas.handle
         with self.waiting_in("reduction of a value"):
-            result = self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
-        is_sum = reduce_op is dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
-        copies = self.layout.model_parallel_size
-        if group is None and is_sum and copies > 1:
-            result = torch.div(result, copies, rounding_mode=None if result.is_floating_point() else "floor")
+            result: _T = self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
         return result
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.checkpoint import (
+    PARAMETER_NAMES,
     BackgroundSaver,
     CheckpointError,
     Placed,
@@ -29,6 +31,7 @@ from lightning_ptdp.checkpoint import (
     optimizer_tensors,
     same_outcome,
     save_checkpoint,
+    write_file,
 )
 from lightning_ptdp.checkpoint.agreement import from_rank_zero, gather, is_rank_zero
 from lightning_ptdp.checkpoint.latest import latest_leaves
@@ -66,7 +69,7 @@ class ModelSpaceSaving(ModelSpace):
 
     def optimizer_state(self, optimizer: Optimizer) -> Checkpoint:
         """Hyperparameters of the groups with the names of all ranks' parameters; the tensors are saved as shards."""
-        if self._parallel is None:
+        if self._parallel is None or self.writes_file:
             return super().optimizer_state(optimizer)
         if self._alone("saving"):
             return {}
@@ -87,17 +90,49 @@ class ModelSpaceSaving(ModelSpace):
         if why := self._why_impossible():
             warnings.warn(f"the checkpoint {filepath} is not saved: {why}", stacklevel=2)
             return
-        if self._parallel is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._parallel is None or (self.writes_file and self._names.writes_elsewhere(self.checkpoint_io, filepath)):
+            super().save_checkpoint(self._with_names(checkpoint), filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options is not supported: checkpoints are written by torch.distributed.checkpoint")
         doing = f"saving the checkpoint {filepath}"
         with self.waiting_in(doing):
-            self._save(checkpoint, filepath, doing)
+            if self.writes_file:
+                self._save_file(checkpoint, filepath, doing)
+            else:
+                self._save(checkpoint, filepath, doing)
+
+    @property
+    def writes_file(self) -> bool:
+        """Return True if checkpoints are Lightning's single files."""
+        if self.config.checkpoint_format != "auto":
+            return self.config.checkpoint_format == "file"
+        return not self.run_facts and not self.why_no_file()
+
+    def why_no_file(self) -> str:
+        """Return the option with which no rank has all that is saved, or saves do not wait; "" if there is none."""
+        if self.layout.divides_model:
+            return f"{self.layout.describe()} cuts the model"
+        if self.config.async_save:
+            return "async_save=True writes folders"
+        if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
+            return "shard_optimizer=True cuts the optimizer's states"
+        return "master_weights=True keeps float32 copies beside the parameters" if self._adopted else ""
+
+    def _save_file(self, checkpoint: Checkpoint, filepath: PathLike, doing: str) -> None:
+        alone = self._alone("saving")  # then the others do not come, and are not needed
+        with contextlib.nullcontext() if alone else same_outcome(doing):
+            if self.global_rank == 0:
+                write_file(self._with_names(checkpoint), Path(os.path.abspath(local_path(filepath))))
+
+    def _with_names(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the names of the optimizers' parameters, by which other layouts find theirs."""
+        if self._parallel is None or "optimizer_states" not in checkpoint:
+            return checkpoint
+        return {**checkpoint, PARAMETER_NAMES: self._names_of_groups()}
 
     def _why_impossible(self) -> str:
-        if self._alone("saving"):
+        if not self.writes_file and self._alone("saving"):
             return "the exception did not end all ranks at the same step, and each of them holds a part of it"
         if self.ranks_failed:
             return "the ranks ended with an exception, and what they had trained is not in this process"
@@ -200,10 +235,11 @@ class ModelSpaceSaving(ModelSpace):
             self._remove_now(filepath)
 
     def _remove_now(self, filepath: PathLike) -> None:
-        path = Path(os.path.abspath(local_path(filepath)))
-        if not path.is_dir():
+        if not os.path.isdir(os.fspath(filepath).removeprefix("file://")):
             super().remove_checkpoint(filepath)
-        elif self.global_rank == 0:
+            return
+        path = Path(os.path.abspath(local_path(filepath)))
+        if self.global_rank == 0:
             latest_leaves(path)
             files.discard(path)
 

@@ -50,6 +50,11 @@ class ScheduledSteps(RunningStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer, *args: object, **kwargs: object) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
         plugin, module = self.precision_plugin, self.lightning_module
+        if not module.automatic_optimization:
+            closure_loss = plugin.pre_backward(closure_loss, module)
+            with self._during("step"), self.engine.manual_backward():
+                plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            return plugin.post_backward(closure_loss, module)
         if self.config.runs_backward:
             closure_loss = plugin.pre_backward(closure_loss, module)
             self.engine.gradients.install()

@@ -45,8 +45,8 @@ class World(RunningStrategy):
 
     @property
     def global_rank(self) -> int:
-        """This rank."""
-        return 0 if self._is_alone else super().global_rank
+        """Return this rank, or 0 while it runs the user's step to its end for rank 0."""
+        return 0 if self._is_alone or self._answers_for_rank_zero else super().global_rank
 
     @property
     def local_rank(self) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import datetime
 import enum
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_ptdp.checked_json import Misfit
 from lightning_ptdp.checkpoint import CheckpointError, portable, read_state, save_checkpoint
+from lightning_ptdp.checkpoint.types import restore_types
 
 
 class Colour(enum.StrEnum):
@@ -38,17 +41,28 @@ class Registered:
     __hash__ = None  # type: ignore[assignment]
 
 
-CONVERTED: list[tuple[Any, Any]] = [
+class Mode(enum.Enum):
+    FAST = object()
+    SLOW = (1, 2)
+
+
+STORED: list[tuple[Any, Any]] = [
     ({"a": [1, (2.5, None)], 3: {True, False}}, {"a": [1, (2.5, None)], 3: {True, False}}),
     (Path("runs") / "1", "runs/1"),
     (np.float64(0.5), 0.5),
     (np.int32(7), 7),
     (np.bool_(True), True),
     (Colour.RED, "red"),
+    (Mode.SLOW, "SLOW"),
+    ({Colour.RED: [Path("a")]}, {"red": ["a"]}),
+    ({Path("a"), Path("b")}, None),
+    (collections.OrderedDict(a=Colour.RED), collections.OrderedDict(a="red")),
     (Pair(1, Path("x")), (1, "x")),
     (Attributes(lr=0.1), {"lr": 0.1}),
     (collections.defaultdict(list, a=[1]), {"a": [1]}),
     (frozenset({1}), {1}),
+    (np.float32(0.5), 0.5),
+    (np.str_("a"), "a"),
     (torch.Size([2, 3]), torch.Size([2, 3])),
     (torch.bfloat16, torch.bfloat16),
     (torch.device("cpu"), torch.device("cpu")),
@@ -58,13 +72,82 @@ CONVERTED: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "expected"), CONVERTED, ids=lambda value: type(value).__name__)
-def test_common_types_come_back(tmp_path: Path, value: Any, expected: Any) -> None:
+@pytest.mark.parametrize(("value", "stored"), STORED, ids=lambda value: type(value).__name__)
+def test_common_types_come_back(tmp_path: Path, value: Any, stored: Any) -> None:
+    """Plain values are stored, which torch reads without us, and types are given back."""
+    save_checkpoint(tmp_path / "c", tensors={}, state={"key": [value]}, metadata={})
+    (found,) = read_state(tmp_path / "c")["key"]
+    assert found == value
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+    (plain,) = torch.load(tmp_path / "c" / "state.pt", weights_only=True)["key"]
+    assert plain == stored or sorted(plain) == ["a", "b"]
+
+
+def test_a_dictionary_that_fills_itself_goes_on(tmp_path: Path) -> None:
+    value = collections.defaultdict(list, a=[1])
     save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
     found = read_state(tmp_path / "c")["key"]
-    assert found == expected
-    assert type(found) is type(expected)
-    assert torch.load(tmp_path / "c" / "state.pt", weights_only=True)["key"] == expected
+    found["b"].append(2)
+    assert found == {"a": [1], "b": [2]}
+
+
+def test_what_would_change_its_type_is_refused_by_name(tmp_path: Path) -> None:
+    class Local(enum.Enum):
+        ONE = 1
+
+    attributes = Attributes(lr=0.1)
+    attributes.more = 2
+    for value in (Local.ONE, attributes, collections.defaultdict(lambda: 3), collections.deque([1])):
+        with pytest.raises(CheckpointError, match=r"state\['key'\] is a .*(Local|Attributes|defaultdict|deque)"):
+            save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
+
+
+def test_a_class_that_is_not_imported_leaves_a_plain_value_and_its_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "c", tensors={}, state={"key": {"colour": Colour.RED, "root": Path("a")}}, metadata={})
+    monkeypatch.delitem(sys.modules, __name__)
+    with pytest.warns(UserWarning, match=r"values of .*test_state:Colour, which is not imported here"):
+        found = read_state(tmp_path / "c")
+    assert found["key"] == {"colour": "red", "root": Path("a")}
+    save_checkpoint(tmp_path / "d", tensors={}, state=found, metadata={})
+    monkeypatch.undo()
+    assert read_state(tmp_path / "d") == {"key": {"colour": Colour.RED, "root": Path("a")}}
+
+
+class Called(dict[str, Any]):
+    """Would notice that it is made."""
+
+    calls: ClassVar[list[Any]] = []
+
+    def __init__(self, *args: Any) -> None:
+        self.calls.append(args)
+
+    def __del__(self) -> None:
+        self.calls.append(self)
+
+
+@pytest.mark.parametrize(
+    ("value", "note"),
+    [
+        ({}, ((), "class", "os:environ")),
+        ({}, ((), "class", f"{__name__}:Registered")),
+        ([1], ((), "class", "subprocess:Popen")),
+        ("echo", ((), "call", "os:system")),
+        ({"a": 1}, ((), "enum", "collections:OrderedDict", "a")),
+        ((1,), ((), "class", f"{__name__}:Pair")),
+        ("a", ((), "number", "O")),
+        ([1], (("a",), "path", "")),
+        (1, ((0,), "path", "")),
+        ({}, "x"),
+        ({}, ((), "class", f"{__name__}:Called")),
+    ],
+)
+def test_a_note_makes_nothing_but_enums_and_containers(value: Any, note: Any) -> None:
+    try:
+        found, missing = restore_types(value, [note])
+    except Misfit:
+        return
+    assert missing == [note] and found == value and type(found) is type(value) and not Called.calls
 
 
 def test_ordered_dictionaries_keep_their_order_and_type(tmp_path: Path) -> None:
@@ -82,7 +165,7 @@ def test_tensors_are_plain_copies_of_their_own_values_only(tmp_path: Path) -> No
     found = read_state(tmp_path / "c")
     assert torch.equal(found["slice"], torch.zeros(2))
     assert type(found["parameter"]) is torch.Tensor
-    assert found["array"].tolist() == [0, 1, 2]
+    assert found["array"].dtype == np.uint32 and found["array"].tolist() == [0, 1, 2]
     assert (tmp_path / "c" / "state.pt").stat().st_size < 10_000
 
 
@@ -97,7 +180,7 @@ def test_numpys_random_state_can_be_restored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"hyper_parameters": {"loss": torch.nn.MSELoss()}}, r"state\['hyper_parameters'\]\['loss'\] is a torch\.nn.*MSELoss"),
+        ({"mine": {"loss": torch.nn.MSELoss()}}, r"state\['mine'\]\['loss'\] is a torch\.nn.*MSELoss"),
         ({"a": [0, {"b": datetime.date(2020, 1, 1)}]}, r"state\['a'\]\[1\]\['b'\] is a datetime\.date"),
         ({"f": len}, r"state\['f'\] is a builtins\.builtin_function_or_method"),
         ({"d": {Registered: 1}}, r"state\['d'\] \(a key of it\) is a builtins\.type"),

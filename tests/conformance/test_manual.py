@@ -1,4 +1,4 @@
-"""Manual optimization in one process without microbatches is Lightning's own: two optimizers, toggled, saved and continued."""
+"""Manual optimization without microbatches is Lightning's own: two optimizers, toggled, saved and continued, on any number of replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ptdp.data_parallel import ManualOptimizationError
 from tests.conformance.toys import FEATURES, ONE, LitNet, Place, assert_weights, loader, make_trainer, weights
+from tests.pool import Pool
 
 
 class LitGAN(LitNet):
@@ -79,3 +81,85 @@ def test_two_optimizers_train_and_continue_as_lightnings_own(precision: str, tmp
         assert len(states) == len(others) > 0
         for state, wanted in zip(states, others, strict=True):
             torch.testing.assert_close(state, wanted, rtol=1e-5, atol=1e-5)
+
+
+class LitRouted(LitGAN):
+    """Without toggling, with accumulation over two batches, and a part that only some replicas use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare, self.never = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        generator, critic = self.optimizers()
+        loss = self.loss(batch)
+        if float(y[0]) > 0.2:
+            loss = loss + self.rare(y).square().mean()
+        critic_loss = self.judge(x, self.net(x).detach()) - self.judge(x, y)
+        self.manual_backward(loss)
+        if batch_idx % 2 == 0:
+            with self.trainer.strategy.block_backward_sync():
+                self.manual_backward(critic_loss)
+            return
+        self.manual_backward(critic_loss)
+        for optimizer in (generator, critic):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert self.never.weight.grad is None
+        self.log("loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        rest = [p for part in (self.net, self.rare, self.never) for p in part.parameters()]
+        generator = torch.optim.AdamW(rest, lr=1e-2, eps=1e-5, weight_decay=0.1)
+        return [generator, torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)], []
+
+
+class LitUnseen(LitGAN):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch).backward()
+
+
+def fit_replicas(rank: int, place: Place, module: Any, path: str, saves: bool) -> Any:
+    """Every replica has the rows of one process's batch that are its own."""
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, max_epochs=3)
+    sampler = torch.utils.data.DistributedSampler(range(32), num_replicas=place.world_size, rank=rank, shuffle=False)  # type: ignore[arg-type]
+    trainer.fit(module(), loader(batch_size=8 // place.world_size, sampler=sampler))
+    if saves:
+        trainer.save_checkpoint(path)
+    return weights(trainer), {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_replicas_train_like_one_process(world_size: int, pool: Pool, tmp_path: Any) -> None:
+    args = (LitGAN, str(tmp_path / "a.ckpt"), True)
+    expected, _ = pool.run(fit_replicas, world_size=1, args=(ONE, *args))[0]
+    found = pool.run(fit_replicas, world_size=world_size, args=(Place(world_size=world_size), *args))
+    for one, _ in found:
+        assert_weights(one, expected)
+        assert_weights(one, found[0][0], tolerance=0)
+    assert len(torch.load(tmp_path / "a.ckpt")["optimizer_states"]) == 2
+
+
+def test_parts_that_some_replicas_use_and_accumulation_are_ddps(pool: Pool, tmp_path: Any) -> None:
+    args = (LitRouted, "", False)
+    reference = Place(world_size=2, reference="ddp_find_unused_parameters_true")
+    expected = pool.run(fit_replicas, world_size=2, args=(reference, *args))
+    for (one, logged), (other, wanted) in zip(
+        pool.run(fit_replicas, world_size=2, args=(Place(world_size=2), *args)), expected, strict=True
+    ):
+        assert_weights(one, other)
+        assert logged == pytest.approx(wanted, rel=1e-5)
+
+
+def see_nothing(rank: int) -> str:
+    try:
+        make_trainer(Place(world_size=2), max_steps=1).fit(LitUnseen(), loader())
+    except ManualOptimizationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_that_replicas_cannot_follow_is_refused(pool: Pool) -> None:
+    assert all("call self.manual_backward(loss) instead" in told for told in pool.run(see_nothing, world_size=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,6 +156,32 @@ class Read(Base):
 def test_what_blocks_keep_in_attributes_is_not_missed_silently(model: type[Base], words: str, training: bool) -> None:
     with torch.set_grad_enabled(training), pytest.raises(StageError, match=words):
         Emulated(build(model)).forward(ids(), training=training)
+
+
+class Timed(Base):
+    """An object whose hook needs what its pre-hook kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: set[str] = set()
+        for name, module in [(n, m) for layer in self.layers for n, m in layer.named_modules(prefix=str(id(layer)))]:
+            module.register_forward_pre_hook(partial(self.begin, name))
+            module.register_forward_hook(partial(self.end, name))
+
+    def begin(self, name: str, module: nn.Module, args: Any) -> None:
+        self.open.add(name)
+
+    def end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.open.remove(name)
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_hook_follows_the_pre_hook_of_its_object() -> None:
+    as_the_whole(Timed, collects=False)
 
 
 def test_a_removed_hook_is_not_called_elsewhere_either() -> None:

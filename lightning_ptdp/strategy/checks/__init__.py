@@ -11,13 +11,12 @@ from lightning_ptdp.strategy.checks.model import (
     warn_of_batch_norm,
 )
 from lightning_ptdp.strategy.checks.packing import check_packing
-from lightning_ptdp.strategy.checks.saved import check_hyperparameters, check_optimizer_state
+from lightning_ptdp.strategy.checks.saved import check_optimizer_state, warn_of_objects
 from lightning_ptdp.strategy.checks.trainer import check_trainer
 from lightning_ptdp.strategy.checks.weights import check_initial_weights, open_initial_weights
 
 __all__ = [
     "CUT_MARK",
-    "check_hyperparameters",
     "check_data",
     "check_initial_weights",
     "check_model",
@@ -29,5 +28,6 @@ __all__ = [
     "open_initial_weights",
     "plan_of",
     "warn_of_balance_losses",
+    "warn_of_objects",
     "warn_of_batch_norm",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -9,38 +10,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.checkpoint import CheckpointError, optimizer_tensors, portable
+from lightning_ptdp.checkpoint import CheckpointError, left_out, optimizer_tensors
 from lightning_ptdp.data_parallel import GroupTrial
 from lightning_ptdp.sharding import Sharding
 
-__all__ = ["check_extra_state", "check_hyperparameters", "check_optimizer_state"]
+__all__ = ["check_extra_state", "check_optimizer_state", "warn_of_objects"]
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _SIDE = 4
 _MEND = "Use an optimizer whose states are like its parameters (AdamW, SGD, RMSprop, ...), or Trainer(enable_checkpointing=False)"
 
 
-def check_hyperparameters(owner: object) -> None:
-    """Check what a module or data module has saved with ``save_hyperparameters``.
-
-    Raises:
-        ValueError: A value could not be read back without unpickling; names it.
-    """
-    found = getattr(owner, "hparams", None) or {}
-    # A container of OmegaConf is stored as it is.
-    values = {f"the hyperparameter {key!r}": (key, value) for key, value in found.items()} if isinstance(found, dict) else {}
-    for what, (key, value) in (values or {"the hyperparameters": (None, found)}).items():
-        try:
-            portable(value)
-        except CheckpointError:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            leave_out = f"self.save_hyperparameters(ignore=[{key!r}])" if key is not None else "plain values"
-            if kind.startswith("omegaconf."):
-                leave_out = "OmegaConf.to_container(..., resolve=True)"
-            raise ValueError(
-                f"{what} of {type(owner).__name__} (a {kind}) holds what a checkpoint cannot: nothing in one is unpickled, so only plain "
-                f"values and tensors are stored. Use {leave_out}, or Trainer(enable_checkpointing=False)"
-            ) from None
+def warn_of_objects(owner: object) -> None:
+    """Name the hyperparameters of a module or data module that are objects, which checkpoints do not give back unless they are trusted."""
+    found = left_out(getattr(owner, "hparams", None) or {})
+    if not found:
+        return
+    names = ", ".join(f"{key!r} (a {kind})" if key else f"all of them (a {kind})" for key, kind in found.items())
+    warnings.warn(
+        f"hyperparameters of {type(owner).__name__} are objects, and left out of what checkpoints give back, since nothing in one is "
+        f"unpickled: {names}. load_from_checkpoint needs them again as arguments, or weights_only=False, which trusts the checkpoint",
+        stacklevel=2,
+    )
 
 
 def check_extra_state(module: nn.Module) -> None:

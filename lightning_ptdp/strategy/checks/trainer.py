@@ -9,20 +9,20 @@ import inspect
 
 import torch
 
-from lightning_ptdp._lightning import Trainer, fits, is_compiled, layer_sync
+from lightning_ptdp._lightning import Trainer, fits, is_compiled, layer_sync, logs_graph
 from lightning_ptdp._torch import has_symmetric_products
 from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.compiled_blocks import check_compiler
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
-from lightning_ptdp.strategy.checks.saved import check_extra_state, check_hyperparameters
-from lightning_ptdp.strategy.run import RunningStrategy
+from lightning_ptdp.strategy.checks.saved import check_extra_state
+from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.world.layout import nearest_divisors
 
 __all__ = ["check_numbers", "check_trainer"]
 
 
-def check_trainer(strategy: RunningStrategy, trainer: Trainer) -> None:
+def check_trainer(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     """Refuse what the schedule cannot honour.
 
     Raises:
@@ -32,7 +32,7 @@ def check_trainer(strategy: RunningStrategy, trainer: Trainer) -> None:
         check(strategy, trainer)
 
 
-def check_numbers(strategy: RunningStrategy, trainer: Trainer) -> None:
+def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     """Refuse values that Lightning does not check: a negative norm, with which clipping reverses gradients, and steps without a batch."""
     if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val >= 0:
         raise strategy.refusal(
@@ -42,15 +42,25 @@ def check_numbers(strategy: RunningStrategy, trainer: Trainer) -> None:
         raise strategy.refusal(f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more")
 
 
-def _check_manual_optimization(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_manual_optimization(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if strategy.lightning_module.automatic_optimization or not fits(trainer):
         return
     config = strategy.config
-    if strategy.layout.world_size > 1:
+    if strategy.layout.divides_model:
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) cannot run under the ptdp strategy with several processes: the "
-            "schedule, not training_step, decides when backward runs. Use automatic optimization, or train in one process (validate, test "
-            "and predict run in any layout)"
+            "automatic_optimization=False (manual optimization) cannot run with a model that is cut: the schedule, not training_step, "
+            f"decides when backward runs ({strategy.layout.describe()}). Use automatic optimization, or data parallelism alone (validate, "
+            "test and predict run in any layout)"
+        )
+    if config.shard_optimizer and strategy.layout.size("replica_sum") > 1:
+        raise strategy.refusal(
+            "automatic_optimization=False (manual optimization) with shard_optimizer=True: several optimizers cannot step on shards of "
+            "parameters that the step itself reads. Use shard_optimizer=False"
+        )
+    if config.reduce_dtype is not None and strategy.layout.size("replica_sum") > 1:
+        raise strategy.refusal(
+            f"automatic_optimization=False (manual optimization) with reduce_dtype={config.reduce_dtype!r}: its gradients are averaged as "
+            "they are. Leave the option out"
         )
     if config.runs_backward:
         raise strategy.refusal(
@@ -70,7 +80,7 @@ def _check_manual_optimization(strategy: RunningStrategy, trainer: Trainer) -> N
         )
 
 
-def _is_half(strategy: RunningStrategy, trainer: Trainer) -> bool:
+def _is_half(strategy: ModelSpaceSaving, trainer: Trainer) -> bool:
     return str(trainer.precision) in ("bf16-true", "16-true") or any(
         p.dtype in HALF for p in strategy.lightning_module.parameters()
     )
@@ -83,7 +93,7 @@ def _microbatches(config: PTDPConfig) -> str:
     return f"schedule={config.schedule!r}, which has several microbatches"
 
 
-def _check_backward(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_backward(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if fits(trainer) and strategy.config.runs_backward and strategy._names.is_overridden("backward", strategy.lightning_module):
         raise strategy.refusal(
             "LightningModule.backward is overridden, but the schedule runs the backward where there are pipeline stages, microbatches or "
@@ -92,7 +102,7 @@ def _check_backward(strategy: RunningStrategy, trainer: Trainer) -> None:
         )
 
 
-def _check_iterators(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_iterators(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     hooks = ["training_step"] if fits(trainer) and strategy.config.runs_backward else []
     if strategy.config.cuts_forward:
         hooks += ["validation_step", "test_step", "predict_step"]
@@ -106,7 +116,7 @@ def _check_iterators(strategy: RunningStrategy, trainer: Trainer) -> None:
             )
 
 
-def _check_compiled(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_compiled(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if is_compiled(strategy.lightning_module) and strategy.layout.divides_model:
         raise strategy.refusal(
             "the Trainer was given torch.compile(module), which compiles its steps as a whole, but tensor, pipeline and context "
@@ -121,7 +131,7 @@ def _check_compiled(strategy: RunningStrategy, trainer: Trainer) -> None:
         check_compiler(strategy.root_device, strategy.config.compile_options or {})
 
 
-def _check_overlap(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_overlap(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if strategy.config.tensor_overlap != "symmetric":
         return
     size, here = strategy.config.tensor_parallel_size, strategy.num_processes
@@ -139,7 +149,7 @@ def _check_overlap(strategy: RunningStrategy, trainer: Trainer) -> None:
     )
 
 
-def _check_callbacks(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_callbacks(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     _check_pruning(strategy, trainer)
     _check_finetuning(strategy, trainer)
     if not strategy.layout.divides_model:
@@ -153,7 +163,7 @@ def _check_callbacks(strategy: RunningStrategy, trainer: Trainer) -> None:
             )
 
 
-def _check_pruning(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_pruning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     name = _name_of(trainer, strategy._names.ModelPruning)
     if name is None:
         return
@@ -169,7 +179,7 @@ def _check_pruning(strategy: RunningStrategy, trainer: Trainer) -> None:
         )
 
 
-def _check_finetuning(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_finetuning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     name = _name_of(trainer, strategy._names.BaseFinetuning)
     if name is None or not fits(trainer):
         return
@@ -190,12 +200,20 @@ def _name_of(trainer: Trainer, kind: type) -> str | None:
     return next((type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kind)), None)
 
 
-def _steps_on_copies(strategy: RunningStrategy, trainer: Trainer) -> bool:
+def _steps_on_copies(strategy: ModelSpaceSaving, trainer: Trainer) -> bool:
     shards = strategy.config.shard_optimizer and strategy.layout.size("replica_sum") > 1
     return shards or (strategy.config.master_weights and _is_half(strategy, trainer))
 
 
-def _check_batch_norm(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_graph(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+    if logs_graph(trainer) and strategy.layout.divides_model and fits(trainer):
+        raise strategy.refusal(
+            "log_graph=True has the logger trace the whole model, which no rank holds under tensor, pipeline or context parallelism. "
+            "Leave it out, or log the graph in one process: logger.log_graph(module)"
+        )
+
+
+def _check_batch_norm(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     sync = layer_sync(strategy)
     if sync is None or not fits(trainer) or strategy.layout.size("replica_sum") == 1:
         return
@@ -211,35 +229,44 @@ def _check_batch_norm(strategy: RunningStrategy, trainer: Trainer) -> None:
         )
 
 
-def _check_checkpoint_plugin(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_checkpoint_plugin(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     plugin = strategy.checkpoint_io
     if not fits(trainer) or type(plugin) is strategy._names.TorchCheckpointIO:
+        return
+    if strategy.writes_file or not trainer.checkpoint_callbacks:
         return
     instead = (
         "PTDPStrategy(async_save=True)"
         if isinstance(plugin, strategy._names.AsyncCheckpointIO)
         else "on_save_checkpoint for what it adds"
     )
+    why = strategy.why_no_file() or f"checkpoint_format={strategy.config.checkpoint_format!r}"
     raise strategy.refusal(
         f"plugins=[{type(plugin).__name__}()] writes one file, but checkpoints are folders here, into which every rank writes its part by "
-        f"torch's Distributed Checkpoint. Leave it out, and use {instead}"
+        f"torch's Distributed Checkpoint ({why}). Leave it out, and use {instead}"
     )
 
 
-def _check_saved(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_saved(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     savers = trainer.checkpoint_callbacks if fits(trainer) else []
+    if savers and strategy.config.checkpoint_format == "file":
+        copies = "master_weights=True keeps float32 copies beside the parameters" if _steps_on_copies(strategy, trainer) else ""
+        if why := strategy.why_no_file() or copies:
+            raise strategy.refusal(
+                f"checkpoint_format='file', but {why}: use 'auto' or 'folder', into which every rank writes its part"
+            )
+    if strategy.writes_file:
+        return
     try:
         for saver in savers:
             local_path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
-        for owner in (strategy.lightning_module, trainer.datamodule) if savers else ():
-            check_hyperparameters(owner)
         if savers:
             check_extra_state(strategy.lightning_module)
     except ValueError as error:
         raise strategy.refusal(str(error)) from None
 
 
-def _check_replicas(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_replicas(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     nodes, replicas = strategy.config.data_parallel_replicas, strategy.layout.num_replicas
     if replicas % nodes:
         raise strategy.refusal(
@@ -248,7 +275,7 @@ def _check_replicas(strategy: RunningStrategy, trainer: Trainer) -> None:
         )
 
 
-def _check_precision(strategy: RunningStrategy, trainer: Trainer) -> None:
+def _check_precision(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if str(trainer.precision) == "16-true" and not strategy.config.master_weights:
         raise strategy.refusal(
             "precision='16-true' with master_weights=False: updates of float16 parameters are mostly rounded away, and their loss scale "
@@ -264,6 +291,7 @@ _CHECKS = (
     _check_compiled,
     _check_overlap,
     _check_callbacks,
+    _check_graph,
     _check_batch_norm,
     _check_checkpoint_plugin,
     _check_saved,

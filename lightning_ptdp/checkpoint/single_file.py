@@ -1,0 +1,107 @@
+"""Lightning's single file, for layouts in which one rank holds the whole model: written like Lightning's own, read into any layout.
+
+Its optimizer states are keyed by position. The names of the parameters stand beside them, so that a layout which holds only a part of the
+parameters finds its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.checkpoint import files
+from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.local import Tensors
+from lightning_ptdp.checkpoint.metadata import METADATA_FILE, TensorEntry
+
+__all__ = ["PARAMETER_NAMES", "InMemory", "optimizer_by_name", "write_file"]
+
+PARAMETER_NAMES = "lightning_ptdp_parameters"
+"""Key of the names of each optimizer's parameters, group by group."""
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+
+
+def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write a checkpoint so that ``path`` holds the old one or the new one, whole, also after a power failure.
+
+    Raises:
+        CheckpointError: The disk does not take it, or ``path`` is a folder with other content.
+    """
+    files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
+    with files.replacing(path) as part:
+        try:
+            _save(checkpoint, part)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            # As in Lightning: what the user's objects are made of must not cost the weights.
+            rest = {key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS}
+            if len(rest) == len(checkpoint):
+                raise CheckpointError(f"writing {path} failed: {error}") from error
+            warnings.warn(f"{path} is saved without hyperparameters, which cannot be pickled: {error}", stacklevel=2)
+            _save(rest, part)
+
+
+def _save(content: Mapping[str, Any], path: Path) -> None:
+    with files.open_synced(path) as stream:
+        torch.save(dict(content), stream)
+
+
+class InMemory:
+    """Whole tensors in memory, of which a rank takes its rectangles.
+
+    Args:
+        values: By global name.
+
+    Attributes:
+        tensors: Their shapes and dtypes.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = values
+        self.tensors = {name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()}
+
+    def fill(self, tensors: Tensors) -> None:
+        """Fill checked tensors, converted to the dtype of each."""
+        for name, (target, place) in tensors.items():
+            for offset, view in place.held(target):
+                extents = zip(offset, view.shape, strict=True)
+                view.copy_(self._values[name][tuple(slice(begin, begin + extent) for begin, extent in extents)])
+
+
+def optimizer_by_name(
+    state: Mapping[str, Any], names: Sequence[Sequence[str]], *, prefix: str, number: str
+) -> tuple[InMemory, list[dict[str, Any]]]:
+    """Return the tensors of an optimizer's ``state_dict`` under the names of their parameters, and its groups with these names.
+
+    Args:
+        state: From ``optimizer.state_dict()``.
+        names: Of the parameters of each group, in order.
+        prefix: Begins the tensors' names.
+        number: Ends the name of a state that is a Python number.
+
+    Raises:
+        CheckpointError: There are other parameters than names.
+    """
+    saved = state["param_groups"]
+    if [len(group["params"]) for group in saved] != [len(group) for group in names]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {[len(group['params']) for group in saved]} parameters, and names of "
+            f"{[len(group) for group in names]}"
+        )
+    by_index = {i: name for group, own in zip(saved, names, strict=True) for i, name in zip(group["params"], own, strict=True)}
+    values: dict[str, Tensor] = {}
+    for index, entries in state["state"].items():
+        if not isinstance(entries, Mapping) or index not in by_index:
+            raise CheckpointError("the checkpoint's optimizer keeps states that belong to none of its parameters")
+        for key, value in entries.items():
+            if isinstance(value, int | float):
+                key, value = key + number, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            if isinstance(value, Tensor):
+                values[f"{prefix}{key}/{by_index[index]}"] = value
+    groups = [{**group, "params": list(own)} for group, own in zip(saved, names, strict=True)]
+    return InMemory(values), groups

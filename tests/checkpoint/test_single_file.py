@@ -1,0 +1,172 @@
+"""Lightning's single file: where it is written, who reads it, and that training goes on from it in any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_ptdp.checkpoint import CheckpointError, is_checkpoint, write_file
+from tests.conformance.toys import P2, LitNet, Place, assert_weights, loader, make_trainer, weights
+from tests.pool import Pool
+
+ONE, D2, SHARDED = Place(), Place(world_size=2), Place(world_size=2, layout={"shard_optimizer": True})
+PIPELINE, MICROBATCHES = Place(world_size=2, layout=P2), Place(layout={"num_microbatches": 2})
+
+
+class LitGroups(LitNet):
+    """Groups of parameters whose order is not the model's, with a number among the states."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        biases = [p for p in self.parameters() if p.dim() == 1]
+        groups = [{"params": biases, "weight_decay": 0.0}, {"params": [p for p in self.parameters() if p.dim() > 1]}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-5)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class InOrder(torch.utils.data.DistributedSampler[Any]):
+    """Without a shuffle, and of the replicas."""
+
+    def __init__(self, trainer: Any) -> None:
+        given = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        super().__init__(list(range(32)), **given, shuffle=False)  # type: ignore[arg-type]
+
+
+def train(rank: int, place: Place, folder: str, epochs: int, resume: str | None = None, strategy: str | None = None) -> Any:
+    L.seed_everything(1, verbose=False)
+    saver = ModelCheckpoint(folder, filename=f"{{epoch}}-{place.world_size}", save_top_k=-1)
+    place = Place(world_size=place.world_size, layout=place.layout, reference=strategy)
+    trainer = make_trainer(place, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
+    trainer.strategy.setup_environment  # noqa: B018 - ranks are known before the loader is made
+    sampler = InOrder(trainer) if place.world_size > 1 else None
+    replicas = sampler.num_replicas if sampler is not None else 1
+    trainer.fit(LitGroups(), loader(batch_size=8 // replicas, sampler=sampler), ckpt_path=resume)
+    return weights(trainer), saver.best_model_path
+
+
+@pytest.fixture(scope="module")
+def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The weights after two epochs of one process, and files that one process and two wrote after the first."""
+    folder = tmp_path_factory.mktemp("written")
+    expected, _ = pool.run(train, world_size=1, args=(ONE, str(folder / "whole"), 2))[0]
+    found = {}
+    for name, place in (("one", ONE), ("d2", D2), ("m2", MICROBATCHES)):
+        _, found[name] = pool.run(train, world_size=place.world_size, args=(place, str(folder / name), 1))[0]
+    return expected, found
+
+
+@pytest.mark.parametrize("name", ["one", "d2", "m2"])
+def test_it_is_lightnings_file(written: Any, name: str) -> None:
+    path = written[1][name]
+    assert Path(path).is_file() and sorted(Path(path).parent.iterdir()) == [Path(path)]
+    content = torch.load(path, weights_only=True)
+    assert {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "epoch"} <= content.keys()
+    module = LitGroups.load_from_checkpoint(path)
+    assert_weights(module.state_dict(), content["state_dict"], tolerance=0)
+    torch.optim.AdamW([{"params": [p for p in module.parameters() if p.dim() == d]} for d in (1, 2)]).load_state_dict(
+        content["optimizer_states"][0]
+    )
+
+
+@pytest.mark.parametrize("place", [ONE, D2, SHARDED, PIPELINE, MICROBATCHES], ids=["one", "d2", "sharded", "p2", "m2"])
+@pytest.mark.parametrize("name", ["one", "d2"])
+def test_training_goes_on_in_any_layout(written: Any, name: str, place: Place, pool: Pool, tmp_path: Path) -> None:
+    expected, paths = written
+    found, saved = pool.run(train, world_size=place.world_size, args=(place, str(tmp_path), 2, paths[name]))[0]
+    assert_weights(found, expected)
+    assert Path(saved).is_dir() == (place in (SHARDED, PIPELINE))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_lightning_goes_on_without_us(written: Any, strategy: str, pool: Pool, tmp_path: Path) -> None:
+    expected, paths = written
+    world_size = 2 if strategy == "ddp" else 1
+    args = (Place(world_size=world_size), str(tmp_path), 2, paths["d2"], strategy)
+    assert_weights(pool.run(train, world_size=world_size, args=args)[0][0], expected)
+
+
+def test_a_file_of_lightnings_own_goes_on_with_a_sharded_optimizer(written: Any, pool: Pool, tmp_path: Path) -> None:
+    expected, _ = written
+    _, path = pool.run(train, world_size=1, args=(ONE, str(tmp_path / "own"), 1, None, "auto"))[0]
+    found, _ = pool.run(train, world_size=2, args=(SHARDED, str(tmp_path / "ours"), 2, path))[0]
+    assert_weights(found, expected)
+
+
+def test_a_folder_where_it_is_asked_for(tmp_path: Path) -> None:
+    _, path = train(0, Place(layout={"checkpoint_format": "folder"}), str(tmp_path), 1)
+    assert is_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "words"),
+    [
+        (PIPELINE, {}, "pipeline 2 cuts|cuts the model"),
+        (SHARDED, {}, "shard_optimizer=True"),
+        (Place(layout={"async_save": True}), {}, "async_save=True"),
+        (ONE, {"precision": "bf16-true"}, "master_weights=True"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_before_launch(
+    place: Place, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    asked = Place(world_size=place.world_size, layout={**place.layout, "checkpoint_format": "file"})
+    trainer = make_trainer(asked, enable_checkpointing=True, default_root_dir=tmp_path, **options)
+    with pytest.raises(MisconfigurationException, match=rf"checkpoint_format='file', but .*({words})"):
+        trainer.fit(LitNet(), loader())
+
+
+class Counting(TorchCheckpointIO):
+    """A user's plugin."""
+
+    saved = 0
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.saved += 1
+        super().save_checkpoint(*args, **kwargs)
+
+
+def test_a_plugin_of_the_user_writes_files(tmp_path: Path) -> None:
+    plugin = Counting()
+    saves = {"plugins": [plugin], "max_epochs": 1, "default_root_dir": tmp_path}
+    trainer = make_trainer(ONE, enable_checkpointing=True, **saves)
+    trainer.fit(LitNet(), loader())
+    assert plugin.saved == 1
+    make_trainer(ONE, **saves | {"max_epochs": 2}).fit(LitNet(), loader(), ckpt_path=trainer.checkpoint_callback.best_model_path)
+
+
+def test_a_plugin_that_is_not_used_is_no_reason_to_refuse(pool: Pool) -> None:
+    pool.run(fit_with_plugin, world_size=2, args=(PIPELINE,))
+
+
+def fit_with_plugin(rank: int, place: Place) -> None:
+    make_trainer(place, plugins=[Counting()], max_epochs=1).fit(LitNet(), loader())
+
+
+class Broken:
+    def __reduce__(self) -> Any:
+        raise OSError("no space left")
+
+
+def test_what_was_there_stays_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write_file({"state_dict": {"a": torch.ones(2)}}, path)
+    with pytest.raises(CheckpointError, match="no space left"):
+        write_file({"state_dict": {"a": torch.zeros(2)}, "b": Broken()}, path)
+    assert torch.load(path)["state_dict"]["a"].tolist() == [1, 1]
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_hyperparameters_that_cannot_be_pickled_do_not_cost_the_weights(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="without hyperparameters"):
+        write_file({"state_dict": {}, "hyper_parameters": {"f": lambda: 0}}, tmp_path / "a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt") == {"state_dict": {}}

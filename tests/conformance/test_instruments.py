@@ -1,0 +1,141 @@
+"""Profilers, graphs, values of rank 0 only, and reductions by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch.distributed import ReduceOp
+
+from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer, metrics
+from tests.pool import Pool
+
+D2, D2M2, P2D2 = Place(world_size=2), Place(world_size=2, layout={"num_microbatches": 2}), Place(world_size=4, layout=P2)
+
+
+class LogsOnRankZero(LitNet):
+    """The idioms of Lightning's guide for a value of rank 0; counts its samples as tokens."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.trainer.is_global_zero:
+            self.log("zero", loss, rank_zero_only=True, sync_dist=True)
+        if self.global_rank == 0:
+            self.log("rank", loss, rank_zero_only=True)
+        return {"loss": loss, "num_tokens": torch.tensor(len(batch[0]))}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)
+        if self.trainer.is_global_zero:
+            self.log("val", loss, rank_zero_only=True)
+
+
+def log_on_rank_zero(rank: int, place: Place) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, max_epochs=1, limit_train_batches=2, limit_val_batches=1)
+    trainer.fit(LogsOnRankZero(), loader(), loader())
+    return metrics(trainer)["callback_metrics"], trainer.global_rank
+
+
+@pytest.mark.parametrize("place", [Place(world_size=2, layout=P2), D2, D2M2, P2D2], ids=["p2", "d2", "d2 m2", "d2 p2"])
+def test_a_value_of_rank_zero_only_is_logged(place: Place, pool: Pool) -> None:
+    replicas = place.world_size // place.layout.get("pipeline_parallel_size", 1)
+    reference = Place(world_size=replicas, reference="ddp" if replicas > 1 else "auto")
+    found = pool.run(log_on_rank_zero, world_size=place.world_size, args=(place,))
+    expected = pool.run(log_on_rank_zero, world_size=reference.world_size, args=(reference,))
+    assert expected[0][0].keys() == {"zero", "rank", "val"}
+    assert found[0][0] == pytest.approx(expected[0][0], rel=1e-5)
+    assert [rank for _, rank in found] == list(range(place.world_size))
+
+
+class Reduces(L.Callback):
+    """What reductions return, and what they leave in the tensor that they were given."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[float, ...]] = {}
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        strategy = trainer.strategy
+        replica, world = strategy.layout.replica(trainer.global_rank), torch.distributed.group.WORLD
+        for op in ("sum", ReduceOp.SUM, "mean", "max"):
+            own = torch.tensor([replica + 1.0])
+            self.found[str(op)] = (float(strategy.reduce(own, reduce_op=op)), float(own))
+        self.found["own"] = (float(strategy.reduce(torch.tensor(trainer.global_rank + 1), reduce_op="sum")),)
+        self.found["world"] = (float(strategy.reduce(torch.tensor(trainer.global_rank + 1), world, "sum")),)
+
+
+def reduce(rank: int, place: Place) -> Any:
+    reduces = Reduces()
+    make_trainer(place, max_steps=1, callbacks=[reduces]).fit(LitNet(), loader())
+    return reduces.found
+
+
+def test_a_sum_adds_one_value_of_each_replica(pool: Pool) -> None:
+    found = pool.run(reduce, world_size=4, args=(P2D2,))
+    for result in found:
+        assert result["sum"] == result[str(ReduceOp.SUM)] == (3.0, 3.0)
+        assert result["mean"] == (1.5, 1.5) and result["max"] == (2.0, 2.0)
+        assert result["world"] == (10,)
+    # Values that differ inside a replica are added to those of the same rank of the other one, and not averaged.
+    assert [result["own"] for result in found] == [(3,), (3,), (7,), (7,)]
+
+
+def test_a_sum_over_one_replica_is_its_value(pool: Pool) -> None:
+    first, second = pool.run(reduce, world_size=2, args=(Place(world_size=2, layout=P2),))
+    assert first["sum"] == second["sum"] == (1.0, 1.0)
+    assert (first["own"], second["own"]) == ((1,), (2,))
+
+
+def profile(rank: int, place: Place, folder: str) -> Any:
+    profiler = PyTorchProfiler(folder, filename="profile", sort_by_key="cpu_time_total", row_limit=1000, export_to_chrome=False)
+    trainer = make_trainer(place, max_epochs=1, profiler=profiler)
+    trainer.fit(LitNet(), loader(), loader())
+    return [
+        path.read_text()
+        for path in sorted(Path(folder).glob("fit-profile.txt" if place.world_size == 1 else f"fit-profile-{rank}.txt"))
+    ]
+
+
+@pytest.mark.parametrize("place", [Place(), D2, Place(world_size=2, layout=P2)], ids=["one", "d2", "p2"])
+def test_the_profiler_sees_the_modules_of_its_rank(place: Place, pool: Pool, tmp_path: Path) -> None:
+    tables = pool.run(profile, world_size=place.world_size, args=(place, str(tmp_path)))
+    assert all(len(table) == 1 for table in tables)
+    seen = [{index for index in range(7) if f"net.{index} " in table} for (table,) in tables]
+    whole = set(range(7))
+    assert seen == [whole] * place.world_size if not place.layout else seen[0] | seen[1] == whole and not seen[0] & seen[1]
+
+
+class LitExample(LitNet):
+    """A module whose forward can be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def log_graph(rank: int, place: Place, folder: str) -> str:
+    trainer = make_trainer(place, max_steps=1, logger=TensorBoardLogger(folder, log_graph=True))
+    try:
+        trainer.fit(LitExample(), loader())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}, {trainer.strategy._run is None}"
+    return ""
+
+
+@pytest.mark.parametrize("place", [Place(), D2], ids=["one", "d2"])
+def test_a_graph_is_logged_where_the_model_is_whole(place: Place, pool: Pool, tmp_path: Path) -> None:
+    assert not any(pool.run(log_graph, world_size=place.world_size, args=(place, str(tmp_path))))
+    assert any(b"Linear[6]" in path.read_bytes() for path in tmp_path.rglob("events*"))
+
+
+def test_a_graph_of_a_cut_model_is_refused_before_launch(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(log_graph, world_size=2, args=(Place(world_size=2, layout=P2), str(tmp_path))):
+        assert told.startswith("MisconfigurationException: log_graph=True") and told.endswith("True")
