@@ -142,7 +142,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     source = model.add_mutually_exclusive_group()
     source.add_argument("--recipe", dest="config", metavar="NAME", help="a recipe (ptdp recipes list)")
     source.add_argument("--config", "-c", metavar="FILE", help="a configuration of ptdp fit")
-    source.add_argument("--model", metavar="FOLDER", help="a model of Hugging Face's, of which config.json is read")
+    source.add_argument(
+        "--model", metavar="FOLDER", help="a Hugging Face model: a folder or a name on the hub; config.json is read"
+    )
     for name, (field, text) in SIZES.items():
         model.add_argument(f"--{name}", dest=field, type=int, metavar="N", help=text)
     model.add_argument("--llama", action="store_true", help="the Llama layout: RMSNorm, rotary positions, SwiGLU, own head")
@@ -159,6 +161,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     job.add_argument(
         "--memory", type=float, metavar="GIB", help="memory of a device that training can use (default: the device's)"
+    )
+    job.add_argument(
+        "--reserve",
+        type=float,
+        default=0.2,
+        metavar="X",
+        help="share of that memory to leave free, because what is measured is up to 23 %% above the estimate (default 0.2)",
     )
     job.add_argument(
         "--imbalance",
@@ -180,6 +189,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     for name, field in _SPACE.items():
         space.add_argument(f"--{name}", dest=field, type=_integers, metavar="N,…", help=field)
     space.add_argument("--schedule", dest="schedules", type=listed, metavar="NAME,…", help="pipeline schedules")
+    space.add_argument(
+        "--cp-attention",
+        dest="context_parallel_attentions",
+        type=listed,
+        metavar="NAME,…",
+        help="ring, all_to_all (default both)",
+    )
     space.add_argument("--recompute", type=listed, metavar="NAME,…", help="none, selective, full (default none,full)")
     space.add_argument("--sequence-parallel", choices=("yes", "no"), help="default: wherever it can be")
     space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where it must be")

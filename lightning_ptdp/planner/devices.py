@@ -94,7 +94,8 @@ class Device:
         memory_bandwidth: Bytes a second, of its own memory.
         memory_share: Share of it that operations reach which only read and write.
         product_share: Share of the peak that the best matrix product reaches while it lasts.
-        attention_share: Share of the peak that the fused attention kernel's forward reaches.
+        attention_share: Share of the peak that the forward of FlashAttention-2 reaches, which torch has.
+        tuned_attention_share: The same of a kernel that is written for the device's own instructions; None: there is no faster one.
         sustained: Of these rates, each measured alone, what a training reaches that lasts: a device is slowed by its power, and its
             memory by what runs beside.
         units: Multiprocessors: tiles of a product that are computed at a time.
@@ -117,6 +118,7 @@ class Device:
     memory_share: float
     product_share: float
     attention_share: float
+    tuned_attention_share: float | None = None
     sustained: float = 1.0
     units: Size
     cache_bandwidth: float
@@ -128,7 +130,9 @@ class Device:
         check_types(self)
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and field.name != "reserved_bytes" and not value > 0:
+            if not isinstance(value, int | float):
+                continue
+            if field.name != "reserved_bytes" and not value > 0:
                 raise ValueError(f"{field.name}={value!r} must be greater than 0")
             if (field.name.endswith("_share") or field.name == "sustained") and value > 1:
                 raise ValueError(f"{field.name}={value!r} is a share of the peak: use a number between 0 and 1")
@@ -237,7 +241,8 @@ _H100 = Device(
     memory_bandwidth=3.35e12,
     memory_share=_MEMORY_SHARE,
     product_share=0.803,  # 794.5 TFLOP/s in the table named above
-    attention_share=0.38,  # arXiv 2407.08608, section 1: FlashAttention-2, which torch has, reaches 35 to 40 %
+    attention_share=0.38,  # arXiv 2407.08608, section 1: FlashAttention-2 reaches 35 to 40 %
+    tuned_attention_share=1.75 * 0.38,  # ibid.: FlashAttention-3 is 1.5 to 2 times as fast; cuDNN's is measured beside it
     sustained=_SUSTAINED,
     units=132,
     cache_bandwidth=1.5 * 5120 * 1.83e9,
@@ -257,6 +262,7 @@ _B200 = replace(
     memory_bandwidth=8e12,
     product_share=0.776,  # 1,745 TFLOP/s in the table named above
     attention_share=0.3,  # FlashAttention-2's instructions do not use Blackwell's: no more than on an H100
+    tuned_attention_share=1.75 * 0.3,
     units=148,
     cache_bandwidth=2 * 1.5 * 5120 * 1.83e9,  # its pairs of units multiply tiles of twice the size
     cluster=_nvidia_node(nvlink=900e9, card=50e9),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lightning_ptdp.planner.activations import kept_on
 from lightning_ptdp.planner.attention import attention_time
 from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.context import exchange_operations
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.experts import expert_time, expert_traffic, local_experts
 from lightning_ptdp.planner.fresh import fresh_seconds, layer_tensors
@@ -82,7 +83,8 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     fresh, fresh_backward = (fresh_seconds(job, sizes) for sizes in layer_tensors(job, choice, layer))
     measured = job.device.measured
     operation_s = software.operation_s if measured is None else measured.operation_s
-    host = operation_s * (software.operations + operations + collectives * software.collective_operations)
+    operations += software.operations + len(layer.attentions) * exchange_operations(choice)
+    host = operation_s * (operations + collectives * software.collective_operations)
     between, between_backward = kept_on(choice, layer.forward) + _biases(job, choice, layer), kept_on(choice, layer.backward)
     forward = sum(one.forward for one in products) + core + between / stream + fresh + moved + sent + exposed
     forward += experts.forward + travel
@@ -136,7 +138,7 @@ def input_time(job: Job, choice: Choice) -> PassTime:
     first, stream, t = job.shape.input, job.device.stream, choice.layout.tensor_parallel_size
     nbytes = choice.samples * job.shape.runs[0][1].crossing
     products = [_products(job, choice, product) for product in first.products]
-    table = first.table_elements(t) * (job.precision.weight + job.software.accumulation)
+    table = job.trained * first.table_elements(t) * (job.precision.weight + job.software.accumulation)
     summed = gathered = 0.0
     if first.table[0]:
         group = group_link(choice.layout, job.cluster, "tensor")
@@ -164,7 +166,7 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     weight = sum(one.weight_gradient for one in products)
     for product, one in zip(head.products, products, strict=True):
         forward, backward = forward + one.forward, backward + one.input_gradient
-        weight += product.elements(t) * job.software.accumulation / stream
+        weight += job.trained * product.elements(t) * job.software.accumulation / stream
         if product.cut == "outputs":
             nbytes = choice.samples * product.rows * product.inputs * job.precision.compute
             sequence = choice.layout.sequence_parallel
@@ -194,7 +196,7 @@ def _products(job: Job, choice: Choice, product: Product) -> _Products:
     return _Products(
         forward=product_time(device, width, rows, outputs, inputs),
         input_gradient=product_time(device, width, rows, inputs, outputs),
-        weight_gradient=product_time(device, width, outputs, inputs, rows),
+        weight_gradient=(job.trained if product.weighted else 1) * product_time(device, width, outputs, inputs, rows),
     )
 
 
@@ -203,7 +205,7 @@ def _accumulation(job: Job, choice: Choice, layer: LayerShape) -> float:
     elements = layer.elements(choice.layout.tensor_parallel_size)
     if layer.experts is not None:
         elements += layer.experts.local(choice.layout)
-    return elements * job.software.accumulation / job.device.stream
+    return job.trained * elements * job.software.accumulation / job.device.stream
 
 
 def _biases(job: Job, choice: Choice, layer: LayerShape) -> float:

@@ -61,7 +61,7 @@ def static_bytes(job: Job, choice: Choice, parameters: float, experts: float = 0
     shards, of_experts = (layout.size("replica_sum"), expert_shards(job, choice)) if choice.shard_optimizer else (1, 1)
     gradient = job.gradient + job.software.gradient_copy
     stepped = (parameters - experts) / shards + experts / of_experts
-    return parameters * precision.weight, parameters * gradient, precision.state * stepped
+    return parameters * precision.weight, job.trained * parameters * gradient, job.trained * stepped * precision.state
 
 
 def fullest_rank(job: Job, choice: Choice) -> RankMemory:

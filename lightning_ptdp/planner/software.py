@@ -23,8 +23,8 @@ class Software:
 
     Attributes:
         name: For tables.
-        attention: "unfused" writes the s x s scores to memory and keeps them, "fused" does not.
-        attention_speed: How much faster the fused kernel is than that of ``Device.attention_share``.
+        attention: "unfused" writes the s x s scores to memory and keeps them, "fused" does not; "tuned" is fused, too, by a kernel that
+            is written for the device's own instructions.
         skips_masked: The attention kernel does not compute what the causal mask hides.
         elementwise: How operations between products go through memory: "eager", one after the other; "fused", bias, dropout and sum in one
             pass, bias and GELU in one; "compiled", whatever lies between two products in one pass.
@@ -52,8 +52,7 @@ class Software:
     """
 
     name: str
-    attention: Literal["unfused", "fused"]
-    attention_speed: float = 1.0
+    attention: Literal["unfused", "fused", "tuned"]
     skips_masked: bool
     elementwise: Literal["eager", "fused", "compiled"]
     norm_reads: int
@@ -120,12 +119,10 @@ _MEGATRON_2022 = replace(
 _MEGATRON_2024 = replace(
     _MEGATRON_2022,
     name="megatron-2024",
-    # Megatron-Core 0.9 to 0.12 with Transformer Engine, as in arXiv 2504.14960: cuDNN's attention, which arXiv 2407.08608 measures beside
-    # its own, 1.5 to 2 times as fast as FlashAttention-2; SwiGLU and rotation fused; --overlap-grad-reduce, --overlap-param-gather and
-    # --overlap-p2p-communication; --expert-tensor-parallel-size 1; experts' products are kernels of their own, in several streams
-    # (megatron/core/transformer/moe/README.md, --moe-grouped-gemm).
-    attention="fused",
-    attention_speed=1.75,
+    # Megatron-Core 0.9 to 0.12 with Transformer Engine, as in arXiv 2504.14960: cuDNN's attention; SwiGLU and rotation fused;
+    # --overlap-grad-reduce, --overlap-param-gather and --overlap-p2p-communication; --expert-tensor-parallel-size 1; experts' products
+    # are kernels of their own, in several streams (megatron/core/transformer/moe/README.md, --moe-grouped-gemm).
+    attention="tuned",
     skips_masked=True,
     hides_gradients=True,
     hides_messages=True,

@@ -26,7 +26,7 @@ from lightning_ptdp.planner.examples import Example, call_with, longest_sample
 from lightning_ptdp.planner.trace import trace_shape
 from lightning_ptdp.strategy.checks.model import CUT_MARK, plan_of, whole_model
 
-__all__ = ["described", "plan"]
+__all__ = ["described", "plan", "trained_share"]
 
 
 def plan(
@@ -79,9 +79,17 @@ def plan(
         device=on,
         precision=find_precision(precision),
         software=find_software(software),
-        sequence_length=min(sequence_length or model.sequence_length, model.sequence_length),
+        sequence_length=sequence_length or model.sequence_length,
+        trained=trained_share(whole),
     )
     return search(job, space, count=count)
+
+
+def trained_share(module: nn.Module) -> float:
+    """Return the share of a module's parameters that are trained: without the frozen ones beside adapters."""
+    parameters = list(module.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return trained / max(1, sum(p.numel() for p in parameters))
 
 
 def described(
