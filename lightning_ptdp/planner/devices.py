@@ -90,6 +90,7 @@ class Device:
         memory_bytes: What a process can allocate at most.
         reserved_bytes: Of that, what the driver, NCCL's buffers, the libraries' workspaces and fragmentation take.
         flops_16: Peak operations a second of dense matrix products in bf16 or fp16, accumulated in fp32.
+        flops_8: The same of float8; None: the device has none.
         flops_32: The same in fp32, as torch computes it by default (without TF32).
         memory_bandwidth: Bytes a second, of its own memory.
         memory_share: Share of it that operations reach which only read and write.
@@ -112,6 +113,7 @@ class Device:
     kind: Literal["cuda", "cpu"] = "cuda"
     memory_bytes: float
     reserved_bytes: float = 0.0
+    flops_8: float | None = None
     flops_16: float
     flops_32: float
     memory_bandwidth: float
@@ -152,7 +154,9 @@ class Device:
         return self.memory_bandwidth * self.memory_share * self.sustained
 
     def peak(self, element_bytes: int) -> float:
-        """Peak operations a second for elements of 2 or 4 bytes."""
+        """Peak operations a second for elements of 1, 2 or 4 bytes."""
+        if element_bytes == 1:
+            return self.flops_8 or self.flops_16
         return self.flops_16 if element_bytes == 2 else self.flops_32
 
 
@@ -232,10 +236,12 @@ _V100 = Device(
 )
 _H100 = Device(
     name="h100-80gb",
-    # NVIDIA H100 (SXM) data sheet: 989 TFLOP/s bf16 without sparsity, 67 fp32, 3.35 TB/s, NVLink 900 GB/s both ways; H100 whitepaper: 132
-    # multiprocessors, 1.83 GHz at this peak, L2 as the A100's; a cluster of two units loads 2/3 of what both would alone.
+    # NVIDIA H100 (SXM) data sheet: 989 TFLOP/s bf16 and 1,979 float8 without sparsity, 67 fp32, 3.35 TB/s, NVLink 900 GB/s both ways;
+    # H100 whitepaper: 132 multiprocessors, 1.83 GHz at this peak, L2 as the A100's; a cluster of two units loads 2/3 of what both would
+    # alone.
     memory_bytes=79 * _GIB,
     reserved_bytes=4 * _GIB,
+    flops_8=1979e12,
     flops_16=989e12,
     flops_32=67e12,
     memory_bandwidth=3.35e12,
@@ -255,8 +261,10 @@ _H200 = replace(_H100, name="h200", memory_bytes=139 * _GIB, memory_bandwidth=4.
 _B200 = replace(
     _H100,
     name="b200",
-    # NVIDIA DGX B200 data sheet: 180 GB at 8 TB/s and 2.25 PFLOP/s bf16 without sparsity a GPU, NVLink 1.8 TB/s both ways, 400 Gbps cards.
+    # NVIDIA DGX B200 data sheet: 180 GB at 8 TB/s, 2.25 PFLOP/s bf16 and 4.5 float8 without sparsity a GPU, NVLink 1.8 TB/s both ways,
+    # 400 Gbps cards.
     memory_bytes=178 * _GIB,
+    flops_8=4500e12,
     flops_16=2250e12,
     flops_32=80e12,
     memory_bandwidth=8e12,

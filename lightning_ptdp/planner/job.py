@@ -59,6 +59,11 @@ class Job:
         check_types(self)
         if not 1 <= self.imbalance < math.inf:
             raise ValueError(f"imbalance={self.imbalance!r} is the busiest rank's share over the mean: use 1 or more")
+        if self.software.float8 and self.device.flops_8 is None:
+            raise ValueError(
+                f"software={self.software.name!r} multiplies in float8, for which no rate of {self.device.name} is known: use h100, h200 "
+                "or b200, or other software"
+            )
         if not 0 <= self.trained <= 1:
             raise ValueError(f"trained={self.trained!r} is a share of the parameters: use a number from 0 to 1")
         if not 0 <= self.reserve < 1:

@@ -21,7 +21,8 @@ def table(plan: Plan) -> str:
     """The job in a line, the best layouts in a table and as bars, and the best one's memory, time and options; there must be one."""
     assert plan.best
     head = ("", "layout", "b", "m", "schedule", "recompute", "ZeRO", "step s", "TFLOP/s", "MFU", "bubble", "memory GiB")
-    rows = [head, *(_row(index, candidate) for index, candidate in enumerate(plan.best, 1))]
+    sharded = plan.job.software.shards != "none"
+    rows = [head, *(_row(index, candidate, sharded=sharded) for index, candidate in enumerate(plan.best, 1))]
     best = plan.best[0]
     lines = [
         _job(plan.job),
@@ -145,7 +146,7 @@ def _count(number: float) -> str:
     return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:.0f}"
 
 
-def _row(index: int, candidate: Candidate) -> tuple[str, ...]:
+def _row(index: int, candidate: Candidate, *, sharded: bool) -> tuple[str, ...]:
     choice, time = candidate.choice, candidate.time
     recompute = choice.recompute + (" 1/t" if choice.distribute_saved_activations else "")
     return (
@@ -155,7 +156,7 @@ def _row(index: int, candidate: Candidate) -> tuple[str, ...]:
         str(choice.num_microbatches),
         choice.schedule if choice.layout.pipeline_parallel_size > 1 else "-",
         recompute,
-        "yes" if choice.shard_optimizer else "no",
+        "3" if sharded else "yes" if choice.shard_optimizer else "no",
         f"{time.total:.3g}",
         f"{time.tflops:.3g}",
         f"{time.mfu:.1%}",

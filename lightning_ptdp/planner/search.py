@@ -104,7 +104,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
 
 def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
     """Return the bytes of weights, gradients and optimizer state alone, with the recomputation and sharding that hold least."""
-    *_, smallest = _choices(space, choice)
+    *_, smallest = _choices(job, space, choice)
     counts = (sum(count(job.shape, choice.layout)) for count in (stage_parameters, expert_parameters))
     # The fullest rank has no less than the mean.
     return sum(static_bytes(job, smallest, *(count / choice.layout.pipeline_parallel_size for count in counts)))
@@ -113,17 +113,18 @@ def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
 def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, RankMemory]:
     """The first recomputation and sharding that fits in memory; if none does, that which needs least."""
     tried: list[tuple[Choice, RankMemory]] = []
-    for one in _choices(space, choice):
+    for one in _choices(job, space, choice):
         tried.append((one, fullest_rank(job, one)))
         if tried[-1][1].total <= job.limit_bytes:
             return tried[-1]
     return min(tried, key=lambda pair: pair[1].total)
 
 
-def _choices(space: Space, choice: Choice) -> Iterator[Choice]:
+def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
     """Every recomputation and sharding, cheapest first."""
     layout = choice.layout
-    shardings = dict.fromkeys(shard and layout.size("replica_sum") > 1 for shard in space.shard_optimizer)
+    sharded = job.software.shards != "none"  # the optimizer's state, too
+    shardings = dict.fromkeys(shard and layout.size("replica_sum") > 1 and not sharded for shard in space.shard_optimizer)
     parts = layout.tensor_parallel_size > 1 and not layout.sequence_parallel
     for recompute in space.recompute:
         for distribute in (False, True) if recompute == "full" and parts else (False,):

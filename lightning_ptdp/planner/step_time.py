@@ -175,7 +175,7 @@ def _stages(job: Job, choice: Choice) -> list[PassTime]:
     each = {runs: sum((layers[layer].times(count) for count, layer in runs), message) for runs in set(found)}
     stages = [each[runs] for runs in found]
     stages[0] += input_time(job, choice)
-    stages[-1] += head_time(job, choice)
+    stages[-1] += head_time(job, choice).times(job.software.slower)
     return stages
 
 
@@ -252,6 +252,9 @@ def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidde
         tied = pipeline_link(layout, job.cluster).send(job.trained * rows / layout.tensor_parallel_size * columns * gradient)
     if experts and layout.expert_tensor_parallel_size == 1 and not job.software.folds_experts:
         tied += group_link(layout, job.cluster, "tensor").all_reduce(job.trained * experts * gradient)
+    if job.software.shards != "none":  # the layers' are part of their passes; the tables' have nothing to hide behind
+        table = job.shape.input.table_elements(layout.tensor_parallel_size)
+        return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
     if choice.shard_optimizer:
         scattered = sum(group.all_gather(count * gradient) for group, count in summed)
         gathered = sum(group.all_gather(count * weight) for group, count in summed)
