@@ -59,8 +59,9 @@ def run(verb: str, arguments: list[str]) -> int:
     from lightning_ptdp.planner.picture import draw
     from lightning_ptdp.planner.report import as_data, explain_rejected, table
 
+    _refuse_ignored(options)
     job, space = planned_job(options, config), _space(options)
-    if options.what_if:
+    if options.what_if is not None:
         return _what_if(job, space, options)
     plan = search(job, space, count=options.top)
     if options.json:
@@ -76,6 +77,17 @@ def run(verb: str, arguments: list[str]) -> int:
         with _drawing(options.picture):
             draw(plan, options.picture)
     return 0
+
+
+def _refuse_ignored(options: argparse.Namespace) -> None:
+    """Refuse options that nothing would come of."""
+    if options.json and (options.picture is not None or options.what_if is not None):
+        raise UserError("--json prints the plan as data: leave out --picture and --what-if, or leave out --json")
+    if options.explain and options.what_if is not None:
+        raise UserError("--explain is about one size: leave out --what-if")
+    source = options.config or options.model
+    if options.llama and source:
+        raise UserError(f"--llama is for a model that is given by its sizes, and {source} says what it is: leave out one of them")
 
 
 def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
@@ -117,7 +129,7 @@ def _wishes(text: str) -> dict[str, list[int]]:
     for part in text.split(","):
         key, equals, value = part.rpartition("=")
         name = key.strip() if equals else name
-        if name not in ("batch", "gpus") or not value.strip().isdigit():
+        if name not in ("batch", "gpus") or not value.strip().isdecimal() or int(value) == 0:
             raise UserError(f"--what-if {text!r}: write numbers of batch or gpus, such as batch=256,512,gpus=64,128")
         wishes.setdefault(name, []).append(int(value))
     return wishes
@@ -146,13 +158,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--model", metavar="FOLDER", help="a Hugging Face model: a folder or a name on the hub; config.json is read"
     )
     for name, (field, text) in SIZES.items():
-        model.add_argument(f"--{name}", dest=field, type=int, metavar="N", help=text)
+        model.add_argument(f"--{name}", dest=field, type=_positive, metavar="N", help=text)
     model.add_argument("--llama", action="store_true", help="the Llama layout: RMSNorm, rotary positions, SwiGLU, own head")
 
     job = parser.add_argument_group("the job")
-    job.add_argument("--world", type=int, required=True, metavar="N", help="number of processes, one a device")
+    job.add_argument("--world", type=_positive, required=True, metavar="N", help="number of processes, one a device")
     job.add_argument(
-        "--batch", type=int, metavar="B", help="sequences in an optimizer step, over all replicas (default: the file's)"
+        "--batch", type=_positive, metavar="B", help="sequences in an optimizer step, over all replicas (default: the file's)"
     )
     job.add_argument(
         "--device",
@@ -176,8 +188,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="X",
         help="rows that the busiest rank's experts get, over the mean (default 1)",
     )
-    job.add_argument("--node-size", type=int, metavar="N", help="devices of a node (default: the device's)")
-    job.add_argument("--cards", type=int, metavar="N", help="network cards of a node (default: the device's)")
+    job.add_argument("--node-size", type=_positive, metavar="N", help="devices of a node (default: the device's)")
+    job.add_argument("--cards", type=_positive, metavar="N", help="network cards of a node (default: the device's)")
     job.add_argument(
         "--software",
         default="ours",
@@ -202,7 +214,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where it must be")
 
     shown = parser.add_argument_group("what is printed")
-    shown.add_argument("--top", type=int, default=8, metavar="N", help="how many of the best (default 8)")
+    shown.add_argument("--top", type=_positive, default=8, metavar="N", help="how many of the best (default 8)")
     shown.add_argument("--explain", action="store_true", help="why the others were rejected")
     shown.add_argument("--picture", type=Path, metavar="FILE", help="where time and memory of the best go, as PNG, PDF or SVG")
     shown.add_argument(
@@ -215,7 +227,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [_positive(part) for part in text.split(",")]
+
+
+def _positive(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
 
 
 def _space(options: argparse.Namespace) -> Space:

@@ -62,7 +62,7 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         device=device,
         precision=find_precision(precision),
         software=find_software(options.software),
-        sequence_length=min(model.sequence_length, _inner(config, "data").get("sequence_length") or model.sequence_length),
+        sequence_length=options.sequence_length or _inner(config, "data").get("sequence_length") or model.sequence_length,
         imbalance=options.imbalance,
         reserve=options.reserve,
     )
@@ -192,6 +192,8 @@ def _device(options: argparse.Namespace) -> Device:
     else:
         device = find_device(name)
     if options.memory is not None:
+        if not 0 < options.memory < math.inf:
+            raise UserError(f"--memory {options.memory:g} is no amount of memory: give a device's GiB, such as 80")
         device = dataclasses.replace(device, memory_bytes=options.memory * 2**30, reserved_bytes=0.0)
     given = {name: getattr(options, name) for name in ("node_size", "cards") if getattr(options, name) is not None}
     return dataclasses.replace(device, cluster=dataclasses.replace(device.cluster, **given)) if given else device

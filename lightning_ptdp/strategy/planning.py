@@ -68,6 +68,9 @@ def plan(
         ValueError: The module cannot be followed (says where it stopped), or a name is unknown.
     """
     on = find_device(device) if isinstance(device, str) else device
+    length = longest_sample(nn.Module(), example)  # of the example alone
+    if None not in (length, sequence_length) and length != sequence_length:
+        raise ValueError(f"sequence_length={sequence_length}, but the example has {length} tokens: leave one of them out")
     whole = whole_model(cast(Any, module), config or PTDPConfig()) if hasattr(module, "configure_model") else module
     model = described(
         whole, config or PTDPConfig(), length=sequence_length, precision=precision, software=software, device=on, example=example
