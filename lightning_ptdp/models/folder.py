@@ -12,13 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 from lightning_ptdp.models.checked_config import check_sizes, stored_tensors
 from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
 from lightning_ptdp.option_types import nearest
 from lightning_ptdp.requirements import import_optional
-from lightning_ptdp.time_limit import time_limit
 from lightning_ptdp.untrusted import MOST_SETTINGS, parse_json, small_files
 
 __all__ = [
@@ -257,24 +258,38 @@ def _of_hub(name: str) -> Path:
 def _config_of_hub(name: str) -> Path:
     """Return the folder of a cached ``config.json``, which is downloaded if that is quick."""
     from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(name, _CONFIG, local_files_only=True)).parent
     except (LocalEntryNotFoundError, HFValidationError):
         pass
+    found = SimpleQueue[str | Exception]()
+    Thread(target=_download_config, args=(name, found), daemon=True).start()
+    try:
+        answer = found.get(timeout=_PATIENCE_S)
+    except Empty:
+        answer = TimeoutError()
+    if isinstance(answer, str):
+        return Path(answer).parent
+    why = "offline, HF_HUB_OFFLINE" if constants.is_offline_mode() else type(answer).__name__
+    raise ValueError(
+        f"path={name!r} is no folder, and the {_CONFIG} of such a model is neither in the hub's cache nor to be had there ({why}): "
+        f"run hf download {name} {_CONFIG} where there is a connection, or name a folder"
+    ) from answer
+
+
+def _download_config(name: str, found: SimpleQueue[str | Exception]) -> None:
+    """Put the file's path, or why there is none. In a thread, because a look-up of the host's name cannot be interrupted."""
+    from huggingface_hub import hf_hub_download
+
     log = logging.getLogger("huggingface_hub")
     level = log.level
     log.setLevel(logging.CRITICAL)  # it reports each of its attempts
     try:
-        with time_limit(_PATIENCE_S):
-            return Path(hf_hub_download(name, _CONFIG, etag_timeout=_PATIENCE_S)).parent
-    except (TimeoutError, HfHubHTTPError, HFValidationError, OSError) as error:
-        why = "offline, HF_HUB_OFFLINE" if constants.is_offline_mode() else type(error).__name__
-        raise ValueError(
-            f"path={name!r} is no folder, and the {_CONFIG} of such a model is neither in the hub's cache nor to be had there ({why}): "
-            f"run hf download {name} {_CONFIG} where there is a connection, or name a folder"
-        ) from error
+        found.put(hf_hub_download(name, _CONFIG, etag_timeout=_PATIENCE_S))
+    except Exception as error:  # reported by the caller
+        found.put(error)
     finally:
         log.setLevel(level)
 

@@ -36,12 +36,20 @@ def table(plan: Plan) -> str:
         "",
         bars(plan),
         "",
+        *_to_paste(plan.job, best, sharded=sharded),
+    ]
+    return "\n".join(lines)
+
+
+def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
+    if sharded:
+        return [f"no options to paste: {job.software.name} shares out parameters over the replicas, and PTDPStrategy does not"]
+    return [
         "to use 1 in a script:",
         f"  {strategy_arguments(best)}",
         "with ptdp fit, in a file that has the model's and the data's as base:",
-        *(f"  {line}" for line in fit_options(plan.job, best).splitlines()),
+        *(f"  {line}" for line in fit_options(job, best).splitlines()),
     ]
-    return "\n".join(lines)
 
 
 def room(job: Job) -> str:
@@ -102,6 +110,7 @@ def as_data(plan: Plan) -> dict[str, object]:
             "sequence_length": job.sequence_length,
             "device": job.device.name,
             "precision": job.precision.name,
+            "software": job.software.name,
             "usable_bytes": job.device.usable_bytes,
             "reserve": job.reserve,
         },
@@ -136,7 +145,7 @@ def _job(job: Job) -> str:
         size += f", {_count(job.trained * whole)} of them trained"
     return (
         f"{size}, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x {job.sequence_length} tokens, "
-        f"{job.precision.name}"
+        f"{job.precision.name}" + (f", {job.software.name}" if job.software.name != "ours" else "")
     )
 
 

@@ -107,6 +107,18 @@ def test_labels_of_a_picture_do_not_meet(tmp_path: Path, monkeypatch: pytest.Mon
     assert memory.get_xlim()[1] > limits[1]
 
 
+def test_what_shares_out_parameters_is_not_pasted(ptdp: Run) -> None:
+    """A layout that fits because of it would not fit in ours."""
+    arguments = [*SIZES, "--world", "8", "--batch", "64", "--top", "1"]
+    code, out, _ = ptdp("plan", *arguments, "--software", "fsdp2-fp8", "--recompute", "selective")
+    assert code == 0
+    assert out.splitlines()[0].endswith("bf16-true, fsdp2-fp8")
+    assert "PTDPStrategy(" not in out and "fsdp2-fp8 shares out parameters over the replicas, and PTDPStrategy does not" in out
+    first = out.splitlines()[3].split()
+    assert "selective" in first and first[first.index("selective") + 1] == "3"
+    assert "less a reserve of 20%" in out and "| reserve" in out
+
+
 def test_json(ptdp: Run) -> None:
     code, out, _ = ptdp("plan", *SIZES, "--llama", "--kv-heads", "4", "--world", "16", "--batch", "64", "--json", "--top", "2")
     assert code == 0
@@ -336,14 +348,14 @@ def test_adapters_take_less(ptdp: Run, tmp_path: Path) -> None:
 
 def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that is never answered is not waited for, and the sentence says what to do."""
-    started = threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     def hangs(name: str, file: str, *, local_files_only: bool = False, etag_timeout: float = 10) -> str:
         if local_files_only:
             raise LocalEntryNotFoundError("not there")
         started.set()
-        while True:
-            time.sleep(0.05)
+        ended.wait()
+        raise OSError("ended")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hangs)
     monkeypatch.setattr(folder, "_PATIENCE_S", 0.2)
@@ -358,6 +370,7 @@ def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.M
             in err
         )
         assert "run hf download " in err and "--layers 24" in err
+    ended.set()
 
 
 def test_experts(ptdp: Run, tmp_path: Path) -> None:
