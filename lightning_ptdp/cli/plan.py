@@ -59,8 +59,9 @@ def run(verb: str, arguments: list[str]) -> int:
     from lightning_ptdp.planner.picture import draw
     from lightning_ptdp.planner.report import as_data, explain_rejected, table
 
+    _refuse_ignored(options)
     job, space = planned_job(options, config), _space(options)
-    if options.what_if:
+    if options.what_if is not None:
         return _what_if(job, space, options)
     plan = search(job, space, count=options.top)
     if options.json:
@@ -76,6 +77,17 @@ def run(verb: str, arguments: list[str]) -> int:
         with _drawing(options.picture):
             draw(plan, options.picture)
     return 0
+
+
+def _refuse_ignored(options: argparse.Namespace) -> None:
+    """Refuse options that nothing would come of."""
+    if options.json and (options.picture is not None or options.what_if is not None):
+        raise UserError("--json prints the plan as data: leave out --picture and --what-if, or leave out --json")
+    if options.explain and options.what_if is not None:
+        raise UserError("--explain is about one size: leave out --what-if")
+    source = options.config or options.model
+    if options.llama and source:
+        raise UserError(f"--llama is for a model that is given by its sizes, and {source} says what it is: leave out one of them")
 
 
 def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
@@ -117,7 +129,7 @@ def _wishes(text: str) -> dict[str, list[int]]:
     for part in text.split(","):
         key, equals, value = part.rpartition("=")
         name = key.strip() if equals else name
-        if name not in ("batch", "gpus") or not value.strip().isdigit():
+        if name not in ("batch", "gpus") or not value.strip().isdecimal() or int(value) == 0:
             raise UserError(f"--what-if {text!r}: write numbers of batch or gpus, such as batch=256,512,gpus=64,128")
         wishes.setdefault(name, []).append(int(value))
     return wishes
@@ -142,15 +154,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     source = model.add_mutually_exclusive_group()
     source.add_argument("--recipe", dest="config", metavar="NAME", help="a recipe (ptdp recipes list)")
     source.add_argument("--config", "-c", metavar="FILE", help="a configuration of ptdp fit")
-    source.add_argument("--model", metavar="FOLDER", help="a model of Hugging Face's, of which config.json is read")
+    source.add_argument(
+        "--model", metavar="FOLDER", help="a Hugging Face model: a folder or a name on the hub; config.json is read"
+    )
     for name, (field, text) in SIZES.items():
-        model.add_argument(f"--{name}", dest=field, type=int, metavar="N", help=text)
+        model.add_argument(f"--{name}", dest=field, type=_positive, metavar="N", help=text)
     model.add_argument("--llama", action="store_true", help="the Llama layout: RMSNorm, rotary positions, SwiGLU, own head")
 
     job = parser.add_argument_group("the job")
-    job.add_argument("--world", type=int, required=True, metavar="N", help="number of processes, one a device")
+    job.add_argument("--world", type=_positive, required=True, metavar="N", help="number of processes, one a device")
     job.add_argument(
-        "--batch", type=int, metavar="B", help="sequences in an optimizer step, over all replicas (default: the file's)"
+        "--batch", type=_positive, metavar="B", help="sequences in an optimizer step, over all replicas (default: the file's)"
     )
     job.add_argument(
         "--device",
@@ -161,18 +175,26 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--memory", type=float, metavar="GIB", help="memory of a device that training can use (default: the device's)"
     )
     job.add_argument(
+        "--reserve",
+        type=float,
+        default=0.2,
+        metavar="X",
+        help="share of that memory to leave free, because what is measured is up to 23 %% above the estimate (default 0.2)",
+    )
+    job.add_argument(
         "--imbalance",
         type=float,
         default=1.0,
         metavar="X",
         help="rows that the busiest rank's experts get, over the mean (default 1)",
     )
-    job.add_argument("--node-size", type=int, metavar="N", help="devices of a node (default: the device's)")
-    job.add_argument("--cards", type=int, metavar="N", help="network cards of a node (default: the device's)")
+    job.add_argument("--node-size", type=_positive, metavar="N", help="devices of a node (default: the device's)")
+    job.add_argument("--cards", type=_positive, metavar="N", help="network cards of a node (default: the device's)")
     job.add_argument(
         "--software",
         default="ours",
-        help="ours, ours-compiled (with compile=blocks), megatron-2021, megatron-2022 or megatron-2024 (default ours)",
+        help="ours, ours-compiled (with compile=blocks), megatron-2021, megatron-2022, megatron-2024, fsdp2, fsdp2-compiled, fsdp2-fp8 "
+        "or deepspeed-zero3 (default ours)",
     )
     job.add_argument("--precision", help="Lightning's precision (default: the file's, else bf16-true, on a CPU 32-true)")
 
@@ -180,12 +202,19 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     for name, field in _SPACE.items():
         space.add_argument(f"--{name}", dest=field, type=_integers, metavar="N,…", help=field)
     space.add_argument("--schedule", dest="schedules", type=listed, metavar="NAME,…", help="pipeline schedules")
+    space.add_argument(
+        "--cp-attention",
+        dest="context_parallel_attentions",
+        type=listed,
+        metavar="NAME,…",
+        help="ring, all_to_all (default both)",
+    )
     space.add_argument("--recompute", type=listed, metavar="NAME,…", help="none, selective, full (default none,full)")
     space.add_argument("--sequence-parallel", choices=("yes", "no"), help="default: wherever it can be")
     space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where it must be")
 
     shown = parser.add_argument_group("what is printed")
-    shown.add_argument("--top", type=int, default=8, metavar="N", help="how many of the best (default 8)")
+    shown.add_argument("--top", type=_positive, default=8, metavar="N", help="how many of the best (default 8)")
     shown.add_argument("--explain", action="store_true", help="why the others were rejected")
     shown.add_argument("--picture", type=Path, metavar="FILE", help="where time and memory of the best go, as PNG, PDF or SVG")
     shown.add_argument(
@@ -198,7 +227,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [_positive(part) for part in text.split(",")]
+
+
+def _positive(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
 
 
 def _space(options: argparse.Namespace) -> Space:

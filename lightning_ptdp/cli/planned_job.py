@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -36,6 +35,8 @@ SIZES = {
     "dense-layers": ("dense_layers", "the first layers, without experts"),
 }
 
+_NEEDED = ("layers", "hidden", "heads", "sequence")
+
 
 def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
     """The job that the command line and the configuration name.
@@ -54,16 +55,18 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         model = _followed(options, config, device=device, precision=precision)
     else:
         model = _model(options, config)
-    return Job(
+    job = Job(
         model=model,
         world_size=options.world,
         global_batch_size=_batch(options, config),
         device=device,
         precision=find_precision(precision),
         software=find_software(options.software),
-        sequence_length=min(model.sequence_length, _inner(config, "data").get("sequence_length") or model.sequence_length),
+        sequence_length=options.sequence_length or _inner(config, "data").get("sequence_length") or model.sequence_length,
         imbalance=options.imbalance,
+        reserve=options.reserve,
     )
+    return _with_adapters(job, config)
 
 
 def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
@@ -106,18 +109,16 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
     from lightning_ptdp.planner import gpt_sizes
 
     given = {field: getattr(options, field) for field, _ in SIZES.values() if getattr(options, field) is not None}
+    missing = [f"--{name}" for name in _NEEDED if SIZES[name][0] not in given]
     inner = _inner(config, "model")
-    folder = options.model or (inner.get("path") if inner.get("config") is None else None)
-    if folder is not None:
-        return dataclasses.replace(_of_folder(Path(str(folder))), **given)
-    if not config:
-        missing = [f"--{name}" for name in ("layers", "hidden", "heads", "sequence") if SIZES[name][0] not in given]
-        if missing:
-            raise UserError(f"there is no model: give --recipe, --config or --model, or also {', '.join(missing)}")
-        return GPTConfig.llama(**given) if options.llama or "num_experts" in given else GPTConfig.gpt2(**given)
     sizes = inner.get("config")
-    if sizes is None and all(SIZES[name][0] in given for name in ("layers", "hidden", "heads", "sequence")):
-        return GPTConfig.llama(**given) if options.llama else GPTConfig.gpt2(**given)
+    path = inner.get("path") if sizes is None and missing else None
+    if options.model or path:
+        return dataclasses.replace(_of_path(str(options.model or path)), **given)
+    if sizes is None and not missing:
+        return GPTConfig.llama(**given) if options.llama or "num_experts" in given else GPTConfig.gpt2(**given)
+    if not config:
+        raise UserError(f"there is no model: give --recipe, --config or --model, or also {', '.join(missing)}")
     if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
         print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
         return dataclasses.replace(gpt_sizes(BertConfig(**sizes or {})), **given)
@@ -134,24 +135,32 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
     return GPTConfig(**{**sizes, **given})
 
 
-def _of_folder(folder: Path) -> GPTConfig:
-    """The sizes of a model of Hugging Face's, of which only ``config.json`` is read."""
+def _of_path(path: str) -> GPTConfig:
+    """The sizes of a Hugging Face model, of which only ``config.json`` is read."""
+    from lightning_ptdp.models.folder import config_values
     from lightning_ptdp.planner import gpt_sizes
 
-    path = folder / "config.json"
     try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder} has no config.json of a Hugging Face model ({type(error).__name__}): give the sizes as options, such as "
-            "--layers 24 --hidden 2048 --heads 16 --sequence 2048"
-        ) from error
-    if not isinstance(values, Mapping):
-        raise UserError(f"{path} holds no mapping: it is none of a Hugging Face model")
-    try:
-        return gpt_sizes(values)
+        return gpt_sizes(config_values(path))
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+        said = "" if str(error).startswith("path=") else f"path={path!r}: "
+        mend = "" if "as options" in str(error) else ", or give the sizes as options, such as --layers 24 --hidden 2048"
+        raise UserError(f"{said}{error}{mend}") from error
+
+
+def _with_adapters(job: Job, config: Mapping[str, Any]) -> Job:
+    """The job with the base model frozen, if the configuration trains adapters.
+
+    An adapter of rank r beside a matrix (o, i) has r (o + i) parameters. All matrices of the layers are taken to have one.
+    """
+    adapter = _inner(config, "model").get("adapter")
+    if not isinstance(adapter, Mapping):
+        return job
+    if adapter.get("modules_to_save"):
+        print("ptdp: adapter.modules_to_save is planned as frozen: leave memory for its gradients and optimizer", file=sys.stderr)
+    products = [(count, product) for count, layer in job.shape.runs for product in layer.products if product.weighted]
+    added = adapter.get("r", 8) * sum(count * (product.outputs + product.inputs) for count, product in products)
+    return dataclasses.replace(job, trained=min(1.0, added / job.shape.parameters))
 
 
 def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
@@ -183,6 +192,8 @@ def _device(options: argparse.Namespace) -> Device:
     else:
         device = find_device(name)
     if options.memory is not None:
+        if not 0 < options.memory < math.inf:
+            raise UserError(f"--memory {options.memory:g} is no amount of memory: give a device's GiB, such as 80")
         device = dataclasses.replace(device, memory_bytes=options.memory * 2**30, reserved_bytes=0.0)
     given = {name: getattr(options, name) for name in ("node_size", "cards") if getattr(options, name) is not None}
     return dataclasses.replace(device, cluster=dataclasses.replace(device.cluster, **given)) if given else device

@@ -6,15 +6,18 @@ import hashlib
 import importlib
 import inspect
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 from lightning_ptdp.models.checked_config import check_sizes, stored_tensors
-from lightning_ptdp.models.tiny import make_tiny
+from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
 from lightning_ptdp.option_types import nearest
 from lightning_ptdp.requirements import import_optional
 from lightning_ptdp.untrusted import MOST_SETTINGS, parse_json, small_files
@@ -26,6 +29,7 @@ __all__ = [
     "InitialWeights",
     "check_tokenizer",
     "config_of_sizes",
+    "config_values",
     "fingerprint",
     "local_folder",
     "read_model_config",
@@ -44,6 +48,7 @@ _SAMPLES, _SAMPLE = 64, 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _READ = ("*.json", "*.txt", "*.model", "*.jinja")
+_PATIENCE_S = 5
 _WORD = re.compile(r"\w+")
 _CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -78,15 +83,24 @@ def local_folder(path: str) -> Path:
         if not folder.is_dir():
             make_tiny(folder)
         return folder
+    return Path(path) if _is_here(path) else _of_hub(path)
+
+
+def _is_here(path: str) -> bool:
+    """Return True for a folder, False for what may be a name on the hub.
+
+    Raises:
+        ValueError: It is neither.
+    """
     if os.path.isdir(path):
-        return Path(path)
+        return True
     if os.path.exists(path):
         raise ValueError(f"path={path!r} is a file: name the folder that it is in, with config.json beside the weights")
     if _HUB_NAME.fullmatch(path) is None:
         raise ValueError(
             f"path={path!r}: there is no such folder; name one with config.json and safetensors, or a model on the hub"
         )
-    return _of_hub(path)
+    return False
 
 
 def fingerprint(folder: Path) -> str:
@@ -101,6 +115,23 @@ def fingerprint(folder: Path) -> str:
                 stream.seek(start)
                 digest.update(stream.read(length))
     return digest.hexdigest()
+
+
+def config_values(path: str) -> Mapping[str, Any]:
+    """Return what the ``config.json`` of ``path`` holds; nothing else is downloaded or made.
+
+    Of ``tiny:FOLDER`` without the folder these are the sizes of the model that would be made there.
+
+    Raises:
+        ValueError: It is missing, damaged, or not to be had within a few seconds.
+    """
+    name = path.removeprefix(_TINY)
+    if name != path and not os.path.isdir(name):
+        return TINY_SIZES
+    folder = Path(name) if _is_here(name) else _config_of_hub(name)
+    if not os.path.lexists(folder / _CONFIG):
+        raise ValueError(f"path={path!r}: {folder} has no {_CONFIG}: name the folder that save_pretrained wrote")
+    return _read_config(folder, f"path={path!r}")
 
 
 def read_model_config(path: str) -> Any:
@@ -222,6 +253,45 @@ def _of_hub(name: str) -> Path:
             f"path={name!r}: there is no such folder, and as a model on the hub it is not in the cache {constants.HF_HUB_CACHE} and "
             f"{offline}: run hf download {name} where there is a connection (and copy the folder that it prints), or name a folder"
         ) from error
+
+
+def _config_of_hub(name: str) -> Path:
+    """Return the folder of a cached ``config.json``, which is downloaded if that is quick."""
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, _CONFIG, local_files_only=True)).parent
+    except (LocalEntryNotFoundError, HFValidationError):
+        pass
+    found = SimpleQueue[str | Exception]()
+    Thread(target=_download_config, args=(name, found), daemon=True).start()
+    try:
+        answer = found.get(timeout=_PATIENCE_S)
+    except Empty:
+        answer = TimeoutError()
+    if isinstance(answer, str):
+        return Path(answer).parent
+    why = "offline, HF_HUB_OFFLINE" if constants.is_offline_mode() else type(answer).__name__
+    raise ValueError(
+        f"path={name!r} is no folder, and the {_CONFIG} of such a model is neither in the hub's cache nor to be had there ({why}): "
+        f"run hf download {name} {_CONFIG} where there is a connection, or name a folder"
+    ) from answer
+
+
+def _download_config(name: str, found: SimpleQueue[str | Exception]) -> None:
+    """Put the file's path, or why there is none. In a thread, because a look-up of the host's name cannot be interrupted."""
+    from huggingface_hub import hf_hub_download
+
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it reports each of its attempts
+    try:
+        found.put(hf_hub_download(name, _CONFIG, etag_timeout=_PATIENCE_S))
+    except Exception as error:  # reported by the caller
+        found.put(error)
+    finally:
+        log.setLevel(level)
 
 
 def _is_complete(snapshot: Path) -> bool:

@@ -6,13 +6,29 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning_ptdp.requirements import import_optional
 
-__all__ = ["make_tiny"]
+__all__ = ["TINY_SIZES", "make_tiny"]
+
+TINY_SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "vocab_size": 1024,
+        "tie_word_embeddings": False,
+    }
+)
+"""Of the model that ``make_tiny`` writes by default, as its ``config.json`` says."""
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 _CHAT = (
@@ -24,7 +40,9 @@ _CHAT = (
 _FILES = ("argparse.py", "ast.py", "inspect.py", "pathlib.py", "textwrap.py", "typing.py")
 
 
-def make_tiny(folder: str | os.PathLike[str], *, vocabulary_size: int = 1024, seed: int = 0, **config: Any) -> None:
+def make_tiny(
+    folder: str | os.PathLike[str], *, vocabulary_size: int = TINY_SIZES["vocab_size"], seed: int = 0, **config: Any
+) -> None:
     """Write a Llama of random weights with a byte-level tokenizer and a chat template, as ``save_pretrained`` does.
 
     Args:
@@ -44,10 +62,13 @@ def make_tiny(folder: str | os.PathLike[str], *, vocabulary_size: int = 1024, se
         tokenizer = _tokenizer(vocabulary_size)
         tokenizer.save_pretrained(part)
         sizes = {
-            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "max_position_embeddings": 256, "vocab_size": vocabulary_size, "tie_word_embeddings": False,
-            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-        }  # fmt: skip
+            **TINY_SIZES,
+            "vocab_size": vocabulary_size,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        del sizes["model_type"]
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))

@@ -19,7 +19,7 @@ from lightning_ptdp.planner.calibration import (
 )
 from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
 from lightning_ptdp.planner.gpt_shape import gpt_shape
-from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.job import RESERVE, Choice, Job
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.measured import Measured
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
@@ -58,6 +58,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Product",
+    "RESERVE",
     "RankMemory",
     "SOFTWARE",
     "Software",

@@ -56,6 +56,13 @@ def layer_activations(job: Job, choice: Choice, layer: LayerShape | None = None)
     if choice.recompute == "offload":
         # What stays of each block is small; the block that runs and the one beside it are whole.
         return LayerActivations(kept=0.0, recomputed=2 * everything, cast_weights=cast)
+    if choice.recompute == "selective" and job.software.again is not None:
+        results = sum(product.rows * product.local(choice.layout.tensor_parallel_size)[0] for product in layer.products)
+        attended = cores - sum(input_bytes(job, choice, attention) for attention in layer.attentions)
+        kept = (
+            choice.samples * (1 - job.software.again) * results * job.precision.compute + attended + _block_input(choice, layer)
+        )
+        return LayerActivations(kept=kept, recomputed=max(0.0, everything - kept), cast_weights=cast)
     if choice.recompute == "selective":
         # The core's inputs are kept to run it again, its output by the projection behind it.
         inside = cores - sum(input_bytes(job, choice, attention) for attention in layer.attentions)
@@ -75,7 +82,7 @@ def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
     if head.products:
         last = head.products[-1]
         logits = choice.samples * last.rows * last.local(t)[0]
-    kept = 4 if job.precision.casts and t == 1 else width
+    kept = 4 if (job.precision.casts and t == 1) or job.software.single_loss else width
     made = 4 if t > 1 else kept
     return logits * kept + kept_on(choice, head.kept), logits * (made + (width if made != width else 0))
 

@@ -11,7 +11,7 @@ keys (for each query head) and values, all in fp32.
 
 from __future__ import annotations
 
-from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.context import exchange_time, held_heads
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.products import product_time
 from lightning_ptdp.planner.shapes import MASK, Attention
@@ -25,8 +25,8 @@ _FUSED_BACKWARD = 2.5
 
 def input_bytes(job: Job, choice: Choice, attention: Attention) -> float:
     """Bytes of queries, keys and values."""
-    t, c = choice.layout.tensor_parallel_size, choice.layout.context_parallel_size
-    heads, kv_heads = attention.local_heads(t)
+    c = choice.layout.context_parallel_size
+    heads, kv_heads = held_heads(choice, attention)
     values = attention.queries * heads * attention.head_dim
     values += attention.keys * kv_heads * (attention.head_dim + attention.value_dim)
     return choice.micro_batch_size * values / c * job.precision.compute
@@ -48,10 +48,10 @@ def core_bytes(job: Job, choice: Choice, attention: Attention) -> float:
 
 
 def attention_time(job: Job, choice: Choice, attention: Attention) -> tuple[float, float, float, float]:
-    """Seconds of its forward and backward, and of what they wait for keys and values round the ring of context parallelism."""
+    """Seconds of its forward and backward, and of what context parallelism adds to each of them."""
     device, software, width = job.device, job.software, job.precision.compute
     t, c = choice.layout.tensor_parallel_size, choice.layout.context_parallel_size
-    heads, kv_heads = attention.local_heads(t)
+    heads, _ = attention.local_heads(t)
     if job.fuses(attention) and device.measured is not None:
         # Measured with a causal mask, and told of the whole square.
         square = choice.micro_batch_size / c * attention.flops * heads / attention.heads * (1 if attention.causal else 2)
@@ -62,8 +62,8 @@ def attention_time(job: Job, choice: Choice, attention: Attention) -> tuple[floa
         queries = choice.micro_batch_size * attention.queries / c
         work = 2 * queries * attention.keys * heads * (attention.head_dim + attention.value_dim)
         work /= 2 if software.skips_masked and attention.causal else 1
-        share = min(1.0, device.attention_share * software.attention_speed)
-        forward = work / (device.peak(width) * share * device.sustained)
+        tuned = device.tuned_attention_share if software.attention == "tuned" else None
+        forward = work / (device.peak(width) * (tuned or device.attention_share) * device.sustained)
         backward = _FUSED_BACKWARD * forward
     else:
         batch, mine = choice.micro_batch_size * heads, round(attention.queries / c)
@@ -73,10 +73,7 @@ def attention_time(job: Job, choice: Choice, attention: Attention) -> tuple[floa
         forward = scores + values + read / device.stream
         # Each product's two gradients are one of its own shape, or of the other's.
         backward = 2 * (scores + values) + read_back / device.stream
-    ring = group_link(choice.layout, job.cluster, "context")
-    keys = choice.micro_batch_size * attention.keys / c
-    around = (ring.size - 1) * ring.send(keys * kv_heads * (attention.head_dim + attention.value_dim) * width)
-    return forward, backward, max(0.0, around - forward), max(0.0, 2 * around - backward)
+    return forward, backward, *exchange_time(job, choice, attention, forward, backward)
 
 
 def _traffic(job: Job, choice: Choice, attention: Attention) -> tuple[float, float]:

@@ -90,11 +90,13 @@ class Device:
         memory_bytes: What a process can allocate at most.
         reserved_bytes: Of that, what the driver, NCCL's buffers, the libraries' workspaces and fragmentation take.
         flops_16: Peak operations a second of dense matrix products in bf16 or fp16, accumulated in fp32.
+        flops_8: The same of float8; None: the device has none.
         flops_32: The same in fp32, as torch computes it by default (without TF32).
         memory_bandwidth: Bytes a second, of its own memory.
         memory_share: Share of it that operations reach which only read and write.
         product_share: Share of the peak that the best matrix product reaches while it lasts.
-        attention_share: Share of the peak that the fused attention kernel's forward reaches.
+        attention_share: Share of the peak that the forward of FlashAttention-2 reaches, which torch has.
+        tuned_attention_share: The same of a kernel that is written for the device's own instructions; None: there is no faster one.
         sustained: Of these rates, each measured alone, what a training reaches that lasts: a device is slowed by its power, and its
             memory by what runs beside.
         units: Multiprocessors: tiles of a product that are computed at a time.
@@ -111,12 +113,14 @@ class Device:
     kind: Literal["cuda", "cpu"] = "cuda"
     memory_bytes: float
     reserved_bytes: float = 0.0
+    flops_8: float | None = None
     flops_16: float
     flops_32: float
     memory_bandwidth: float
     memory_share: float
     product_share: float
     attention_share: float
+    tuned_attention_share: float | None = None
     sustained: float = 1.0
     units: Size
     cache_bandwidth: float
@@ -128,7 +132,9 @@ class Device:
         check_types(self)
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and field.name != "reserved_bytes" and not value > 0:
+            if not isinstance(value, int | float):
+                continue
+            if field.name != "reserved_bytes" and not value > 0:
                 raise ValueError(f"{field.name}={value!r} must be greater than 0")
             if (field.name.endswith("_share") or field.name == "sustained") and value > 1:
                 raise ValueError(f"{field.name}={value!r} is a share of the peak: use a number between 0 and 1")
@@ -148,7 +154,9 @@ class Device:
         return self.memory_bandwidth * self.memory_share * self.sustained
 
     def peak(self, element_bytes: int) -> float:
-        """Peak operations a second for elements of 2 or 4 bytes."""
+        """Peak operations a second for elements of 1, 2 or 4 bytes."""
+        if element_bytes == 1:
+            return self.flops_8 or self.flops_16
         return self.flops_16 if element_bytes == 2 else self.flops_32
 
 
@@ -228,16 +236,19 @@ _V100 = Device(
 )
 _H100 = Device(
     name="h100-80gb",
-    # NVIDIA H100 (SXM) data sheet: 989 TFLOP/s bf16 without sparsity, 67 fp32, 3.35 TB/s, NVLink 900 GB/s both ways; H100 whitepaper: 132
-    # multiprocessors, 1.83 GHz at this peak, L2 as the A100's; a cluster of two units loads 2/3 of what both would alone.
+    # NVIDIA H100 (SXM) data sheet: 989 TFLOP/s bf16 and 1,979 float8 without sparsity, 67 fp32, 3.35 TB/s, NVLink 900 GB/s both ways;
+    # H100 whitepaper: 132 multiprocessors, 1.83 GHz at this peak, L2 as the A100's; a cluster of two units loads 2/3 of what both would
+    # alone.
     memory_bytes=79 * _GIB,
     reserved_bytes=4 * _GIB,
+    flops_8=1979e12,
     flops_16=989e12,
     flops_32=67e12,
     memory_bandwidth=3.35e12,
     memory_share=_MEMORY_SHARE,
     product_share=0.803,  # 794.5 TFLOP/s in the table named above
-    attention_share=0.38,  # arXiv 2407.08608, section 1: FlashAttention-2, which torch has, reaches 35 to 40 %
+    attention_share=0.38,  # arXiv 2407.08608, section 1: FlashAttention-2 reaches 35 to 40 %
+    tuned_attention_share=1.75 * 0.38,  # ibid.: FlashAttention-3 is 1.5 to 2 times as fast; cuDNN's is measured beside it
     sustained=_SUSTAINED,
     units=132,
     cache_bandwidth=1.5 * 5120 * 1.83e9,
@@ -250,13 +261,16 @@ _H200 = replace(_H100, name="h200", memory_bytes=139 * _GIB, memory_bandwidth=4.
 _B200 = replace(
     _H100,
     name="b200",
-    # NVIDIA DGX B200 data sheet: 180 GB at 8 TB/s and 2.25 PFLOP/s bf16 without sparsity a GPU, NVLink 1.8 TB/s both ways, 400 Gbps cards.
+    # NVIDIA DGX B200 data sheet: 180 GB at 8 TB/s, 2.25 PFLOP/s bf16 and 4.5 float8 without sparsity a GPU, NVLink 1.8 TB/s both ways,
+    # 400 Gbps cards.
     memory_bytes=178 * _GIB,
+    flops_8=4500e12,
     flops_16=2250e12,
     flops_32=80e12,
     memory_bandwidth=8e12,
     product_share=0.776,  # 1,745 TFLOP/s in the table named above
     attention_share=0.3,  # FlashAttention-2's instructions do not use Blackwell's: no more than on an H100
+    tuned_attention_share=1.75 * 0.3,
     units=148,
     cache_bandwidth=2 * 1.5 * 5120 * 1.83e9,  # its pairs of units multiply tiles of twice the size
     cluster=_nvidia_node(nvlink=900e9, card=50e9),

@@ -68,8 +68,8 @@ def longest_sample(module: nn.Module, example: Example | None = None) -> int | N
 def _known(sequence_length: int | None, module: nn.Module) -> int:
     if sequence_length is None:
         raise ValueError(
-            f"{type(module).__name__} does not say how long its sequences are: give plan a sequence_length=, or an example= of what its "
-            "forward takes, or the module an example_input_array"
+            f"{type(module).__name__} does not say how long its sequences are: give sequence_length= (--sequence of ptdp plan), or an "
+            "example= of what its forward takes, or the module an example_input_array"
         )
     return sequence_length
 

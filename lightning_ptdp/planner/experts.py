@@ -92,7 +92,7 @@ def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
     forward = backward = weight = 0.0
     for outputs, inputs in _split(experts, choice).matrices:
         forward += product_time(device, width, each, outputs, inputs, here)
-        gradient = product_time(device, width, outputs, inputs, each, here)
+        gradient = job.trained * product_time(device, width, outputs, inputs, each, here)
         backward += product_time(device, width, each, inputs, outputs, here) + gradient
         weight += gradient
     group = expert_link(job, choice, "expert")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 
+from lightning_ptdp.context_parallel import AttentionKind
 from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.option_types import Count, Size, check_types
 from lightning_ptdp.planner.devices import Cluster, Device
@@ -15,7 +17,10 @@ from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["Choice", "Job"]
+__all__ = ["RESERVE", "Choice", "Job"]
+
+RESERVE = 0.2
+"""The memory of published trainings in bf16 is 17 to 23 % above the estimate: allocators keep fragments, and libraries their workspaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +37,11 @@ class Job:
         sequence_length: s in tokens; by default the longest that the model takes.
         imbalance: Rows that the busiest rank's experts get, over the mean. 1 is what balancing aims at, and what published benchmarks
             force; a run's own is in its metrics.
+        trained: Share of the parameters that are trained; the others are frozen, as beside adapters.
+        reserve: Share of a device's usable memory that a layout leaves free, because estimates of memory are too low.
 
     Raises:
-        ValueError: A size is not a positive integer, or the sequence is longer than the model takes.
+        ValueError: A size is not a positive integer, the sequence is longer than the model takes, or a share is out of range.
     """
 
     model: GPTConfig | ModelShape
@@ -45,11 +52,22 @@ class Job:
     software: Software = field(default_factory=lambda: SOFTWARE["ours"])
     sequence_length: Count = 0
     imbalance: float = 1.0
+    trained: float = 1.0
+    reserve: float = RESERVE
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not self.imbalance >= 1:
+        if not 1 <= self.imbalance < math.inf:
             raise ValueError(f"imbalance={self.imbalance!r} is the busiest rank's share over the mean: use 1 or more")
+        if self.software.float8 and self.device.flops_8 is None:
+            raise ValueError(
+                f"software={self.software.name!r} multiplies in float8, for which no rate of {self.device.name} is known: use h100, h200 "
+                "or b200, or other software"
+            )
+        if not 0 <= self.trained <= 1:
+            raise ValueError(f"trained={self.trained!r} is a share of the parameters: use a number from 0 to 1")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve={self.reserve!r} is a share of the memory: use a number from 0 to below 1")
         if self.sequence_length == 0:
             object.__setattr__(self, "sequence_length", self.model.sequence_length)
         if self.sequence_length > self.model.sequence_length:
@@ -62,6 +80,11 @@ class Job:
     def cluster(self) -> Cluster:
         """Return the links between the devices."""
         return self.device.cluster
+
+    @property
+    def limit_bytes(self) -> float:
+        """Memory of a device that a layout may take by its estimate."""
+        return (1 - self.reserve) * self.device.usable_bytes
 
     @property
     def shared_cores(self) -> int:
@@ -107,7 +130,13 @@ class Job:
         return self.global_batch_size * self.sequence_length
 
 
-_DEFAULTS = {"schedule": "auto", "recompute": "none", "distribute_saved_activations": False, "shard_optimizer": False}
+_DEFAULTS = {
+    "schedule": "auto",
+    "context_parallel_attention": "ring",
+    "recompute": "none",
+    "distribute_saved_activations": False,
+    "shard_optimizer": False,
+}
 """Of a choice's options that are not the layout's."""
 
 
@@ -120,6 +149,7 @@ class Choice:
         micro_batch_size: b, samples in a microbatch.
         num_microbatches: m, microbatches in a step of a replica.
         schedule: Name of the pipeline schedule.
+        context_parallel_attention: "ring" or "all_to_all"; without context parallelism "ring".
         recompute: "none", "selective", "full" or "offload", for which the memory model is right on the device; host memory and the
             copies' time are not modelled, so that no search tries it.
         distribute_saved_activations: Keep 1/t of a recomputed block's input.
@@ -130,6 +160,7 @@ class Choice:
     micro_batch_size: int
     num_microbatches: int
     schedule: str = "1f1b"
+    context_parallel_attention: AttentionKind = "ring"
     recompute: str = "none"
     distribute_saved_activations: bool = False
     shard_optimizer: bool = False
@@ -158,9 +189,14 @@ class Choice:
             chosen["schedule"] = "auto"
         return {name: chosen[name] for name in (*self.layout.options(), *_DEFAULTS, "num_microbatches")}
 
+    def describe_layout(self) -> str:
+        """Degrees, and the exchange of context parallelism where it is not the default."""
+        exchange = " all-to-all" if self.context_parallel_attention == "all_to_all" else ""
+        return self.layout.describe() + exchange
+
     def describe(self) -> str:
         """Short form: ``t8 p2 d4 sp b1 m16 1f1b full``."""
-        parts = [self.layout.describe(), f"b{self.micro_batch_size} m{self.num_microbatches}"]
+        parts = [self.describe_layout(), f"b{self.micro_batch_size} m{self.num_microbatches}"]
         if self.layout.pipeline_parallel_size > 1:
             parts.append(self.schedule)
         if self.recompute != "none":

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from lightning_ptdp.planner.activations import kept_on
 from lightning_ptdp.planner.attention import attention_time
 from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.context import exchange_operations
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.experts import expert_time, expert_traffic, local_experts
 from lightning_ptdp.planner.fresh import fresh_seconds, layer_tensors
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.products import product_time
 from lightning_ptdp.planner.shapes import LayerShape, Product
+from lightning_ptdp.planner.sharded import sharding_time
 
 __all__ = ["NOTHING", "PassTime", "head_time", "input_time", "layer_time"]
 
@@ -50,7 +52,7 @@ class PassTime:
     def __add__(self, other: PassTime) -> PassTime:
         return PassTime(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
-    def times(self, count: int) -> PassTime:
+    def times(self, count: float) -> PassTime:
         """``count`` of them after each other."""
         return PassTime(**{name: count * value for name, value in vars(self).items()})
 
@@ -71,7 +73,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     """One layer; None: the model's first."""
     layer, software = layer or job.shape.runs[0][1], job.software
     stream = _layer_stream(job, layer)
-    products = [_products(job, choice, product) for product in layer.products]
+    products = [_products(job, choice, product, float8=job.software.float8) for product in layer.products]
     cores = [attention_time(job, choice, attention) for attention in layer.attentions]
     core, core_backward, exposed, exposed_backward = (sum(parts) for parts in zip(*cores, strict=True)) if cores else (0.0,) * 4
     sent, sent_backward, collectives = _tensor_collectives(job, choice, layer, products)
@@ -82,7 +84,8 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     fresh, fresh_backward = (fresh_seconds(job, sizes) for sizes in layer_tensors(job, choice, layer))
     measured = job.device.measured
     operation_s = software.operation_s if measured is None else measured.operation_s
-    host = operation_s * (software.operations + operations + collectives * software.collective_operations)
+    operations += software.operations + len(layer.attentions) * exchange_operations(choice)
+    host = operation_s * (operations + collectives * software.collective_operations)
     between, between_backward = kept_on(choice, layer.forward) + _biases(job, choice, layer), kept_on(choice, layer.backward)
     forward = sum(one.forward for one in products) + core + between / stream + fresh + moved + sent + exposed
     forward += experts.forward + travel
@@ -95,15 +98,23 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     if again:
         backward, waited = backward + forward, 2 * waited
     elif choice.recompute == "selective":
-        backward += core
+        backward += _selected(job, sum(one.forward for one in products), core, between / stream)
+    forward, backward, weight = (software.slower * seconds for seconds in (forward, backward, weight))
+    gathered, scattered = sharding_time(job, choice, layer, forward, backward)
     return PassTime(
-        forward=forward,
-        backward=backward,
+        forward=forward + gathered,
+        backward=backward + scattered,
         weight=weight,
-        communication=waited + sent_backward + exposed_backward,
+        communication=waited + sent_backward + exposed_backward + gathered + scattered,
         experts=(1 + again) * experts.forward + experts.backward,
         dispatch=(2 + again) * travel,
     )
+
+
+def _selected(job: Job, products: float, attention: float, between: float) -> float:
+    """Seconds of what selective recomputation computes again."""
+    share = job.software.again
+    return attention if share is None else share * products + between
 
 
 def _experts(job: Job, choice: Choice, layer: LayerShape, experts: ExpertShape) -> tuple[PassTime, float, int]:
@@ -136,7 +147,7 @@ def input_time(job: Job, choice: Choice) -> PassTime:
     first, stream, t = job.shape.input, job.device.stream, choice.layout.tensor_parallel_size
     nbytes = choice.samples * job.shape.runs[0][1].crossing
     products = [_products(job, choice, product) for product in first.products]
-    table = first.table_elements(t) * (job.precision.weight + job.software.accumulation)
+    table = job.trained * first.table_elements(t) * (job.precision.weight + job.software.accumulation)
     summed = gathered = 0.0
     if first.table[0]:
         group = group_link(choice.layout, job.cluster, "tensor")
@@ -164,7 +175,7 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     weight = sum(one.weight_gradient for one in products)
     for product, one in zip(head.products, products, strict=True):
         forward, backward = forward + one.forward, backward + one.input_gradient
-        weight += product.elements(t) * job.software.accumulation / stream
+        weight += job.trained * product.elements(t) * job.software.accumulation / stream
         if product.cut == "outputs":
             nbytes = choice.samples * product.rows * product.inputs * job.precision.compute
             sequence = choice.layout.sequence_parallel
@@ -185,16 +196,24 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     )
 
 
-def _products(job: Job, choice: Choice, product: Product) -> _Products:
+def _products(job: Job, choice: Choice, product: Product, *, float8: bool = False) -> _Products:
     """(rows, inputs) times (inputs, outputs), and its gradients."""
     device, width, rows = job.device, job.precision.compute, max(1, round(choice.samples * product.rows))
     if product.cut == "rows":
         rows = max(1, rows // choice.layout.tensor_parallel_size)
     outputs, inputs = product.local(choice.layout.tensor_parallel_size)
+    cast = cast_back = 0.0
+    if float8 and product.weighted:
+        # Each operand is read for its largest value, and again to be cast; products want the summed dimension last, so that the weight
+        # gradient's operands are turned.
+        read, width = 2 * width + 1, 1
+        cast = rows * inputs * read / device.stream
+        cast_back = (rows * outputs * (read + 2) + rows * inputs * 2) / device.stream
+    trained = job.trained if product.weighted else 1
     return _Products(
-        forward=product_time(device, width, rows, outputs, inputs),
-        input_gradient=product_time(device, width, rows, inputs, outputs),
-        weight_gradient=product_time(device, width, outputs, inputs, rows),
+        forward=cast + product_time(device, width, rows, outputs, inputs),
+        input_gradient=cast_back + product_time(device, width, rows, inputs, outputs),
+        weight_gradient=trained * product_time(device, width, outputs, inputs, rows),
     )
 
 
@@ -203,7 +222,7 @@ def _accumulation(job: Job, choice: Choice, layer: LayerShape) -> float:
     elements = layer.elements(choice.layout.tensor_parallel_size)
     if layer.experts is not None:
         elements += layer.experts.local(choice.layout)
-    return elements * job.software.accumulation / job.device.stream
+    return job.trained * elements * job.software.accumulation / job.device.stream
 
 
 def _biases(job: Job, choice: Choice, layer: LayerShape) -> float:

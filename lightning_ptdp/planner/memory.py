@@ -10,6 +10,7 @@ from lightning_ptdp.planner.experts import expert_buffers, expert_shards
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
 from lightning_ptdp.planner.shapes import LayerShape
+from lightning_ptdp.planner.sharded import whole_bytes
 from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -58,10 +59,17 @@ def static_bytes(job: Job, choice: Choice, parameters: float, experts: float = 0
     that are ``experts``, which d c / e ranks hold alike, of e/(d c).
     """
     precision, layout = job.precision, choice.layout
-    shards, of_experts = (layout.size("replica_sum"), expert_shards(job, choice)) if choice.shard_optimizer else (1, 1)
+    shards, of_experts = (layout.size("replica_sum"), expert_shards(job, choice)) if is_sharded(job, choice) else (1, 1)
     gradient = job.gradient + job.software.gradient_copy
     stepped = (parameters - experts) / shards + experts / of_experts
-    return parameters * precision.weight, parameters * gradient, precision.state * stepped
+    if job.software.shards != "none":
+        parameters = stepped
+    return parameters * precision.weight, job.trained * parameters * gradient, job.trained * stepped * precision.state
+
+
+def is_sharded(job: Job, choice: Choice) -> bool:
+    """Return True if replicas share out the optimizer's state at least."""
+    return choice.shard_optimizer or job.software.shards != "none"
 
 
 def fullest_rank(job: Job, choice: Choice) -> RankMemory:
@@ -102,7 +110,11 @@ def rank_memory(job: Job, choice: Choice, pipeline_rank: int, kinds: Mapping[int
     parameters, experts = (sum(every[stage] for stage in mine) for every in (stages, of_experts))
     weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
     of_layers = max(sum(count * kinds[id(layer)].held for count, layer in runs) for runs in layers)
-    working = max(kinds[id(layer)].recomputed + _between_operations(job, choice, layer) for runs in layers for _, layer in runs)
+    working = max(
+        kinds[id(layer)].recomputed + _between_operations(job, choice, layer) + whole_bytes(job, choice, layer)
+        for runs in layers
+        for _, layer in runs
+    )
     logits = 0.0
     if layout.num_stages - 1 in mine:
         kept, besides = logits_bytes(job, choice)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from lightning_ptdp.planner.job import Job
+from lightning_ptdp.planner.report import room
 from lightning_ptdp.planner.search import Plan, search
 from lightning_ptdp.planner.space import Space
 
@@ -32,10 +34,10 @@ def why_nothing_fits(plan: Plan, space: Space) -> str:
     least = min(possible, key=lambda candidate: candidate.memory.total)
     part = max(least.memory.parts, key=lambda name: least.memory.parts[name])
     need = (
-        f"no layout fits on {job.world_size} x {job.device.name} with {job.device.usable_bytes / _GIB:.3g} GiB each: "
+        f"no layout fits on {job.world_size} x {job.device.name} with {room(job)} each: "
         f"{least.choice.describe()} needs least, {least.memory.total / _GIB:.3g} GiB, most of it {part}"
     )
-    mends = [mend for mend in (_unrestricted(job), _more_devices(job, space)) if mend]
+    mends = [mend for mend in (_smaller_reserve(job, least.memory.total), _unrestricted(job), _more_devices(job, space)) if mend]
     return f"{need}; {', or '.join(mends) if mends else 'use devices with more memory, or a smaller model'}"
 
 
@@ -61,6 +63,11 @@ def _other_sizes(job: Job, space: Space) -> str:
                 f"--batch {found.global_batch_size}" if found.world_size == job.world_size else f"--world {found.world_size}"
             )
     return f"use {' or '.join(mends)}" if mends else "use other sizes, or fewer restrictions"
+
+
+def _smaller_reserve(job: Job, needed: float) -> str:
+    share = math.floor(100 * (1 - needed / job.device.usable_bytes)) / 100
+    return f"with --reserve {share:g} it fits, if that estimate holds" if 0 <= share < job.reserve else ""
 
 
 def _unrestricted(job: Job) -> str:

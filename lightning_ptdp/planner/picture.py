@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.search import Candidate, Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["bars", "draw", "draw_what_if"]
 
 _WIDTH = 60
+_BAR_INCHES = 0.25
 _GIB = 2**30
 
 
@@ -24,9 +30,9 @@ def bars(plan: Plan, *, count: int = 5) -> str:
         [
             _legend("time", _named([one.time.parts for one in shown])),
             *(f"  {i}  {_bar(one.time.parts, slowest):{_WIDTH}}  {one.time.total:.3g} s" for i, one in enumerate(shown, 1)),
-            _legend("memory", _named([one.memory.parts for one in shown])),
+            _legend("memory", _named([one.memory.parts for one in shown])) + (", | reserve" if plan.job.reserve else ""),
             *(
-                f"  {i}  {_bar(one.memory.parts, plan.job.device.usable_bytes):{_WIDTH}}  {one.memory.total / _GIB:.3g} GiB"
+                f"  {i}  {_memory_bar(one.memory.parts, plan.job)}  {one.memory.total / _GIB:.3g} GiB"
                 for i, one in enumerate(shown, 1)
             ),
         ]
@@ -57,14 +63,25 @@ def draw(plan: Plan, path: Path, *, count: int = 8) -> None:
             lengths = [row[part] for row in rows]
             axes.barh(names, lengths, left=left, label=part)
             left = [start + length for start, length in zip(left, lengths, strict=True)]
+        if unit == "GiB":
+            _mark_limits(axes, plan.job)
         axes.invert_yaxis()
         axes.set(title=title, xlabel=unit)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path)
 
 
+def _mark_limits(axes: Axes, job: Job) -> None:
+    """Lines where the reserve begins and where the usable memory ends."""
+    limit, usable = job.limit_bytes / _GIB, job.device.usable_bytes / _GIB
+    if job.reserve:
+        axes.axvline(limit, color="black", linestyle="--", label=f"limit {limit:.3g}")
+    axes.axvline(usable, color="black", label=f"usable {usable:.3g}")
+    axes.set_xlim(0, 1.02 * usable)
+
+
 def draw_what_if(found: Mapping[int, Sequence[tuple[int, Candidate]]], path: Path, *, tokens: Mapping[int, int]) -> None:
-    """Tokens a second over the number of devices, a line for each batch.
+    """Tokens a second for each number of devices, a bar for each batch.
 
     Args:
         found: For each batch, (devices, the best layout).
@@ -76,15 +93,29 @@ def draw_what_if(found: Mapping[int, Sequence[tuple[int, Candidate]]], path: Pat
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    worlds = sorted({world for points in found.values() for world, _ in points})
+    width = 1 / (len(found) + 1)
+    figure = Figure(figsize=(max(8.0, 2 + _BAR_INCHES * len(worlds) * (len(found) + 1)), 5), layout="constrained")
     axes = figure.subplots()
-    for batch, points in found.items():
+    for i, (batch, points) in enumerate(found.items()):
+        places = [worlds.index(world) + i * width for world, _ in points]
         rates = [tokens[batch] / one.time.total for _, one in points]
-        axes.plot([world for world, _ in points], rates, marker="o", label=f"batch {batch}")
-        for (world, one), rate in zip(points, rates, strict=True):
-            axes.annotate(one.choice.layout.describe(), (world, rate), textcoords="offset points", xytext=(4, -10), fontsize=7)
-    axes.set(xlabel="devices", ylabel="tokens/s", ylim=(0, None))
-    axes.legend()
+        axes.bar(places, rates, width, label=f"batch {batch}", alpha=0.6)
+        # Upright in its own bar, from its foot, so that none meets another.
+        for place, (_, one) in zip(places, points, strict=True):
+            axes.annotate(
+                one.choice.describe_layout(),
+                (place, 0),
+                textcoords="offset points",
+                xytext=(0, 4),
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=7,
+            )
+    axes.set_xticks([i + (len(found) - 1) * width / 2 for i in range(len(worlds))], [str(world) for world in worlds])
+    axes.set(xlabel="devices", ylabel="tokens/s")
+    figure.legend(loc="outside upper center", ncols=6)
     figure.savefig(path)
 
 
@@ -108,6 +139,13 @@ def _bar(parts: Mapping[str, float], whole: float) -> str:
         done += value
         text += _letter(name) * (round(_WIDTH * done / whole) - len(text))
     return text
+
+
+def _memory_bar(parts: Mapping[str, float], job: Job) -> str:
+    """A bar beside all usable memory, with a mark where the reserve begins."""
+    bar = _bar(parts, job.device.usable_bytes)
+    limit = round(_WIDTH * (1 - job.reserve))
+    return f"{bar:{limit}}|".ljust(_WIDTH) if job.reserve else f"{bar:{_WIDTH}}"
 
 
 def _scaled(parts: Mapping[str, float], factor: float) -> dict[str, float]:

@@ -12,7 +12,7 @@ from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
 
-__all__ = ["as_data", "explain_rejected", "fit_options", "strategy_arguments", "table"]
+__all__ = ["as_data", "explain_rejected", "fit_options", "room", "strategy_arguments", "table"]
 
 _GIB = 2**30
 
@@ -21,26 +21,41 @@ def table(plan: Plan) -> str:
     """The job in a line, the best layouts in a table and as bars, and the best one's memory, time and options; there must be one."""
     assert plan.best
     head = ("", "layout", "b", "m", "schedule", "recompute", "ZeRO", "step s", "TFLOP/s", "MFU", "bubble", "memory GiB")
-    rows = [head, *(_row(index, candidate) for index, candidate in enumerate(plan.best, 1))]
+    sharded = plan.job.software.shards != "none"
+    rows = [head, *(_row(index, candidate, sharded=sharded) for index, candidate in enumerate(plan.best, 1))]
     best = plan.best[0]
     lines = [
         _job(plan.job),
         "",
         columns(rows, words=(1, 4, 5, 6)),
         "",
-        f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}), GiB of {_gib(plan.job.device.usable_bytes)}:",
+        f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}) in GiB, of {room(plan.job)}:",
         "  " + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
         "time of a step of 1:",
         "  " + ", ".join(f"{name} {value / best.time.total:.1%}" for name, value in best.time.parts.items() if value),
         "",
         bars(plan),
         "",
+        *_to_paste(plan.job, best, sharded=sharded),
+    ]
+    return "\n".join(lines)
+
+
+def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
+    if sharded:
+        return [f"no options to paste: {job.software.name} shares out parameters over the replicas, and PTDPStrategy does not"]
+    return [
         "to use 1 in a script:",
         f"  {strategy_arguments(best)}",
         "with ptdp fit, in a file that has the model's and the data's as base:",
-        *(f"  {line}" for line in fit_options(plan.job, best).splitlines()),
+        *(f"  {line}" for line in fit_options(job, best).splitlines()),
     ]
-    return "\n".join(lines)
+
+
+def room(job: Job) -> str:
+    """Return the memory that a layout may take: ``60 GiB (75 less a reserve of 20%)``."""
+    limit = f"{_gib(job.limit_bytes)} GiB"
+    return f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})" if job.reserve else limit
 
 
 def strategy_arguments(candidate: Candidate) -> str:
@@ -89,12 +104,15 @@ def as_data(plan: Plan) -> dict[str, object]:
         "job": {
             "parameters": job.shape.parameters,
             "active_parameters": job.shape.active_parameters,
+            "trained": job.trained,
             "world_size": job.world_size,
             "global_batch_size": job.global_batch_size,
             "sequence_length": job.sequence_length,
             "device": job.device.name,
             "precision": job.precision.name,
+            "software": job.software.name,
             "usable_bytes": job.device.usable_bytes,
+            "reserve": job.reserve,
         },
         "examined": plan.examined,
         "best": [_candidate(candidate) for candidate in plan.best],
@@ -123,27 +141,31 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
 def _job(job: Job) -> str:
     whole, active = job.shape.parameters, job.shape.active_parameters
     size = f"{_count(whole)} parameters" + (f", {_count(active)} of them active" if active < whole else "")
+    if job.trained < 1:
+        size += f", {_count(job.trained * whole)} of them trained"
     return (
         f"{size}, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x {job.sequence_length} tokens, "
-        f"{job.precision.name}"
+        f"{job.precision.name}" + (f", {job.software.name}" if job.software.name != "ours" else "")
     )
 
 
 def _count(number: float) -> str:
-    return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+    if number >= 1e9:
+        return f"{number / 1e9:.1f} B"
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:.0f}"
 
 
-def _row(index: int, candidate: Candidate) -> tuple[str, ...]:
+def _row(index: int, candidate: Candidate, *, sharded: bool) -> tuple[str, ...]:
     choice, time = candidate.choice, candidate.time
     recompute = choice.recompute + (" 1/t" if choice.distribute_saved_activations else "")
     return (
         str(index),
-        choice.layout.describe(),
+        choice.describe_layout(),
         str(choice.micro_batch_size),
         str(choice.num_microbatches),
         choice.schedule if choice.layout.pipeline_parallel_size > 1 else "-",
         recompute,
-        "yes" if choice.shard_optimizer else "no",
+        "3" if sharded else "yes" if choice.shard_optimizer else "no",
         f"{time.total:.3g}",
         f"{time.tflops:.3g}",
         f"{time.mfu:.1%}",

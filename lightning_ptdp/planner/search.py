@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,11 +13,14 @@ from lightning_ptdp.planner.parameters import expert_parameters, stage_parameter
 from lightning_ptdp.planner.space import Misfit, Space, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 from lightning_ptdp.schedule.generators import FAMILIES
+from lightning_ptdp.world.layout import AXES
 
 __all__ = ["Candidate", "Plan", "search"]
 
 _SIMULATED = 800
 """Up to so many p v m a schedule is simulated in some 20 ms."""
+_DIGITS = 9
+"""Times that agree in so many are equal: sums of the same parts in another order."""
 _GIB = 2**30
 
 
@@ -78,18 +82,18 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
             continue
         pipes = list(pipelines(job, space, layout))
         choices = [one for one in pipes if isinstance(one, Choice)]
-        if choices and (need := _least_bytes(job, space, choices[0])) > job.device.usable_bytes:
+        if choices and (need := _least_bytes(job, space, choices[0])) > job.limit_bytes:
             what = "parameters, gradients and optimizer state alone take"
-            rejected.append(Misfit(what=layout.describe(), reason=f"{what} {_gib(need)} of {_gib(job.device.usable_bytes)}"))
+            rejected.append(Misfit(what=layout.describe(), reason=f"{what} {_gib(need)} of {_gib(job.limit_bytes)}"))
             continue
         tried = [_first_that_fits(job, space, one) for one in choices]
-        fitting = [(choice, memory) for choice, memory in tried if memory.total <= job.device.usable_bytes]
+        fitting = [(choice, memory) for choice, memory in tried if memory.total <= job.limit_bytes]
         found += [Candidate(choice=choice, memory=memory, time=step_time(job, choice)) for choice, memory in fitting]
         examined += len(tried)
         rejected += dict.fromkeys(one for one in pipes if isinstance(one, Misfit))
         if tried and not fitting:
             nearest, memory = min(tried, key=lambda one: one[1].total)
-            reason = f"needs {_gib(memory.total)} of {_gib(job.device.usable_bytes)} at least ({nearest.describe()})"
+            reason = f"needs {_gib(memory.total)} of {_gib(job.limit_bytes)} at least ({nearest.describe()})"
             rejected.append(Misfit(what=layout.describe(), reason=reason))
     best = heapq.nsmallest(count, found, key=_order)
     slower = tuple(_slower(best, found))
@@ -100,7 +104,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
 
 def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
     """Return the bytes of weights, gradients and optimizer state alone, with the recomputation and sharding that hold least."""
-    *_, smallest = _choices(space, choice)
+    *_, smallest = _choices(job, space, choice)
     counts = (sum(count(job.shape, choice.layout)) for count in (stage_parameters, expert_parameters))
     # The fullest rank has no less than the mean.
     return sum(static_bytes(job, smallest, *(count / choice.layout.pipeline_parallel_size for count in counts)))
@@ -109,17 +113,18 @@ def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
 def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, RankMemory]:
     """The first recomputation and sharding that fits in memory; if none does, that which needs least."""
     tried: list[tuple[Choice, RankMemory]] = []
-    for one in _choices(space, choice):
+    for one in _choices(job, space, choice):
         tried.append((one, fullest_rank(job, one)))
-        if tried[-1][1].total <= job.device.usable_bytes:
+        if tried[-1][1].total <= job.limit_bytes:
             return tried[-1]
     return min(tried, key=lambda pair: pair[1].total)
 
 
-def _choices(space: Space, choice: Choice) -> Iterator[Choice]:
+def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
     """Every recomputation and sharding, cheapest first."""
     layout = choice.layout
-    shardings = dict.fromkeys(shard and layout.size("replica_sum") > 1 for shard in space.shard_optimizer)
+    sharded = job.software.shards != "none"  # the optimizer's state, too
+    shardings = dict.fromkeys(shard and layout.size("replica_sum") > 1 and not sharded for shard in space.shard_optimizer)
     parts = layout.tensor_parallel_size > 1 and not layout.sequence_parallel
     for recompute in space.recompute:
         for distribute in (False, True) if recompute == "full" and parts else (False,):
@@ -151,10 +156,17 @@ def _simulated(job: Job, candidate: Candidate) -> Candidate:
     return replace(candidate, time=simulated_step_time(job, candidate.choice), simulated=True)
 
 
-def _order(candidate: Candidate) -> tuple[float, int, float]:
-    """Faster first; of equals the plainer schedule, then the one that holds less."""
-    schedules = list(FAMILIES)
-    return candidate.time.total, schedules.index(candidate.choice.schedule), candidate.memory.total
+def _order(candidate: Candidate) -> tuple[float, int, int, int, float]:
+    """Faster first; of equals the one that splits the model in fewer ways, into fewer parts, by the plainer schedule, that holds less."""
+    layout, schedules = candidate.choice.layout, list(FAMILIES)
+    degrees = [layout.size(axis.name) for axis in AXES if axis.name != "data"]
+    return (
+        float(f"{candidate.time.total:.{_DIGITS}g}"),
+        sum(degree > 1 for degree in degrees),
+        math.prod(degrees),
+        schedules.index(candidate.choice.schedule),
+        candidate.memory.total,
+    )
 
 
 def _gib(nbytes: float) -> str:

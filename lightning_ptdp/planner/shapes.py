@@ -102,7 +102,7 @@ class Attention:
 
 def is_fused(attention: Attention, *, software: Software, on_cpu: bool) -> bool:
     """Return True if no scores are in memory; torch's kernel for CPUs takes no dropout."""
-    return software.attention == "fused" and not (on_cpu and attention.dropout)
+    return software.attention != "unfused" and not (on_cpu and attention.dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +182,16 @@ class LayerShape:
     @property
     def flops(self) -> int:
         """Operations of a sample's forward."""
+        activations = sum(product.flops for product in self.products if not product.weighted)
+        return self.weighted_flops + activations + sum(attention.flops for attention in self.attentions)
+
+    @property
+    def weighted_flops(self) -> int:
+        """Those of products with a parameter."""
         experts = 0
         if self.experts is not None:
             experts = self.products[0].rows * (2 * self.experts.number * self.experts.hidden + self.experts.flops)
-        return sum(product.flops for product in self.products) + sum(attention.flops for attention in self.attentions) + experts
+        return sum(product.flops for product in self.products if product.weighted) + experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +307,14 @@ class ModelShape:
         experts = sum(count * (one.chosen if active else one.number) * one.parameters for count, one in mixtures)
         return sum(count * layer.parameters.on(1) for count, layer in self.runs) + experts + sum(ends) + tables
 
-    def flops(self, *, recompute: bool = False) -> int:
-        """Operations of training on a sample, forward and backward; ``recompute`` counts the layers' second forward, too."""
+    def flops(self, *, recompute: bool = False, trained: float = 1.0) -> int:
+        """Operations of training on a sample, forward and backward.
+
+        Args:
+            recompute: Count the layers' second forward, too.
+            trained: Share of the parameters that have gradients.
+        """
         layers = sum(count * layer.flops for count, layer in self.runs)
-        return (4 if recompute else 3) * layers + 3 * (self.input.flops + self.head.flops)
+        ends = self.input.flops + self.head.flops
+        weighted = sum(count * layer.weighted_flops for count, layer in self.runs) + ends
+        return (4 if recompute else 3) * layers + 3 * ends - round((1 - trained) * weighted)

@@ -23,8 +23,8 @@ class Software:
 
     Attributes:
         name: For tables.
-        attention: "unfused" writes the s x s scores to memory and keeps them, "fused" does not.
-        attention_speed: How much faster the fused kernel is than that of ``Device.attention_share``.
+        attention: "unfused" writes the s x s scores to memory and keeps them, "fused" does not; "tuned" is fused, too, by a kernel that
+            is written for the device's own instructions.
         skips_masked: The attention kernel does not compute what the causal mask hides.
         elementwise: How operations between products go through memory: "eager", one after the other; "fused", bias, dropout and sum in one
             pass, bias and GELU in one; "compiled", whatever lies between two products in one pass.
@@ -39,6 +39,14 @@ class Software:
         folds_experts: Experts are shared out among all ranks of a stage, the tensor-parallel ones first (arXiv 2504.14960); else among
             those of data and context parallelism, and each tensor-parallel rank has them.
         groups_products: Products of a layer's experts are one call on a GPU; else one after the other.
+        shards: What replicas share out besides the optimizer's state: "none"; the parameters of "blocks", which are gathered twice a
+            microbatch, over all cards of a node (FSDP2); or those of single "modules", which are gathered once more if they are
+            recomputed, by rings that cross from node to node over one card (ZeRO-3, arXiv 1910.02054, of 2021).
+        float8: Products of the layers multiply in float8, with one scale for each operand and call.
+        slower: Factor by which computations take longer than alone, since collectives beside them hold multiprocessors and memory.
+        single_loss: The loss takes a copy of the logits in fp32.
+        again: What selective recomputation computes again besides all that lies between products: a share of the products; None: the
+            attention alone.
         balances_stages: Stages are cut by cost, embedding and head included; else by equal numbers of layers.
         operations: Operations that the host launches for a layer's forward; a backward launches twice as many.
         collective_operations: Besides, for each collective.
@@ -52,8 +60,7 @@ class Software:
     """
 
     name: str
-    attention: Literal["unfused", "fused"]
-    attention_speed: float = 1.0
+    attention: Literal["unfused", "fused", "tuned"]
     skips_masked: bool
     elementwise: Literal["eager", "fused", "compiled"]
     norm_reads: int
@@ -64,6 +71,11 @@ class Software:
     batch_first: bool = False
     folds_experts: bool = False
     groups_products: bool = True
+    shards: Literal["none", "blocks", "modules"] = "none"
+    float8: bool = False
+    slower: float = 1.0
+    single_loss: bool = False
+    again: float | None = None
     balances_stages: bool
     operations: int
     collective_operations: int = 4
@@ -120,12 +132,10 @@ _MEGATRON_2022 = replace(
 _MEGATRON_2024 = replace(
     _MEGATRON_2022,
     name="megatron-2024",
-    # Megatron-Core 0.9 to 0.12 with Transformer Engine, as in arXiv 2504.14960: cuDNN's attention, which arXiv 2407.08608 measures beside
-    # its own, 1.5 to 2 times as fast as FlashAttention-2; SwiGLU and rotation fused; --overlap-grad-reduce, --overlap-param-gather and
-    # --overlap-p2p-communication; --expert-tensor-parallel-size 1; experts' products are kernels of their own, in several streams
-    # (megatron/core/transformer/moe/README.md, --moe-grouped-gemm).
-    attention="fused",
-    attention_speed=1.75,
+    # Megatron-Core 0.9 to 0.12 with Transformer Engine, as in arXiv 2504.14960: cuDNN's attention; SwiGLU and rotation fused;
+    # --overlap-grad-reduce, --overlap-param-gather and --overlap-p2p-communication; --expert-tensor-parallel-size 1; experts' products
+    # are kernels of their own, in several streams (megatron/core/transformer/moe/README.md, --moe-grouped-gemm).
+    attention="tuned",
     skips_masked=True,
     hides_gradients=True,
     hides_messages=True,
@@ -151,8 +161,44 @@ _EAGER = Software(
 )
 _COMPILED = replace(_EAGER, name="ours-compiled", elementwise="compiled", norm_reads=1, operations=12)
 
+_FSDP2 = replace(
+    _EAGER,
+    name="fsdp2",
+    # torchtitan of December 2024 (torch's FSDP2, its own Llama): scaled_dot_product_attention, tensor parallelism waited for; of the
+    # products of a layer every second is computed again ("op" of selective activation checkpointing), and attention is not.
+    hides_tensor=False,
+    shards="blocks",
+    slower=1.2,  # fitted on one row: Llama 3.1 8B on 32 H200s, float8 (tests/planner/test_published_sharded.py)
+    single_loss=True,
+    again=0.5,
+    balances_stages=False,
+)
+_FSDP2_COMPILED = replace(_FSDP2, name="fsdp2-compiled", elementwise="compiled", norm_reads=1, operations=12)
+_FSDP2_FLOAT8 = replace(_FSDP2_COMPILED, name="fsdp2-fp8", float8=True)
+_ZERO3 = replace(
+    _MEGATRON_2021,
+    name="deepspeed-zero3",
+    # DeepSpeed of 2021 with Megatron's layers, as arXiv 2104.04473, section 5.2, ran it.
+    shards="modules",
+    slower=1.47,  # fitted on one row: 175 B on 384 A100s (tests/planner/test_published_sharded.py)
+    hides_gradients=True,
+)
+
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
-    {one.name: one for one in (_EAGER, _COMPILED, _MEGATRON_2021, _MEGATRON_2022, _MEGATRON_2024)}
+    {
+        one.name: one
+        for one in (
+            _EAGER,
+            _COMPILED,
+            _MEGATRON_2021,
+            _MEGATRON_2022,
+            _MEGATRON_2024,
+            _FSDP2,
+            _FSDP2_COMPILED,
+            _FSDP2_FLOAT8,
+            _ZERO3,
+        )
+    }
 )
 """The presets."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_ptdp.context_parallel import AttentionKind
 from lightning_ptdp.option_types import Size, check_types
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage
@@ -29,6 +30,7 @@ class Space:
         pipeline_parallel_sizes: Default: all that fit.
         virtual_pipeline_sizes: Default: 1, and up to 8 that give every stage the same number of layers.
         context_parallel_sizes: Default: 1, and from 8192 tokens on also 2, 4 and 8.
+        context_parallel_attentions: Exchanges of context parallelism.
         expert_parallel_sizes: Default: 1, and for a mixture all that divide its experts and d c.
         expert_tensor_parallel_sizes: Default: 1 and, for a mixture, t.
         data_parallel_sizes: Default: what remains of the world.
@@ -47,6 +49,7 @@ class Space:
     pipeline_parallel_sizes: Sequence[Size] | None = None
     virtual_pipeline_sizes: Sequence[Size] | None = None
     context_parallel_sizes: Sequence[Size] | None = None
+    context_parallel_attentions: Sequence[AttentionKind] = ("ring", "all_to_all")
     expert_parallel_sizes: Sequence[Size] | None = None
     expert_tensor_parallel_sizes: Sequence[Size] | None = None
     data_parallel_sizes: Sequence[Size] | None = None
@@ -112,7 +115,14 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
                     what=f"p{p} {schedule} m{m}", reason=f"too few microbatches for it to be better than 1F1B: it wants {least}"
                 )
                 continue
-            yield Choice(layout=whole, schedule=schedule, micro_batch_size=b, num_microbatches=m)
+            for exchange in _exchanges(job, space, whole):
+                yield Choice(
+                    layout=whole,
+                    schedule=schedule,
+                    context_parallel_attention=exchange,
+                    micro_batch_size=b,
+                    num_microbatches=m,
+                )
 
 
 def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
@@ -132,6 +142,16 @@ def _context_sizes(job: Job, space: Space) -> Sequence[int]:
     if space.context_parallel_sizes is not None:
         return space.context_parallel_sizes
     return (1,) if job.sequence_length < _CONTEXT_FROM else (1, 2, 4, 8)
+
+
+def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[AttentionKind]:
+    """All-to-all attention needs heads for all of its ranks."""
+    t, c = layout.tensor_parallel_size, layout.context_parallel_size
+    if c == 1:
+        yield "ring"
+        return
+    shared = all(one.heads % (t * c) == 0 for _, layer in job.shape.runs for one in layer.attentions)
+    yield from (one for one in space.context_parallel_attentions if one == "ring" or shared)
 
 
 def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[ParallelLayout | Misfit]:

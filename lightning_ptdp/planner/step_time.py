@@ -175,7 +175,7 @@ def _stages(job: Job, choice: Choice) -> list[PassTime]:
     each = {runs: sum((layers[layer].times(count) for count, layer in runs), message) for runs in set(found)}
     stages = [each[runs] for runs in found]
     stages[0] += input_time(job, choice)
-    stages[-1] += head_time(job, choice)
+    stages[-1] += head_time(job, choice).times(job.software.slower)
     return stages
 
 
@@ -196,7 +196,10 @@ def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, m
     fullest = max(tuple(sum(count[stage] for stage in layout.stages_of(rank)) for count in every) for rank in ranks)
     waiting, experts, dispatch = m * slowest.communication, m * slowest.experts, m * slowest.dispatch
     held = 0.0 if _hides_messages(job) else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
-    model, hardware = (job.global_batch_size * job.shape.flops(recompute=again) for again in (False, choice.recompute == "full"))
+    model, hardware = (
+        job.global_batch_size * job.shape.flops(recompute=again, trained=job.trained)
+        for again in (False, choice.recompute == "full")
+    )
     gradients = _gradients(
         job, choice, *fullest, hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0
     )
@@ -239,16 +242,19 @@ def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidde
     ranks that hold them alike, and over the tensor-parallel ranks, if each of them has had a part of the tokens.
     """
     groups = (group_link(choice.layout, job.cluster, "replica_sum"), expert_link(job, choice, "expert_replicas"))
-    summed = list(zip(groups, (parameters - experts, experts), strict=True))
+    summed = [(group, job.trained * count) for group, count in zip(groups, (parameters - experts, experts), strict=True)]
     weight, gradient = job.precision.weight, job.gradient
     tied = 0.0
     layout = choice.layout
     if job.shape.tied and layout.last_stage_rank != layout.rank_of_stage(0):
         rows, columns = job.shape.head.table
         # Two ranks exchange all of it, both ways at once.
-        tied = pipeline_link(layout, job.cluster).send(rows / layout.tensor_parallel_size * columns * gradient)
+        tied = pipeline_link(layout, job.cluster).send(job.trained * rows / layout.tensor_parallel_size * columns * gradient)
     if experts and layout.expert_tensor_parallel_size == 1 and not job.software.folds_experts:
-        tied += group_link(layout, job.cluster, "tensor").all_reduce(experts * gradient)
+        tied += group_link(layout, job.cluster, "tensor").all_reduce(job.trained * experts * gradient)
+    if job.software.shards != "none":  # the layers' are part of their passes; the tables' have nothing to hide behind
+        table = job.shape.input.table_elements(layout.tensor_parallel_size)
+        return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
     if choice.shard_optimizer:
         scattered = sum(group.all_gather(count * gradient) for group, count in summed)
         gathered = sum(group.all_gather(count * weight) for group, count in summed)
@@ -270,9 +276,9 @@ def _optimizer(job: Job, choice: Choice, parameters: int, experts: int) -> float
     """Return the time of the bytes that the software's optimizer reads and writes; by default every byte of weights and state both
     ways, and gradients twice, because their norm is computed, too.
     """
-    weights, gradients, state = static_bytes(job, choice, parameters, experts)
-    share = state / (parameters * job.precision.state)
+    *_, state = static_bytes(job, choice, parameters, experts)
+    stepped = state / job.precision.state
     stream = job.device.stream if job.device.measured is None else job.device.measured.optimizer
     if job.software.optimizer is not None:
-        return share * parameters * job.software.optimizer / stream
-    return (share * 2 * (weights + gradients) + 2 * state) / stream
+        return stepped * job.software.optimizer / stream
+    return 2 * (stepped * (job.precision.weight + job.gradient + job.software.gradient_copy) + state) / stream

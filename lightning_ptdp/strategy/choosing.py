@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import (
+    RESERVE,
     Candidate,
     Device,
     Job,
@@ -23,7 +24,7 @@ from lightning_ptdp.planner import (
     whose_figures,
 )
 from lightning_ptdp.strategy.forked import in_child
-from lightning_ptdp.strategy.planning import described
+from lightning_ptdp.strategy.planning import described, trained_share
 from lightning_ptdp.world.layout import divisors
 
 __all__ = ["Forecast", "LayoutChoice", "Training", "choose", "fastest_layouts", "refuse_given", "replica_rows"]
@@ -128,8 +129,9 @@ def choose(training: Training, *, fits: Callable[[PTDPConfig], None]) -> tuple[P
     found, device = fastest_layouts(training), training.device
     if not found:
         raise ValueError(
-            f"layout='auto' finds no layout that fits on {training.world_size} x {device.name} with {device.usable_bytes / _GIB:.3g} GiB "
-            "each: ptdp plan says what each needs; use more devices, or smaller batches"
+            f"layout='auto' finds no layout that fits on {training.world_size} x {device.name} with "
+            f"{(1 - RESERVE) * device.usable_bytes / _GIB:.3g} GiB each (a reserve of {RESERVE:.0%} is left free): ptdp plan says what "
+            "each needs; use more devices, or smaller batches"
         )
     refusals = []
     for i, (seconds, candidate) in enumerate(found):
@@ -176,6 +178,7 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
             precision=find_precision(training.precision),
             software=find_software(software),
             sequence_length=min(training.length or model.sequence_length, model.sequence_length),
+            trained=trained_share(training.module),
         )
         space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
         for candidate in search(job, space, count=_TRIED).best:

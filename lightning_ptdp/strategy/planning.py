@@ -26,7 +26,7 @@ from lightning_ptdp.planner.examples import Example, call_with, longest_sample
 from lightning_ptdp.planner.trace import trace_shape
 from lightning_ptdp.strategy.checks.model import CUT_MARK, plan_of, whole_model
 
-__all__ = ["described", "plan"]
+__all__ = ["described", "plan", "trained_share"]
 
 
 def plan(
@@ -68,6 +68,9 @@ def plan(
         ValueError: The module cannot be followed (says where it stopped), or a name is unknown.
     """
     on = find_device(device) if isinstance(device, str) else device
+    length = longest_sample(nn.Module(), example)  # of the example alone
+    if None not in (length, sequence_length) and length != sequence_length:
+        raise ValueError(f"sequence_length={sequence_length}, but the example has {length} tokens: leave one of them out")
     whole = whole_model(cast(Any, module), config or PTDPConfig()) if hasattr(module, "configure_model") else module
     model = described(
         whole, config or PTDPConfig(), length=sequence_length, precision=precision, software=software, device=on, example=example
@@ -79,9 +82,17 @@ def plan(
         device=on,
         precision=find_precision(precision),
         software=find_software(software),
-        sequence_length=min(sequence_length or model.sequence_length, model.sequence_length),
+        sequence_length=sequence_length or model.sequence_length,
+        trained=trained_share(whole),
     )
     return search(job, space, count=count)
+
+
+def trained_share(module: nn.Module) -> float:
+    """Return the share of a module's parameters that are trained: without the frozen ones beside adapters."""
+    parameters = list(module.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return trained / max(1, sum(p.numel() for p in parameters))
 
 
 def described(

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import itertools
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+import torch
+import transformers
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
+from matplotlib.figure import Figure
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.models import GPTConfig, folder
+from lightning_ptdp.models.adapters import LoraOptions
+from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
+from lightning_ptdp.planner import Candidate, Job, find_device, search
+from lightning_ptdp.planner.picture import draw, draw_what_if
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -69,6 +83,42 @@ def test_pictures(ptdp: Run, tmp_path: Path) -> None:
     assert rows == [["8", "64"], ["16", "64"], ["8", "128"], ["16", "128"]]
 
 
+def test_labels_of_a_picture_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four batches of about the same throughput on each of four worlds; and both limits of the memory."""
+    drawn: list[Figure] = []
+    saved = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (drawn.append(figure), saved(figure, path)))
+    job = Job(model=GPTConfig.gpt2(), world_size=8, global_batch_size=64, device=find_device("h100"))
+    found: dict[int, list[tuple[int, Candidate]]] = {}
+    for batch in (64, 128, 256, 512):
+        for world in (1, 2, 3, 4):
+            one = dataclasses.replace(job, world_size=2**world, global_batch_size=batch)
+            found.setdefault(batch, []).append((2**world, search(one, count=1).best[0]))
+    draw_what_if(found, tmp_path / "a.png", tokens={batch: 1024 * batch for batch in found})
+    draw(search(job, count=3), tmp_path / "b.png")
+    what_if, plan = drawn
+    what_if.draw_without_rendering()
+    labels = [text.get_window_extent() for axes in what_if.axes for text in axes.texts]
+    assert len(labels) == 16
+    assert not [pair for pair in itertools.combinations(labels, 2) if pair[0].overlaps(pair[1])]
+    _, memory = plan.axes
+    limits = [line.get_xdata()[0] for line in memory.lines]
+    assert limits == pytest.approx([job.limit_bytes / 2**30, job.device.usable_bytes / 2**30])
+    assert memory.get_xlim()[1] > limits[1]
+
+
+def test_what_shares_out_parameters_is_not_pasted(ptdp: Run) -> None:
+    """A layout that fits because of it would not fit in ours."""
+    arguments = [*SIZES, "--world", "8", "--batch", "64", "--top", "1"]
+    code, out, _ = ptdp("plan", *arguments, "--software", "fsdp2-fp8", "--recompute", "selective")
+    assert code == 0
+    assert out.splitlines()[0].endswith("bf16-true, fsdp2-fp8")
+    assert "PTDPStrategy(" not in out and "fsdp2-fp8 shares out parameters over the replicas, and PTDPStrategy does not" in out
+    first = out.splitlines()[3].split()
+    assert "selective" in first and first[first.index("selective") + 1] == "3"
+    assert "less a reserve of 20%" in out and "| reserve" in out
+
+
 def test_json(ptdp: Run) -> None:
     code, out, _ = ptdp("plan", *SIZES, "--llama", "--kv-heads", "4", "--world", "16", "--batch", "64", "--json", "--top", "2")
     assert code == 0
@@ -117,9 +167,15 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
         ([*SIZES, "--world", "8", "--batch", "8", "--device", "h300"], "device='h300' is unknown: did you mean 'h200'"),
         ([*SIZES, "--world", "8", "--batch", "8", "--precision", "bf16-tru"], "did you mean 'bf16-true'"),
         ([*SIZES, "--world", "8", "--batch", "8", "--schedule", "1f1"], "schedules holds '1f1'"),
-        ([*SIZES, "--world", "0", "--batch", "8"], "world_size=0 must be a positive integer"),
+        ([*SIZES, "--world", "0", "--batch", "8"], "argument --world: '0' is no positive integer"),
         ([*SIZES, "--world", "8", "--batch", "8", "--heads", "7"], "hidden_size=2048 is not divisible by num_heads=7"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "1"], "no layout fits on 8 x h100-80gb with 1 GiB each: "),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--memory", "1"],
+            "8 x h100-80gb with 0.8 GiB (1 less a reserve of 20%) each: ",
+        ),
+        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "1", "--reserve", "0"], "on 8 x h100-80gb with 1 GiB each: "),
+        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "3.2"], "with --reserve 0.07 it fits, if that estimate holds"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--reserve", "1"], "reserve=1.0 is a share of the memory"),
         ([*SIZES, "--world", "8", "--batch", "8", "--memory", "1"], " of these devices would do"),
         ([*SIZES, "--world", "8", "--batch", "8", "--memory", "8", "--tp", "1", "--pp", "1"], "without the restrictions "),
         (
@@ -129,7 +185,20 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
         ([*SIZES, "--world", "8", "--batch", "9", "--tp", "1", "--pp", "1"], "use --batch 16 or --world 3"),
         ([*SIZES, "--world", "8", "--batch", "8", "--what-if", "cpus=3"], "write numbers of batch or gpus"),
         ([*SIZES, "--world", "8", "--batch", "8", "--picture", "/nowhere/x.png"], "--picture /nowhere/x.png cannot be written"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--tp", "x"], "--tp"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--tp", "x"], "argument --tp: 'x' is no positive integer"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--tp", ""], "argument --tp: '' is no positive integer"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--top", "0"], "argument --top: '0' is no positive integer"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--what-if", "gpus=0"], "write numbers of batch or gpus"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--what-if", ""], "write numbers of batch or gpus"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "-3"], "--memory -3 is no amount of memory"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--json", "--picture", "a.png"], "leave out --picture and --what-if"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--explain", "--what-if", "gpus=8"], "leave out --what-if"),
+        (["--recipe", "gpt/nano", "--llama", "--world", "8"], "gpt/nano says what it is: leave out one of them"),
+        ([*SIZES, "--world", "8", "--batch", "8", "--cp-attention", "rings"], "context_parallel_attentions="),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--software", "fsdp2-fp8", "--device", "a100"],
+            "no rate of a100-80gb is known",
+        ),
         ([*SIZES, "--batch", "8"], "--world"),
     ],
 )
@@ -221,7 +290,7 @@ def test_a_model_of_hugging_faces(ptdp: Run, tmp_path: Path, config: dict[str, o
         ({"num_local_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2}, "decoder_sparse_step=2: experts in some"),
         ({"layer_types": ["linear_attention"]}, "its layers are not all attention (linear_attention)"),
         ({"vocab_size": None}, "has no vocab_size"),
-        (None, "has no config.json of a Hugging Face model (FileNotFoundError): give the sizes"),
+        (None, "has no config.json: name the folder that save_pretrained wrote, or give the sizes as options"),
     ],
 )
 def test_models_that_are_not_planned(ptdp: Run, tmp_path: Path, changes: dict[str, object] | None, words: str) -> None:
@@ -229,6 +298,79 @@ def test_models_that_are_not_planned(ptdp: Run, tmp_path: Path, changes: dict[st
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     code, _, err = ptdp("plan", "--model", str(tmp_path), "--world", "8", "--batch", "16")
     assert code == 2 and words in err
+
+
+@pytest.mark.parametrize("recipe", ["nano", "sft", "lora", "continue"])
+def test_recipes_of_hugging_faces(ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """By the model that they train without ``model.path``; it is not made for it."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = ptdp("plan", "--recipe", f"hf/{recipe}", "--world", "4", "--top", "1", "--json")
+    assert (code, err) == (0, "")
+    job = json.loads(out)["job"]
+    assert job["sequence_length"] == (256 if recipe == "continue" else 128)
+    assert list(tmp_path.iterdir()) == []
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_SIZES))
+    assert job["parameters"] == model.num_parameters()
+    if recipe == "lora":
+        trained = model.num_parameters() * job["trained"]
+        LoraOptions(r=8).inject(model)
+        assert trained == pytest.approx(model.num_parameters(only_trainable=True), rel=0.3)
+    else:
+        assert job["trained"] == 1
+
+
+def test_a_tiny_model_is_planned_as_it_is_made(ptdp: Run, tmp_path: Path) -> None:
+    given = ["--world", "2", "--batch", "8", "--sequence", "64", "--json"]
+    sizes = ptdp("plan", "--model", f"tiny:{tmp_path / 'tiny'}", *given)[1]
+    make_tiny(tmp_path / "tiny")
+    assert ptdp("plan", "--model", f"tiny:{tmp_path / 'tiny'}", *given)[1] == sizes
+    assert ptdp("plan", "--model", str(tmp_path / "tiny"), *given)[1] == sizes
+
+
+def test_adapters_take_less(ptdp: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    file = tmp_path / "mine.yaml"
+    found = []
+    for adapter in (None, {"r": 16}):
+        model = {"class_path": "LitCausalLM", "init_args": {"path": str(tmp_path), "adapter": adapter}}
+        file.write_text(yaml.safe_dump({"model": model}))
+        layout = ["--tp", "2", "--pp", "4", "--schedule", "1f1b", "--recompute", "full", "--shard-optimizer", "no"]
+        arguments = ["--world", "8", "--batch", "32", "--micro-batch", "1", *layout]
+        found.append(json.loads(ptdp("plan", "--config", str(file), *arguments, "--json")[1])["best"][0])
+    whole, adapted = found
+    # 14 bytes of 16 a parameter are gradients and optimizer state.
+    assert adapted["memory"]["optimizer"] + adapted["memory"]["gradients"] < 0.02 * whole["memory"]["optimizer"]
+    assert adapted["memory"]["weights"] > 0.75 * whole["memory"]["weights"]  # of another rank, which is now the fullest
+    assert 0.7 * whole["time"]["total"] < adapted["time"]["total"] < 0.9 * whole["time"]["total"]
+    assert adapted["mfu"] == pytest.approx(whole["mfu"], rel=0.15)
+
+
+def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is never answered is not waited for, and the sentence says what to do."""
+    started, ended = threading.Event(), threading.Event()
+
+    def hangs(name: str, file: str, *, local_files_only: bool = False, etag_timeout: float = 10) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not there")
+        started.set()
+        ended.wait()
+        raise OSError("ended")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hangs)
+    monkeypatch.setattr(folder, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for arguments in (["--model", "org/model"], ["--recipe", "hf/llama-3-8b"]):
+        began = time.perf_counter()
+        code, _, err = ptdp("plan", *arguments, "--world", "8", "--batch", "8")
+        assert time.perf_counter() - began < 20
+        assert code == 2 and started.is_set() and len(err.splitlines()) == 1
+        assert (
+            "is no folder, and the config.json of such a model is neither in the hub's cache nor to be had there (TimeoutError)"
+            in err
+        )
+        assert "run hf download " in err and "--layers 24" in err
+    ended.set()
 
 
 def test_experts(ptdp: Run, tmp_path: Path) -> None:

@@ -205,13 +205,31 @@ def test_plan_of_a_module() -> None:
     assert isinstance(lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4).job.model, GPTConfig)
 
 
+def test_frozen_parameters_are_not_trained() -> None:
+    module = Own()
+    for parameter in module.layers.parameters():
+        parameter.requires_grad_(False)
+    example = torch.zeros(1, 24, dtype=torch.long)
+    whole, frozen = (lightning_ptdp.plan(one, world_size=1, batch=4, example=example) for one in (Own(), module))
+    share = frozen.job.trained
+    assert share == sum(p.numel() for p in module.parameters() if p.requires_grad) / sum(p.numel() for p in module.parameters())
+    assert 0 < share < whole.job.trained == 1
+    found = {plan.job.trained: plan.best[-1] for plan in (whole, frozen)}
+    assert found[share].memory.optimizer == pytest.approx(share * found[1].memory.optimizer)
+    assert found[share].time.model_flops < found[1].time.model_flops
+
+
 def test_what_cannot_be_followed() -> None:
     with pytest.raises(
         ValueError, match=r"forward of Stubborn could not be followed without data: it stopped in ''.*--layers 24"
     ):
         lightning_ptdp.plan(Stubborn(), world_size=4, batch=16, sequence_length=24)
-    with pytest.raises(ValueError, match=r"Own does not say how long its sequences are: give plan a sequence_length="):
+    with pytest.raises(ValueError, match=r"Own does not say how long its sequences are: give sequence_length="):
         lightning_ptdp.plan(Own(), world_size=4, batch=16)
+    with pytest.raises(ValueError, match="sequence_length=48, but the example has 24 tokens"):
+        lightning_ptdp.plan(Own(), world_size=4, batch=16, example=torch.zeros(1, 24, dtype=torch.long), sequence_length=48)
+    with pytest.raises(ValueError, match="sequence_length=4096 is longer than the model's"):
+        lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4, sequence_length=4096)
     with pytest.raises(ValueError, match=r"what Sequential is called with: give plan an example="):
         lightning_ptdp.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), world_size=4, batch=16)
     module = Own()

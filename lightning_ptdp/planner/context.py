@@ -1,0 +1,99 @@
+"""Cost of context parallelism beside the attention itself: what travels, what hides it, and what is put together.
+
+Ring attention (context_parallel/ring.py) works in c steps. Keys and values travel in all of them but the last, their gradients, in fp32,
+from the third step on, and once more behind the last. A hop hides behind its step's share of the attention alone, 1/c of it. Each step
+after the first adds its result to those before, in fp32. All-to-all attention (context_parallel/all_to_all.py) hides nothing: it packs,
+sends and unpacks queries, keys and values in front of the attention, and its result behind it; the backward does the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lightning_ptdp.planner.communication import GroupLink, group_link
+from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.shapes import Attention
+
+__all__ = ["exchange_operations", "exchange_time", "held_heads"]
+
+_SINGLE = 4
+_RING_STEP, _TRADE = 20, 15
+"""Operations of a step, and of the exchange of a tensor, counted by reading: slices, sum of the log-sum-exps, factors, products and sums;
+parts, their stack, the exchange and their order."""
+_HALVES = 0.75
+"""Under a causal mask a step sees all queries and half of the keys, or half of the queries and all keys."""
+
+
+def held_heads(choice: Choice, attention: Attention) -> tuple[int, int]:
+    """Heads of queries, and of keys, that a rank keeps for each position of its part of the sequence.
+
+    All-to-all attention copies heads of keys that are fewer than its ranks.
+    """
+    heads, kv_heads = attention.local_heads(choice.layout.tensor_parallel_size)
+    if choice.context_parallel_attention == "all_to_all":
+        kv_heads = math.lcm(kv_heads, choice.layout.context_parallel_size)
+    return heads, kv_heads
+
+
+def exchange_operations(choice: Choice) -> int:
+    """Return the number of operations that the host launches besides for an attention's forward."""
+    c = choice.layout.context_parallel_size
+    if c == 1:
+        return 0
+    return 4 * _TRADE if choice.context_parallel_attention == "all_to_all" else (c - 1) * _RING_STEP
+
+
+def exchange_time(job: Job, choice: Choice, attention: Attention, forward: float, backward: float) -> tuple[float, float]:
+    """Seconds that context parallelism adds to a forward and to a backward of an attention.
+
+    Args:
+        job: Links, precision and software.
+        choice: Layout, and which of the two exchanges.
+        attention: Of one layer.
+        forward: Seconds of its forward on this rank.
+        backward: Likewise.
+    """
+    group = group_link(choice.layout, job.cluster, "context")
+    if group.size == 1:
+        return 0.0, 0.0
+    heads, kv_heads = held_heads(choice, attention)
+    tokens = choice.micro_batch_size / group.size
+    queries = tokens * attention.queries * heads * attention.head_dim
+    results = tokens * attention.queries * heads * attention.value_dim
+    pairs = tokens * attention.keys * kv_heads * (attention.head_dim + attention.value_dim)
+    if choice.context_parallel_attention == "all_to_all":
+        traded = _trade(job, group, queries + pairs) + _trade(job, group, results)
+        return traded, traded
+    return _ring(job, group, attention, queries, results, pairs, forward, backward)
+
+
+def _trade(job: Job, group: GroupLink, values: float) -> float:
+    """Seconds to pack values, to trade them, and to put what arrives in order."""
+    nbytes = values * job.precision.compute
+    return group.all_to_all(nbytes) + 4 * nbytes / job.device.stream
+
+
+def _ring(
+    job: Job,
+    group: GroupLink,
+    attention: Attention,
+    queries: float,
+    results: float,
+    pairs: float,
+    forward: float,
+    backward: float,
+) -> tuple[float, float]:
+    c, width = group.size, job.precision.compute
+    hop = group.start_s + group.send(pairs * width)
+    home = group.start_s + group.send(pairs * _SINGLE)
+    hides = job.overlaps
+    there = (c - 1) * max(0.0, hop - hides * forward / c)
+    travelling = [hop * (step < c - 1) + home * (step >= 2) for step in range(c)]
+    back = home + sum(max(0.0, seconds - hides * backward / c) for seconds in travelling)
+
+    seen = _HALVES if attention.causal else 1.0
+    # The sum so far is scaled, the new part is scaled into a tensor of its own, and both are added.
+    merged = (c - 1) * seen * (6 * _SINGLE + width) + 2 * (_SINGLE + width)
+    # Each part is added to the gradients so far; these begin as zeros, and end in the precision of the computation.
+    added = (c - 1) * seen * (2 * _SINGLE + width) + 2 * (_SINGLE + width)
+    return there + results * merged / job.device.stream, back + (queries + pairs) * added / job.device.stream

@@ -1,0 +1,97 @@
+"""Context parallelism: what it costs beside the attention, and that it wins no tie."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models import GPTConfig
+from lightning_ptdp.planner import Choice, Job, Space, find_device, layer_activations, search, step_time
+from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.context import exchange_time
+from lightning_ptdp.world.layout import ParallelLayout
+from tests.planner.jobs import small_job
+
+MODEL = GPTConfig.llama(
+    sequence_length=32768, num_layers=4, hidden_size=4096, num_heads=32, num_kv_heads=8, vocabulary_size=32000
+)
+EXCHANGES = ("ring", "all_to_all")
+PAIRS = 32768 * 8 * 128 * 2
+"""Keys and values on a rank, by ``cut``."""
+
+
+def cut(c: int, exchange: str = "ring", *, b: int = 8, world_size: int = 8) -> Choice:
+    """The same samples on each rank, whatever c is."""
+    layout = ParallelLayout(world_size=world_size, context_parallel_size=c)
+    return Choice(layout=layout, micro_batch_size=b * c // 8, num_microbatches=1, context_parallel_attention=exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_it_is_never_free(exchange: str) -> None:
+    """As many operations on each rank with each c: the more ranks share a sequence, the longer it takes."""
+    job = small_job(MODEL, world_size=8)
+    times = [step_time(job, cut(c, exchange)).total for c in (1, 2, 4, 8)]
+    assert times == sorted(times) and times[1] > times[0]
+
+
+def test_messages_of_the_ring_by_hand() -> None:
+    """Where a link is so slow that an attention hides next to nothing: keys and values travel c - 1 times in each direction, their
+    gradients in fp32 as often."""
+    job = small_job(MODEL, world_size=8)
+    slow = dataclasses.replace(job.cluster.node, bandwidth=1e6, latency_s=0.0)
+    cluster = dataclasses.replace(job.cluster, node=slow, start_s=0.0)
+    job = dataclasses.replace(job, device=dataclasses.replace(job.device, cluster=cluster))
+    attention = job.shape.layers[0].attentions[0]
+    for c in (2, 4, 8):
+        there, back = exchange_time(job, cut(c), attention, 1e-3, 2.5e-3)
+        assert there == pytest.approx((c - 1) * PAIRS * 2 / 1e6, rel=1e-3)
+        assert back == pytest.approx((c - 1) * PAIRS * (2 + 4) / 1e6, rel=1e-3)
+
+
+def test_the_last_hop_of_the_gradients_is_never_hidden() -> None:
+    job = small_job(MODEL, world_size=8)
+    job = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_bandwidth=1e30))
+    attention, link = job.shape.layers[0].attentions[0], group_link(cut(4).layout, job.cluster, "context")
+    there, back = exchange_time(job, cut(4), attention, 10.0, 25.0)
+    assert (there, back) == (pytest.approx(0.0), pytest.approx(link.start_s + link.send(4 * PAIRS)))
+    # Beside an attention that takes no time nothing is.
+    assert exchange_time(job, cut(4), attention, 0.0, 0.0)[0] == pytest.approx(3 * (link.start_s + link.send(2 * PAIRS)))
+
+
+def test_all_to_all_copies_few_heads() -> None:
+    """Eight heads of keys on sixteen ranks: each is sent, and kept, twice."""
+    job = small_job(MODEL, world_size=16, batch=16)
+    ring, traded = (layer_activations(job, cut(16, exchange, world_size=16)).kept for exchange in EXCHANGES)
+    assert traded - ring == pytest.approx(2 * PAIRS)
+
+
+def test_a_tie_goes_to_the_simpler_layout() -> None:
+    """Of a machine whose links and memory cost nothing, each c takes as long."""
+    device = find_device("h100")
+    free = dataclasses.replace(device.cluster.node, bandwidth=1e30, latency_s=0.0)
+    cluster = dataclasses.replace(device.cluster, node=free, card=free, start_s=0.0)
+    device = dataclasses.replace(device, memory_bandwidth=1e30, cache_bandwidth=1e30, cluster=cluster)
+    job = Job(model=MODEL, world_size=8, global_batch_size=8, device=device)
+    job = dataclasses.replace(job, software=dataclasses.replace(job.software, operation_s=0.0))
+    plan = search(job, Space(tensor_parallel_sizes=(1,), pipeline_parallel_sizes=(1,)), count=100)
+    assert plan.best[0].time.total == pytest.approx(plan.best[-1].time.total, rel=0.3)
+    assert plan.best[0].choice.layout.context_parallel_size == 1
+    order = [one.choice.layout.context_parallel_size for one in plan.best if one.time.total == plan.best[0].time.total]
+    assert order == sorted(order)
+
+
+def test_the_search_offers_both_exchanges() -> None:
+    job = small_job(MODEL, world_size=8, batch=8)
+    space = Space(context_parallel_sizes=(4,), tensor_parallel_sizes=(1, 2), pipeline_parallel_sizes=(1,))
+    found = {one.choice.context_parallel_attention: one for one in search(job, space, count=100).best}
+    assert set(found) == set(EXCHANGES)
+    traded = found["all_to_all"].choice
+    assert "all-to-all" in traded.describe()
+    assert PTDPConfig(**traded.options()).context_parallel_attention == "all_to_all"
+    assert "context_parallel_attention" not in found["ring"].choice.options()
+    # Sixteen heads are too few for 32 ranks.
+    few = small_job(dataclasses.replace(MODEL, num_heads=16, num_kv_heads=8), world_size=32, batch=32)
+    wide = Space(context_parallel_sizes=(32,), tensor_parallel_sizes=(1,), pipeline_parallel_sizes=(1,))
+    assert {one.choice.context_parallel_attention for one in search(few, wide, count=100).best} == {"ring"}
