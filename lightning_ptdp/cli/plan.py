@@ -177,7 +177,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     job.add_argument(
         "--reserve",
         type=float,
-        default=0.2,
         metavar="X",
         help="share of that memory to leave free, because what is measured is up to 23 %% above the estimate (default 0.2)",
     )

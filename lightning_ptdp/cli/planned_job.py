@@ -45,7 +45,7 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         UserError: There is no model, or none that can be planned; no batch.
         ValueError: A size, device or precision makes no sense.
     """
-    from lightning_ptdp.planner import Job, find_precision, find_software
+    from lightning_ptdp.planner import RESERVE, Job, find_precision, find_software
 
     trainer = config.get("trainer") or {}
     device = _device(options)
@@ -64,7 +64,7 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         software=find_software(options.software),
         sequence_length=options.sequence_length or _inner(config, "data").get("sequence_length") or model.sequence_length,
         imbalance=options.imbalance,
-        reserve=options.reserve,
+        reserve=RESERVE if options.reserve is None else options.reserve,
     )
     return _with_adapters(job, config)
 

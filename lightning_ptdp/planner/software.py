@@ -41,7 +41,7 @@ class Software:
         groups_products: Products of a layer's experts are one call on a GPU; else one after the other.
         shards: What replicas share out besides the optimizer's state: "none"; the parameters of "blocks", which are gathered twice a
             microbatch, over all cards of a node (FSDP2); or those of single "modules", which are gathered once more if they are
-            recomputed, by rings that cross from node to node over one card (ZeRO-3, arXiv 1910.02054, of 2021).
+            recomputed, by rings that cross from node to node over one card (ZeRO-3 of 2021).
         float8: Products of the layers multiply in float8, with one scale for each operand and call.
         slower: Factor by which computations take longer than alone, since collectives beside them hold multiprocessors and memory.
         single_loss: The loss takes a copy of the logits in fp32.
@@ -165,7 +165,7 @@ _FSDP2 = replace(
     _EAGER,
     name="fsdp2",
     # torchtitan of December 2024 (torch's FSDP2, its own Llama): scaled_dot_product_attention, tensor parallelism waited for; of the
-    # products of a layer every second is computed again ("op" of selective activation checkpointing), and attention is not.
+    # products of a layer every second is computed again (train_configs/llama3_8b.toml, selective_ac_option = 'op'), and attention is not.
     hides_tensor=False,
     shards="blocks",
     slower=1.2,  # fitted on one row: Llama 3.1 8B on 32 H200s, float8 (tests/planner/test_published_sharded.py)
@@ -178,7 +178,8 @@ _FSDP2_FLOAT8 = replace(_FSDP2_COMPILED, name="fsdp2-fp8", float8=True)
 _ZERO3 = replace(
     _MEGATRON_2021,
     name="deepspeed-zero3",
-    # DeepSpeed of 2021 with Megatron's layers, as arXiv 2104.04473, section 5.2, ran it.
+    # DeepSpeed of 2021 with Megatron's layers, as arXiv 2104.04473, section 5.2, ran it. One card a ring and a third gathering were
+    # inferred from its table 2, whose times for one and for two samples a GPU are alike.
     shards="modules",
     slower=1.47,  # fitted on one row: 175 B on 384 A100s (tests/planner/test_published_sharded.py)
     hides_gradients=True,
