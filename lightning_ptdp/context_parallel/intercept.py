@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.context_parallel.all_to_all import all_to_all_attention
+from lightning_ptdp.context_parallel.draws import SliceDraws
 from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.masks import read_mask
 from lightning_ptdp.context_parallel.ring import ring_attention
@@ -47,6 +48,7 @@ class Interceptor:
         padded: The batch holds padding, on whatever rank (``batch.is_padded``).
         differentiates: The forward began with gradients enabled.
         attended: A call was replaced.
+        draws_alike: Says whether all ranks of the group draw from one stream of random numbers now.
     """
 
     kind: AttentionKind
@@ -55,11 +57,14 @@ class Interceptor:
     padded: bool
     differentiates: bool
     attended: bool = False
+    draws_alike: Callable[[], bool] = bool
 
     def mode(self) -> Replacing:
         """The mode under which calls are intercepted."""
+        draws = SliceDraws(length=self.length, rank=self.group.rank, size=self.group.size, applies=lambda: self.draws_alike())
         return Replacing(
             {
+                **draws.replaced(),
                 F.scaled_dot_product_attention: self.attend,
                 F.multi_head_attention_forward: partial(_multi_head_attention, self.attend),
                 Tensor.__getitem__: self.index,

@@ -31,7 +31,7 @@ from lightning_ptdp.pipeline.progress import Observers
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.random import derive_seed, seeded
+from lightning_ptdp.random import derive_seed
 from lightning_ptdp.surroundings import Context, Forward, Surroundings
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -255,12 +255,12 @@ class Engine:
     def _straight_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
         """The user's step on the whole batch, whose backward, if there is one, is Lightning's."""
         training, group, recorder = hook == "training_step", self._mesh.group("replica_sum"), LogRecorder(self._module)
-        forward = Forward(hook=hook, step=self._step(hook), whole=args[0])
         # With other ranks around, random numbers may not depend on what this process happened to draw before.
-        draws = training and self._mesh.layout.world_size > 1
-        numbers = seeded(derive_seed(*self._step_seed(hook), 0, 0), self._device) if draws else contextlib.nullcontext()
+        draws = self._mesh.layout.world_size > 1
+        seed = derive_seed(*self._step_seed(hook, args), self._mesh.layout.replica(self._mesh.rank)) if draws else None
+        forward = Forward(hook=hook, step=self._step(hook), whole=args[0], seed=seed)
         weighs, tokens = self._weighs(hook), None
-        with self._surroundings.around(forward), numbers, context(), recorder if weighs else contextlib.nullcontext():
+        with self._surroundings.around(forward), context(), recorder if weighs else contextlib.nullcontext():
             output = getattr(self._module, hook)(forward.batch, *args[1:])
         if not training:
             output = gather_full(output)
@@ -318,7 +318,8 @@ class Engine:
             arguments=args[1:],
             context=context,
             step=self._step(hook),
-            seed=self._step_seed(hook),
+            seed=self._step_seed(hook, args),
+            replica=self._mesh.layout.replica(self._mesh.rank),
             device=self._device,
             stages=self._mesh.layout.num_stages,
             metrics=self._metrics,
@@ -329,9 +330,6 @@ class Engine:
     def _step(self, hook: str) -> int:
         return self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
 
-    def _step_seed(self, hook: str) -> tuple[object, ...]:
-        layout, at = self._mesh.layout, self._mesh.layout.coordinates(self._mesh.rank)
-        tensor = at["tensor"] if layout.sequence_parallel and self._parallel.split_blocks is None else 0
-        # Each slice of the sequence has activations of its own, and needs random numbers of its own.
-        own_slice = [at["context"]] if self._mesh.group("context").size > 1 else []
-        return (self._seed, hook, self._step(hook), layout.replica(self._mesh.rank), tensor, *own_slice)
+    def _step_seed(self, hook: str, args: Sequence[Nested]) -> tuple[object, ...]:
+        batches = [number for number in args[1:] if isinstance(number, int)]  # of an evaluation, and its loader
+        return (self._seed, hook, *([self._step(hook)] if hook == "training_step" else batches))

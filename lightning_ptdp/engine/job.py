@@ -17,7 +17,7 @@ from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.nested import Nested, map_tensors
-from lightning_ptdp.random import derive_seed, seeded
+from lightning_ptdp.random import derive_seed
 from lightning_ptdp.surroundings import Context, Forward, Part
 from lightning_ptdp.tensor_parallel import gather_full
 
@@ -66,7 +66,8 @@ class LightningJob:
         arguments: What Lightning passes after the batch.
         context: The precision plugin's context for one call of the step.
         step: Tells training steps apart.
-        seed: What random numbers depend on: (run, hook, step, replica).
+        seed: What random numbers depend on: (run, hook, step).
+        replica: Number of the replica.
         device: Where the model is.
         stages: Number of stages.
         metrics: Where metrics that the step calls get their values of the whole batch.
@@ -88,6 +89,7 @@ class LightningJob:
     context: Callable[[], Context]
     step: int
     seed: tuple[object, ...]
+    replica: int
     device: torch.device
     stages: int
     metrics: BatchMetrics
@@ -124,13 +126,19 @@ class LightningJob:
 
     def begin(self, stage: int, microbatch: int) -> Forward:
         """The user's step on one microbatch is about to run."""
-        return Forward(hook=self.hook, step=self.step, stage=stage, microbatch=microbatch, whole=self.microbatches[microbatch])
+        return Forward(
+            hook=self.hook,
+            step=self.step,
+            stage=stage,
+            microbatch=microbatch,
+            whole=self.microbatches[microbatch],
+            seed=derive_seed(*self.seed, self.replica * self.count + microbatch),
+        )
 
     def forward(self, forward: Forward) -> Nested:
-        """Run it, under random numbers that belong to this microbatch and stage."""
-        seed = derive_seed(*self.seed, forward.microbatch, forward.stage)
+        """Run it."""
         step, recorder = getattr(self.module, self.hook), LogRecorder(self.module)
-        with self._kept_state(forward), seeded(seed, self.device), recorder, self.context():
+        with self._kept_state(forward), recorder, self.context():
             output = step(forward.batch, *self.arguments)
         self._calls[forward.microbatch] = recorder.calls
         return output
