@@ -32,6 +32,7 @@ from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 __all__ = ["StepRandomness"]
 
 _LIBRARIES = ("torch", "builtins")
+_NUMPY: Any = np.random  # its stubs lack two functions
 
 
 class _Outer(NamedTuple):
@@ -120,11 +121,11 @@ class StepRandomness(Surrounding):
         bits = None
         state = None
         if numpy:
-            bits = np.random.get_bit_generator()
+            bits = _NUMPY.get_bit_generator()
             if depth == len(self._bits):
                 self._bits.append(np.random.MT19937())
             # To change generators is 100 times as fast as to save and restore the state of one.
-            np.random.set_bit_generator(self._bits[depth])
+            _NUMPY.set_bit_generator(self._bits[depth])
             np.random.seed(seed % 2**32)
         else:
             _pass()
@@ -137,7 +138,7 @@ class StepRandomness(Surrounding):
         outer = self._outer.pop()
         set_states(outer.torch, self._device)
         if outer.numpy is not None:
-            np.random.set_bit_generator(outer.numpy)
+            _NUMPY.set_bit_generator(outer.numpy)
         if outer.python is not None:
             random.setstate(outer.python)
 
@@ -172,7 +173,7 @@ class StepRandomness(Surrounding):
 
 def _pass(*_: object) -> None:
     """Forget the second one of a pair of normal numbers that numpy draws together, as where the generator is changed."""
-    np.random.set_bit_generator(np.random.get_bit_generator())
+    _NUMPY.set_bit_generator(_NUMPY.get_bit_generator())
 
 
 def _set_host_states(numpy: Any, python: Any) -> None:

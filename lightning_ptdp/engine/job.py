@@ -217,11 +217,14 @@ class LightningJob:
         weights = numbers_on(self.device, self._tokens if counted else self.sizes)
         shares = weights if counted or part is None else weights * numbers_on(self.device, self._shares)
         logged = numbers_on(self.device, [call.value for calls in self._calls for call in calls])
-        calls = average_calls(self._calls, logged, shares, metric_path=self._metric_path, counted=counted or part is not None)
+        losses = numbers_on(self.device, self.losses) if self.training and counted and part is None else None
+        calls = average_calls(
+            self._calls, logged, shares, metric_path=self._metric_path, counted=counted or part is not None, losses=losses
+        )
         report = StepReport(weight=weights.sum(), counted=counted, calls=calls)
         self.metrics.settle()
         if self.training and not self.skipped:
-            losses = numbers_on(self.device, self.losses)
+            losses = numbers_on(self.device, self.losses) if losses is None else losses
             report.loss = torch.where(weights != 0, losses * weights, 0.0).sum()
         parts = None if part is None else PartReports(report, weight=shares.sum(), group=part.group, device=self.device)
         if counted and weigh is not None:
