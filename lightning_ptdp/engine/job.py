@@ -73,6 +73,8 @@ class LightningJob:
         metrics: Where metrics that the step calls get their values of the whole batch.
         owners: What the step may leave something on.
         buckets: Who is told when gradients are complete, if anybody is.
+        expected_tokens: By what a loss that counts its tokens is divided, beside the multiplication by them; a power of two.
+        spread: Numbers of labels to read with the report (``label_spread``), if anybody wants them.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduces: Whether this step completes an optimizer step.
@@ -95,6 +97,8 @@ class LightningJob:
     metrics: BatchMetrics
     owners: Sequence[Owner]
     buckets: GradientBuckets | None = None
+    expected_tokens: float = 1.0
+    spread: Tensor | None = None
     scale: float = 1.0
     loss_scale: Tensor | float = 1.0
     reduces: bool = False
@@ -179,8 +183,9 @@ class LightningJob:
         self.losses.append(loss.detach())
         if tokens is None:
             return loss * (self.sizes[microbatch] / sum(self.sizes) * self.scale * self.loss_scale)
-        # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
-        return loss * (tokens * self.loss_scale)
+        # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end. Until then
+        # the expected number keeps the gradients as large as one process has them, which matters in float16.
+        return loss * (tokens * (self.loss_scale / self.expected_tokens))
 
     def _is_skipped(self, output: Nested) -> bool:
         if output is None and self.may_skip and not self.losses:
@@ -242,11 +247,13 @@ class LightningJob:
 
     def _read(self, report: StepReport, shares: Tensor, parts: PartReports | None) -> tuple[list[float], list[float]]:
         """Wait for the report's numbers, in place; the weights of the microbatches, and of the ranks that saw other parts of them."""
-        own = numbers_on(self.device, [report.loss, report.weight, *(call.value for call in report.calls)])
+        spread = [] if self.spread is None else [*self.spread]
+        own = numbers_on(self.device, [report.loss, report.weight, *(call.value for call in report.calls), *spread])
         (loss, weight, *values), of_microbatches, of_parts = read_numbers(
             own, shares, own[:0] if parts is None else parts.numbers
         )
         report.loss, report.weight = loss, weight
+        values, report.spread = values[: len(report.calls)], values[len(report.calls) :]
         report.calls = [
             replace(call, value=value) if call.metric is None else call for call, value in zip(report.calls, values, strict=True)
         ]

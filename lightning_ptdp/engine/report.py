@@ -75,6 +75,7 @@ class StepReport:
         calls: Recorded and averaged ``self.log`` calls.
         extras: Picklable outputs beside the loss, or None.
         changes: What the step left on the module.
+        spread: Numbers of labels, if asked for; stays on this rank.
     """
 
     loss: Tensor | float = 0.0
@@ -83,6 +84,7 @@ class StepReport:
     calls: list[LogCall] = field(default_factory=list)
     extras: Any = None
     changes: list[Change] = field(default_factory=list)
+    spread: Sequence[float] = ()
 
 
 class LogRecorder:

@@ -183,7 +183,7 @@ def _check_container(model: nn.Module, blocks: str) -> None:
     if unpacked:
         raise ValueError(
             f"blocks='{blocks}' holds lists of modules, such as '{blocks}.{unpacked[0]}', which the model unpacks and does not call, so "
-            "that no stage can begin at one. Put the members of each into a module with a forward of its own, or use pipeline_parallel_size=1"
+            "that no stage can begin at one. Put the members of each into a module with a forward, or use pipeline_parallel_size=1"
         )
 
 
