@@ -28,6 +28,7 @@ from lightning_ptdp.context_parallel.draws import SliceDraws
 from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.masks import read_mask
 from lightning_ptdp.context_parallel.ring import ring_attention
+from lightning_ptdp.context_parallel.shifts import check_index, shifting_functions
 from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.replacing import Replacing
 from lightning_ptdp.world.mesh import Group
@@ -65,6 +66,7 @@ class Interceptor:
         return Replacing(
             {
                 **draws.replaced(),
+                **shifting_functions(self.length, self.group.size),
                 F.scaled_dot_product_attention: self.attend,
                 F.multi_head_attention_forward: partial(_multi_head_attention, self.attend),
                 Tensor.__getitem__: self.index,
@@ -103,7 +105,12 @@ class Interceptor:
         return attention(q, k, v, group=self.group, causal=whole.causal, mask=whole.mask, scale=scale, dropout_p=dropout_p)
 
     def index(self, x: Tensor, index: Any) -> Tensor:
-        """``x[index]`` of the whole sequence, if it picks a token."""
+        """``x[index]`` of the whole sequence, if it picks a token.
+
+        Raises:
+            ContextParallelError: It shifts the sequence, or picks a token in the middle.
+        """
+        check_index(x, index, length=self.length, size=self.group.size)
         token = pick_token(x, index, length=self.length, group=self.group)
         return x[index] if token is None else token
 
