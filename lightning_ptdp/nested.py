@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,8 +40,24 @@ def map_named(
         return type(value)(map_named(item, function, on_list, name=name) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{f: map_named(getattr(value, f), function, on_list, name=f) for f in fields})
+        mapped = {field: map_named(getattr(value, field), function, on_list, name=field) for field in fields}
+        try:
+            return dataclasses.replace(value, **mapped)
+        except ValueError as error:
+            if "InitVar" not in str(error):
+                raise
+            made = [field.name for field in dataclasses.fields(value) if not field.init and hasattr(value, field.name)]
+            kept = {field: map_named(getattr(value, field), function, on_list, name=field) for field in made}
+            return _with_fields(value, mapped | kept)
     return value
+
+
+def _with_fields(value: Nested, fields: Mapping[str, Nested]) -> Nested:
+    """Return a copy of a dataclass with other values of ``fields``, whose constructor needs what the object did not keep."""
+    changed = copy.copy(value)
+    for field, content in fields.items():
+        object.__setattr__(changed, field, content)
+    return changed
 
 
 def map_tensors(

@@ -64,7 +64,9 @@ class Forward:
         stage: The pipeline stage.
         microbatch: Its number in the batch.
         whole: The microbatch, the same on all ranks of a replica.
+        seed: Of the step's random numbers; None: it draws from the process's generators.
         splits_backward: Its backward comes in two halves, of which the second may compute what the first has deferred.
+        draws_alike: All ranks of the replica draw from one stream now.
         batch: What the user's step is called with; a surrounding may put this rank's part in the place of ``whole``.
         part: What a surrounding that did so has to say.
         deferred: Where a surrounding keeps what the backward leaves for later.
@@ -75,7 +77,9 @@ class Forward:
     stage: int = 0
     microbatch: int = 0
     whole: Any = None
+    seed: int | None = None
     splits_backward: bool = False
+    draws_alike: bool = field(default=False, init=False)
     batch: Any = field(init=False)
     part: Part | None = None
     deferred: Deferred | None = None
@@ -126,7 +130,6 @@ class Surroundings:
 
     def __init__(self, entries: Iterable[Surrounding] = ()) -> None:
         self.entries = tuple(entries)
-        self._recomputed = tuple(entry for entry in self.entries if entry.recomputes)
         self._running: Forward | None = None
 
     def __deepcopy__(self, memo: Any) -> Surroundings:
@@ -136,12 +139,12 @@ class Surroundings:
     @property
     def recompute(self) -> bool:
         """Return True if a recomputation needs a context at all."""
-        return bool(self._recomputed)
+        return any(entry.recomputes for entry in self.entries)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Show the module to all entries; returns a function that undoes it."""
         with contextlib.ExitStack() as undo:
-            for entry in self.entries:
+            for entry in reversed(self.entries):  # an outer one puts its hooks around those of an inner one
                 undo.callback(entry.attach(module))
             return undo.pop_all().close
 
@@ -159,7 +162,7 @@ class Surroundings:
         """Contexts of a part of the forward that runs now, and of its recomputation: the ``context_fn`` of
         ``torch.utils.checkpoint.checkpoint``."""
         running = self._running
-        pairs = [] if running is None else [entry.recomputation(running) for entry in self._recomputed]
+        pairs = [] if running is None else [entry.recomputation(running) for entry in self.entries if entry.recomputes]
         found = [pair for pair in pairs if pair is not None]
         if running is None or not found:
             return contextlib.nullcontext(), contextlib.nullcontext()

@@ -132,6 +132,6 @@ def test_entries_are_entered_in_their_order_and_again_where_they_ask() -> None:
 
 def test_who_was_attached_is_detached_if_another_refuses_the_model() -> None:
     noted: list[str] = []
-    with pytest.raises(ValueError, match="b cannot run this"):
-        Surroundings([Noting("a", noted), Noting("b", noted, fails=True)]).attach(nn.Linear(1, 1))
-    assert noted == ["attach a", "detach a"]
+    with pytest.raises(ValueError, match="a cannot run this"):
+        Surroundings([Noting("a", noted, fails=True), Noting("b", noted)]).attach(nn.Linear(1, 1))
+    assert noted == ["attach b", "detach b"]

@@ -101,6 +101,7 @@ class ContextParallel(Surrounding):
         """``forward`` of the module that this is attached to."""
         assert self._module is not None
         with self.forward(self._module, forward.whole, expects_attention=forward.stage in self.attending) as running:
+            running.draws_alike = lambda: forward.draws_alike
             forward.batch, forward.part = running.batch, running
             yield
 

@@ -24,9 +24,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.context_parallel.all_to_all import all_to_all_attention
+from lightning_ptdp.context_parallel.draws import SliceDraws
 from lightning_ptdp.context_parallel.errors import ContextParallelError
 from lightning_ptdp.context_parallel.masks import read_mask
 from lightning_ptdp.context_parallel.ring import ring_attention
+from lightning_ptdp.context_parallel.shifts import check_index, shifting_functions
 from lightning_ptdp.matrix_product import autocast_dtype
 from lightning_ptdp.replacing import Replacing
 from lightning_ptdp.world.mesh import Group
@@ -47,6 +49,7 @@ class Interceptor:
         padded: The batch holds padding, on whatever rank (``batch.is_padded``).
         differentiates: The forward began with gradients enabled.
         attended: A call was replaced.
+        draws_alike: Says whether all ranks of the group draw from one stream of random numbers now.
     """
 
     kind: AttentionKind
@@ -55,11 +58,15 @@ class Interceptor:
     padded: bool
     differentiates: bool
     attended: bool = False
+    draws_alike: Callable[[], bool] = bool
 
     def mode(self) -> Replacing:
         """The mode under which calls are intercepted."""
+        draws = SliceDraws(length=self.length, rank=self.group.rank, size=self.group.size, applies=lambda: self.draws_alike())
         return Replacing(
             {
+                **draws.replaced(),
+                **shifting_functions(self.length, self.group.size),
                 F.scaled_dot_product_attention: self.attend,
                 F.multi_head_attention_forward: partial(_multi_head_attention, self.attend),
                 Tensor.__getitem__: self.index,
@@ -98,7 +105,12 @@ class Interceptor:
         return attention(q, k, v, group=self.group, causal=whole.causal, mask=whole.mask, scale=scale, dropout_p=dropout_p)
 
     def index(self, x: Tensor, index: Any) -> Tensor:
-        """``x[index]`` of the whole sequence, if it picks a token."""
+        """``x[index]`` of the whole sequence, if it picks a token.
+
+        Raises:
+            ContextParallelError: It shifts the sequence, or picks a token in the middle.
+        """
+        check_index(x, index, length=self.length, size=self.group.size)
         token = pick_token(x, index, length=self.length, group=self.group)
         return x[index] if token is None else token
 

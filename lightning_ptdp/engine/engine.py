@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -14,12 +15,13 @@ from torch.optim import Optimizer
 from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Gradients, ManualGradients, ReplicaBuffers
-from lightning_ptdp.engine.agreement import batch_sums, has_same_length
+from lightning_ptdp.engine.agreement import batch_sums, check_same_batch, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_checks import GradientChecks
 from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens
+from lightning_ptdp.engine.label_counts import describe_uneven, expected_tokens, is_uneven, label_spread, power_above
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, replay, weigh_over_replicas
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
@@ -31,7 +33,7 @@ from lightning_ptdp.pipeline.progress import Observers
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.random import derive_seed, seeded
+from lightning_ptdp.random import derive_seed
 from lightning_ptdp.surroundings import Context, Forward, Surroundings
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -101,6 +103,8 @@ class Engine:
         self._manual: ManualGradients | None = None
         self._losses: Sequence[Tensor] = []  # of the last batch's microbatches, on the rank that has them
         self._factor: float | Tensor = 1.0
+        self._expected_tokens = 0
+        self._is_uneven = self._told_uneven = False
         self._accumulated = False  # the batch before did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None
@@ -201,9 +205,17 @@ class Engine:
             reduces=self.gradients.reduces,
             may_skip=self._mesh.layout.world_size == 1,
         )
+        replicas = self._mesh.group("replica_sum").size
+        if self._mesh.layout.world_size == 1:
+            self._expected_tokens = expected_tokens(args[0], sum(job.sizes))
+            job.spread = None if self._told_uneven else label_spread(args[0], job.sizes, device=self._device)
+        job.expected_tokens = power_above(self._expected_tokens * replicas * windows)
         report = self._run(job, "training_step")
+        if report.spread:
+            self._is_uneven |= is_uneven(*report.spread)
+        self._warn_of_uneven(args[0], sum(job.sizes), counted=report.counted)
         self._losses = job.losses
-        scale = 1 / (report.weight * windows) if report.counted and report.weight else None
+        scale = job.expected_tokens / (report.weight * windows) if report.counted and report.weight else None
         self._factor = 1 / self._mesh.group("replica_sum").size
         self.gradients.finish(counted=report.counted, scale=scale)
         if job.skipped:
@@ -254,26 +266,55 @@ class Engine:
         self._replicas_in_step &= same
         return same
 
-    def batch_sums(self, batch: Nested, *, training: bool) -> Tensor | None:
-        """Numbers whose maximum over the world, or in evaluation over the replica, tells whether the ranks of each replica read the
-        same; None where a replica is one rank."""
-        layout = self._mesh.layout
-        if layout.model_parallel_size == 1:
-            return None
-        replica, replicas = (layout.replica(self._mesh.rank), layout.num_replicas) if training else (0, 1)
-        return batch_sums(batch, replica=replica, replicas=replicas, device=self._device)
+    def to_agree(self, batch: Nested, *, training: bool) -> Tensor | None:
+        """Numbers of a batch of which ``agreed`` takes the maximum over the world, or in evaluation over the replica; None: no rank
+        needs those of another."""
+        layout, parts = self._mesh.layout, list[Tensor]()
+        if layout.model_parallel_size > 1:
+            replica, replicas = (layout.replica(self._mesh.rank), layout.num_replicas) if training else (0, 1)
+            parts.append(batch_sums(batch, replica=replica, replicas=replicas, device=self._device))
+        if training and layout.world_size > 1:
+            try:
+                sizes = self._sizes(batch)
+            except ValueError:  # nothing cuts the batch
+                sizes = ()
+            tokens = expected_tokens(batch, sum(sizes))
+            parts.append(torch.tensor([tokens]).to(self._device, non_blocking=True))
+            parts.append(label_spread(batch, () if self._told_uneven else sizes, device=self._device))
+        return torch.cat(parts) if parts else None
+
+    def agreed(self, numbers: Sequence[int], *, training: bool) -> None:
+        """Take the maximum over the ranks.
+
+        Raises:
+            BatchMismatchError: On all ranks: those of a replica read different batches.
+        """
+        if training and numbers:
+            *numbers, self._expected_tokens, most, least = numbers
+            self._is_uneven |= is_uneven(most, least)
+        check_same_batch(numbers)
+
+    def _warn_of_uneven(self, batch: Nested, samples: int, *, counted: bool) -> None:
+        if self._is_uneven and not counted and not self._told_uneven and self._mesh.rank == 0:
+            warnings.warn(describe_uneven(batch, samples), stacklevel=2)
+        self._told_uneven |= self._is_uneven
+
+    def _sizes(self, batch: Nested) -> tuple[int, ...]:
+        """Samples of the microbatches."""
+        samples = batch_size(batch)
+        return microbatch_sizes(samples, self._config.microbatches(samples))
 
     # ---- shared -------------------------------------------------------------------------------------------------------
 
     def _straight_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
         """The user's step on the whole batch, whose backward, if there is one, is Lightning's."""
         training, group, recorder = hook == "training_step", self._mesh.group("replica_sum"), LogRecorder(self._module)
-        forward = Forward(hook=hook, step=self._step(hook), whole=args[0])
         # With other ranks around, random numbers may not depend on what this process happened to draw before.
-        draws = training and self._mesh.layout.world_size > 1
-        numbers = seeded(derive_seed(*self._step_seed(hook), 0, 0), self._device) if draws else contextlib.nullcontext()
+        draws = self._mesh.layout.world_size > 1
+        seed = derive_seed(*self._step_seed(hook, args), self._mesh.layout.replica(self._mesh.rank)) if draws else None
+        forward = Forward(hook=hook, step=self._step(hook), whole=args[0], seed=seed)
         weighs, tokens = self._weighs(hook), None
-        with self._surroundings.around(forward), numbers, context(), recorder if weighs else contextlib.nullcontext():
+        with self._surroundings.around(forward), context(), recorder if weighs else contextlib.nullcontext():
             output = getattr(self._module, hook)(forward.batch, *args[1:])
         if training and self._manual is not None:
             self._manual.check()
@@ -282,6 +323,8 @@ class Engine:
             tokens = num_tokens(output)
         elif weighs or self._config.check_finite is not None:
             loss, tokens = loss_and_weight(output)
+            if self._is_uneven:
+                self._warn_of_uneven(args[0], batch_size(args[0]), counted=tokens is not None)
             self._losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
         factor: float | Tensor = 1 / group.size
         if weighs and tokens is not None:
@@ -319,8 +362,7 @@ class Engine:
 
     def _job(self, hook: str, context: MakesContext, args: Sequence[Nested], **training: Any) -> LightningJob:
         try:
-            samples = batch_size(args[0])
-            sizes = microbatch_sizes(samples, self._config.microbatches(samples))
+            sizes = self._sizes(args[0])
         except ValueError:
             if hook == "training_step":
                 raise
@@ -333,7 +375,8 @@ class Engine:
             arguments=args[1:],
             context=context,
             step=self._step(hook),
-            seed=self._step_seed(hook),
+            seed=self._step_seed(hook, args),
+            replica=self._mesh.layout.replica(self._mesh.rank),
             device=self._device,
             stages=self._mesh.layout.num_stages,
             metrics=self._metrics,
@@ -344,9 +387,6 @@ class Engine:
     def _step(self, hook: str) -> int:
         return self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
 
-    def _step_seed(self, hook: str) -> tuple[object, ...]:
-        layout, at = self._mesh.layout, self._mesh.layout.coordinates(self._mesh.rank)
-        tensor = at["tensor"] if layout.sequence_parallel and self._parallel.split_blocks is None else 0
-        # Each slice of the sequence has activations of its own, and needs random numbers of its own.
-        own_slice = [at["context"]] if self._mesh.group("context").size > 1 else []
-        return (self._seed, hook, self._step(hook), layout.replica(self._mesh.rank), tensor, *own_slice)
+    def _step_seed(self, hook: str, args: Sequence[Nested]) -> tuple[object, ...]:
+        batches = [number for number in args[1:] if isinstance(number, int)]  # of an evaluation, and its loader
+        return (self._seed, hook, *([self._step(hook)] if hook == "training_step" else batches))

@@ -17,7 +17,7 @@ from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.nested import Nested, map_tensors
-from lightning_ptdp.random import derive_seed, seeded
+from lightning_ptdp.random import derive_seed
 from lightning_ptdp.surroundings import Context, Forward, Part
 from lightning_ptdp.tensor_parallel import gather_full
 
@@ -66,12 +66,15 @@ class LightningJob:
         arguments: What Lightning passes after the batch.
         context: The precision plugin's context for one call of the step.
         step: Tells training steps apart.
-        seed: What random numbers depend on: (run, hook, step, replica).
+        seed: What random numbers depend on: (run, hook, step).
+        replica: Number of the replica.
         device: Where the model is.
         stages: Number of stages.
         metrics: Where metrics that the step calls get their values of the whole batch.
         owners: What the step may leave something on.
         buckets: Who is told when gradients are complete, if anybody is.
+        expected_tokens: By what a loss that counts its tokens is divided, beside the multiplication by them; a power of two.
+        spread: Numbers of labels to read with the report (``label_spread``), if anybody wants them.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduces: Whether this step completes an optimizer step.
@@ -88,11 +91,14 @@ class LightningJob:
     context: Callable[[], Context]
     step: int
     seed: tuple[object, ...]
+    replica: int
     device: torch.device
     stages: int
     metrics: BatchMetrics
     owners: Sequence[Owner]
     buckets: GradientBuckets | None = None
+    expected_tokens: float = 1.0
+    spread: Tensor | None = None
     scale: float = 1.0
     loss_scale: Tensor | float = 1.0
     reduces: bool = False
@@ -124,13 +130,19 @@ class LightningJob:
 
     def begin(self, stage: int, microbatch: int) -> Forward:
         """The user's step on one microbatch is about to run."""
-        return Forward(hook=self.hook, step=self.step, stage=stage, microbatch=microbatch, whole=self.microbatches[microbatch])
+        return Forward(
+            hook=self.hook,
+            step=self.step,
+            stage=stage,
+            microbatch=microbatch,
+            whole=self.microbatches[microbatch],
+            seed=derive_seed(*self.seed, self.replica * self.count + microbatch),
+        )
 
     def forward(self, forward: Forward) -> Nested:
-        """Run it, under random numbers that belong to this microbatch and stage."""
-        seed = derive_seed(*self.seed, forward.microbatch, forward.stage)
+        """Run it."""
         step, recorder = getattr(self.module, self.hook), LogRecorder(self.module)
-        with self._kept_state(forward), seeded(seed, self.device), recorder, self.context():
+        with self._kept_state(forward), recorder, self.context():
             output = step(forward.batch, *self.arguments)
         self._calls[forward.microbatch] = recorder.calls
         return output
@@ -171,8 +183,9 @@ class LightningJob:
         self.losses.append(loss.detach())
         if tokens is None:
             return loss * (self.sizes[microbatch] / sum(self.sizes) * self.scale * self.loss_scale)
-        # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end.
-        return loss * (tokens * self.loss_scale)
+        # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end. Until then
+        # the expected number keeps the gradients as large as one process has them, which matters in float16.
+        return loss * (tokens * (self.loss_scale / self.expected_tokens))
 
     def _is_skipped(self, output: Nested) -> bool:
         if output is None and self.may_skip and not self.losses:
@@ -209,11 +222,14 @@ class LightningJob:
         weights = numbers_on(self.device, self._tokens if counted else self.sizes)
         shares = weights if counted or part is None else weights * numbers_on(self.device, self._shares)
         logged = numbers_on(self.device, [call.value for calls in self._calls for call in calls])
-        calls = average_calls(self._calls, logged, shares, metric_path=self._metric_path, counted=counted or part is not None)
+        losses = numbers_on(self.device, self.losses) if self.training and counted and part is None else None
+        calls = average_calls(
+            self._calls, logged, shares, metric_path=self._metric_path, counted=counted or part is not None, losses=losses
+        )
         report = StepReport(weight=weights.sum(), counted=counted, calls=calls)
         self.metrics.settle()
         if self.training and not self.skipped:
-            losses = numbers_on(self.device, self.losses)
+            losses = numbers_on(self.device, self.losses) if losses is None else losses
             report.loss = torch.where(weights != 0, losses * weights, 0.0).sum()
         parts = None if part is None else PartReports(report, weight=shares.sum(), group=part.group, device=self.device)
         if counted and weigh is not None:
@@ -231,11 +247,13 @@ class LightningJob:
 
     def _read(self, report: StepReport, shares: Tensor, parts: PartReports | None) -> tuple[list[float], list[float]]:
         """Wait for the report's numbers, in place; the weights of the microbatches, and of the ranks that saw other parts of them."""
-        own = numbers_on(self.device, [report.loss, report.weight, *(call.value for call in report.calls)])
+        spread = [] if self.spread is None else [*self.spread]
+        own = numbers_on(self.device, [report.loss, report.weight, *(call.value for call in report.calls), *spread])
         (loss, weight, *values), of_microbatches, of_parts = read_numbers(
             own, shares, own[:0] if parts is None else parts.numbers
         )
         report.loss, report.weight = loss, weight
+        values, report.spread = values[: len(report.calls)], values[len(report.calls) :]
         report.calls = [
             replace(call, value=value) if call.metric is None else call for call, value in zip(report.calls, values, strict=True)
         ]

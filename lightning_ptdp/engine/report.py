@@ -76,6 +76,7 @@ class StepReport:
         calls: Recorded and averaged ``self.log`` calls.
         extras: Picklable outputs beside the loss, or None.
         changes: What the step left on the module.
+        spread: Numbers of labels, if asked for; stays on this rank.
     """
 
     loss: Tensor | float = 0.0
@@ -84,6 +85,7 @@ class StepReport:
     calls: list[LogCall] = field(default_factory=list)
     extras: Any = None
     changes: list[Change] = field(default_factory=list)
+    spread: Sequence[float] = ()
 
 
 class LogRecorder:
@@ -137,6 +139,7 @@ def average_calls(
     *,
     metric_path: Callable[[object], str],
     counted: bool = False,
+    losses: Tensor | None = None,
 ) -> list[LogCall]:
     """One call for each call that the microbatches made: weighted mean of the values, or their sum, least or largest as ``reduce_fx``
     asks. A ``batch_size`` that the calls give is added up, since Lightning weights the batches of an epoch by it.
@@ -146,7 +149,9 @@ def average_calls(
         numbers: What they log, one microbatch after the other, (m * calls) float64; anything for a metric.
         weights: Weight of every microbatch, (m) float64.
         metric_path: Attribute path of a Metric object on the module.
-        counted: Whether the weights are token counts; a call's own ``batch_size`` then does not weight its microbatches.
+        counted: Whether the weights are token counts.
+        losses: Of the microbatches, (m) float64, where they are means over these tokens. What logs them is weighted by tokens, whatever its
+            ``batch_size`` says; another call that gives one, such as a mean over samples, is weighted by it.
 
     Raises:
         ValueError: The microbatches logged different names, or one asks for a reduction that Lightning has not.
@@ -162,7 +167,9 @@ def average_calls(
         own = [call.options.get("batch_size") for call in calls]
         if all(size is not None for size in own):
             options = {**options, "batch_size": sum(own)}
-            shares = weights if counted else numbers_on(numbers.device, own)
+            shares = numbers_on(numbers.device, own)
+            if counted:
+                shares = weights if losses is None else _shares_of(numbers[place :: len(names[0])], losses, weights, shares)
         if is_metric(first.value):
             merged.append(LogCall(first.name, None, options, metric_path(first.value)))
             continue
@@ -176,6 +183,12 @@ def average_calls(
         value = reduce_values(numbers[place :: len(names[0])], shares, reduction)
         merged.append(LogCall(first.name, value, {**options, "reduce_fx": reduction}))
     return merged
+
+
+def _shares_of(values: Tensor, losses: Tensor, tokens: Tensor, own: Tensor) -> Tensor:
+    """Return ``tokens`` if the values are the losses, else ``own``; without reading them from the device."""
+    is_loss = (torch.isclose(values, losses) | (tokens == 0)).all()
+    return torch.where(is_loss, tokens, own)
 
 
 def numbers_on(device: torch.device, values: Sequence[object]) -> Tensor:

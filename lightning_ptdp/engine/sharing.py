@@ -195,6 +195,8 @@ def _broadcast_tensors(
         )
         if tensor.numel():
             # As bytes: no backend takes every dtype.
-            dist.broadcast(tensor.flatten().view(torch.uint8), source, group=group.handle)
+            # A tensor of one element may have any stride, and is contiguous all the same.
+            flat = tensor.flatten().as_strided((tensor.numel(),), (1,))
+            dist.broadcast(flat.view(torch.uint8), source, group=group.handle)
         received.append(tensor)
     return received

@@ -105,7 +105,8 @@ class _Seen:
     """A value as it was.
 
     Attributes:
-        mark: The version of a tensor; a copy of an array or set; how many items a container had.
+        mark: The version of a tensor; a copy of an array or set; the items of a deque that drops some; how many items another container
+            had.
         items: What a container held, by key; None if that was too much.
     """
 
@@ -148,6 +149,8 @@ def _see(value: object, depth: int = 0) -> _Seen:
         return _Seen(value, value.copy() if value.size <= _ARRAY_ITEMS else None)
     if isinstance(value, set):
         return _Seen(value, set(value))
+    if isinstance(value, deque) and value.maxlen is not None:
+        return _Seen(value, tuple(value))
     held = value if isinstance(value, _CONTAINERS) else vars(value) if depth == 0 and _is_object(value) else None
     if held is None:
         return _Seen(value)
@@ -162,7 +165,7 @@ def _is_object(value: object) -> bool:
     kind = type(value)
     if _is_of_a_library(kind) or getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         return False
-    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value)
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
 
 
 class _Search:
@@ -200,6 +203,9 @@ class _Search:
             return seen.mark is not None and not np.array_equal(now, seen.mark)
         if isinstance(now, set):
             return now != seen.mark
+        if isinstance(seen.mark, tuple):
+            assert isinstance(now, deque)
+            return not _are_same(seen.mark, now)
         return seen.mark is not None and self._container(seen, now, path)
 
     def _container(self, seen: _Seen, now: Any, path: Path) -> bool:
@@ -216,6 +222,10 @@ class _Search:
             new = islice(now if ordered else now.items(), seen.mark, None)
             self.found.append(Change(path, "extend", list(new) if ordered else dict(new)))
         return False
+
+
+def _are_same(items: Sequence[object], now: Sequence[object]) -> bool:
+    return len(items) == len(now) and all(item is other for item, other in zip(items, now, strict=True))
 
 
 def _is_same_number(before: object, now: object) -> bool:
@@ -237,6 +247,10 @@ def _restore(before: _Seen) -> None:
     elif isinstance(value, set):
         value.intersection_update(before.mark)
         value.update(before.mark)
+    elif isinstance(before.mark, tuple):
+        if not _are_same(before.mark, value):
+            value.clear()
+            value.extend(before.mark)
     elif isinstance(value, _CONTAINERS) and items is None:
         keys = list(value) if isinstance(value, dict) else range(len(value))
         for key in reversed(keys[before.mark :]):

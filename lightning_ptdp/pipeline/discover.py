@@ -179,6 +179,12 @@ def _check_container(model: nn.Module, blocks: str) -> None:
             f"blocks='{blocks}' is a {type(container).__name__}; the repeated container must be an nn.ModuleList, nn.Sequential or "
             "nn.ModuleDict"
         )
+    unpacked = [key for key, child in container.named_children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+    if unpacked:
+        raise ValueError(
+            f"blocks='{blocks}' holds lists of modules, such as '{blocks}.{unpacked[0]}', which the model unpacks and does not call, so "
+            "that no stage can begin at one. Put the members of each into a module with a forward, or use pipeline_parallel_size=1"
+        )
 
 
 def _named(model: nn.Module, name: str, field: str) -> nn.Module:

@@ -200,6 +200,11 @@ class PipelineCut:
         self._settled[stage] = form, dataclasses.replace(form, tensors=tensors)
         return Crossing(crossing.tensors, self._settled[stage][1])
 
+    @property
+    def earlier_blocks(self) -> list[EarlierBlock]:
+        """Stand-ins for blocks while a later stage runs."""
+        return [slot.earlier for slot in self._slots if isinstance(slot.earlier, EarlierBlock)]
+
     @contextlib.contextmanager
     def _active(self, stage: int) -> Iterator[None]:
         if self._static:
@@ -259,7 +264,7 @@ class PipelineCut:
             # Later they would be missing on the blocks of the chunks that are out of the tree at that time, and come behind the hook
             # that leaves the step at the end of a container.
             install_capture(self._model)
-        placeholders = [slot.earlier for slot in self._slots if isinstance(slot.earlier, EarlierBlock)]
+        placeholders = self.earlier_blocks
         for layer in self._local:
             block = self._model.get_submodule(layer.name)
             watch_left(layer.name, block, placeholders)  # in front of the hook that may leave the step

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp._lightning import Precision, fits, replace_after_closure
-from lightning_ptdp.engine.agreement import check_same_batch
 from lightning_ptdp.engine.evaluations import Closure
 from lightning_ptdp.nested import Nested
 from lightning_ptdp.pipeline.progress import Observers
@@ -29,8 +28,9 @@ class ScheduledSteps(RunningStrategy):
         """Forward, and under a schedule backward too, of one batch."""
         values = (*args, *kwargs.values())
         with self._during("step"):
-            sums = self.engine.batch_sums(values[0], training=True)
-        self._agree("step", dist.group.WORLD if self.layout.world_size > 1 else None, sums)
+            numbers = self.engine.to_agree(values[0], training=True)
+        agreed = self._agree("step", dist.group.WORLD if self.layout.world_size > 1 else None, numbers)
+        self.engine.agreed(agreed, training=True)
         with self._during("step"):
             if self.layout.world_size > 1:
                 self.run.validation_clock.agree(self.reduce_boolean_decision)
@@ -129,18 +129,21 @@ class ScheduledSteps(RunningStrategy):
     def _evaluate(self, hook: str, context: Callable[[], Context], args: Sequence[Nested]) -> Nested:
         # Replicas may have different numbers of batches: only the ranks of one agree. The others of a fit would wait for them.
         interrupts = self.layout.num_replicas == 1 or not fits(self.lightning_module.trainer)
-        sums = self.engine.batch_sums(args[0], training=False)
-        self._agree(hook, self.mesh.group("model").handle, sums, interrupts=interrupts)
+        numbers = self.engine.to_agree(args[0], training=False)
+        agreed = self._agree(hook, self.mesh.group("model").handle, numbers, interrupts=interrupts)
+        self.engine.agreed(agreed, training=False)
         with self._during(hook):
             return self.engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
 
-    def _agree(self, what: str, group: dist.ProcessGroup | None, sums: Tensor | None, *, interrupts: bool = True) -> None:
-        """End here if a rank of ``group`` was told to, or if ranks of one replica read different batches."""
+    def _agree(
+        self, what: str, group: dist.ProcessGroup | None, numbers: Tensor | None, *, interrupts: bool = True
+    ) -> Sequence[int]:
+        """Return the maximum of ``numbers`` over ``group``; end here if one of its ranks was told to."""
         with self._during(what):
-            ends, agreed = self.run.stop_request.heed(group, self.root_device, interrupts=interrupts, beside=sums)
-        check_same_batch(agreed)
+            ends, agreed = self.run.stop_request.heed(group, self.root_device, interrupts=interrupts, beside=numbers)
         if ends:
             raise KeyboardInterrupt  # out here: nothing has failed, and all ranks can still save
+        return agreed
 
     def _during(self, what: str) -> Context:
         """Says what this rank is busy with to the ranks that wait for it."""

@@ -11,7 +11,11 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel, check_heads, why_not
 from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.pipeline.containers import layers_of
+from lightning_ptdp.pipeline.discover import find_blocks
+from lightning_ptdp.pipeline.stage import Placeholder
 from lightning_ptdp.schedule.generators import may_split_backward
+from lightning_ptdp.step_random import StepRandomness
 from lightning_ptdp.surroundings import Surrounding, Surroundings
 from lightning_ptdp.tensor_parallel import SplitRandomness
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
@@ -30,10 +34,12 @@ def make_surroundings(
     """Return the contexts around the forwards of this rank, the outermost first.
 
     The order: of torch's function modes the one that was entered last sees a call first, and what it calls itself goes to those around
-    it. Dropout by key comes last, because it must meet attention with dropout before that is split over slices of the sequence; weight
-    gradients first, because whatever product the others put in the place of a call must be able to wait.
+    it. Random numbers of the step come first, because their hooks must be the outermost of a block. Dropout by key comes last, because
+    it must meet attention with dropout before that is split over slices of the sequence; weight gradients come before both, because
+    whatever product the others put in the place of a call must be able to wait.
     """
-    context, tensor, entries = mesh.group("context"), mesh.group("tensor"), list[Surrounding]()
+    context, tensor = mesh.group("context"), mesh.group("tensor")
+    entries: list[Surrounding] = [_step_randomness(config, mesh, parallel, device)]
     if may_split_backward(config.schedule):
         entries.append(WeightGradients())
     if context.size > 1:
@@ -52,6 +58,27 @@ def make_surroundings(
         returns = any(is_whole(m) or (isinstance(m, PlacedDropout) and not m.split) for m in parallel.module.modules())
         entries.append(SplitRandomness(rank=tensor.rank, device=device, blocks=parallel.split_blocks, returns=returns))
     return Surroundings(entries)
+
+
+def _step_randomness(config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, device: torch.device) -> StepRandomness:
+    module, names = parallel.module, parallel.cut.parts.blocks if parallel.cut is not None else parallel.plan.blocks
+    draws = mesh.layout.world_size > 1 or config.runs_backward
+    try:
+        layers = [layer.name for layer in layers_of(module, find_blocks(module) if names is None else names) if draws]
+    except ValueError:  # nothing is repeated, and nothing is cut
+        layers = []
+    blocks = {number: name for number, name in enumerate(layers) if not isinstance(module.get_submodule(name), Placeholder)}
+    splits_ends = config.sequence_parallel and parallel.split_blocks is None
+    if splits_ends:
+        # Behind the embedding the sequence is split already.
+        around = tuple(f"{name}." for name in layers)
+        drops = [
+            name for name, child in module.named_modules() if isinstance(child, nn.Dropout) and not f"{name}.".startswith(around)
+        ]
+        blocks |= {len(layers) + index: name for index, name in enumerate(drops)}
+    place = (mesh.group("tensor").rank if splits_ends else 0, mesh.group("context").rank)
+    absent = parallel.cut.earlier_blocks if parallel.cut is not None else []
+    return StepRandomness(module=module, blocks=blocks, absent=absent, place=place, device=device)
 
 
 def check_surroundings(model: nn.Module, config: PTDPConfig) -> None:

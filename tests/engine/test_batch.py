@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 
 import pytest
 import torch
@@ -21,6 +21,16 @@ Pair = namedtuple("Pair", ["x", "y"])
 class Labelled:
     tokens: Tensor
     source: str
+
+
+@dataclass(frozen=True)
+class Built:
+    tokens: Tensor
+    scale: InitVar[float]
+    lengths: Tensor = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        object.__setattr__(self, "lengths", self.tokens * scale)
 
 
 @given(st.integers(1, 50), st.integers(1, 20))
@@ -85,3 +95,9 @@ def test_signature_tells_shapes_and_dtypes_apart() -> None:
     assert one == signature({"x": torch.ones(2, 3)})
     assert one != signature({"x": torch.zeros(2, 4)})
     assert one != signature({"x": torch.zeros(2, 3, dtype=torch.float64)})
+
+
+def test_a_dataclass_whose_constructor_needs_more_is_cut() -> None:
+    parts = split_batch(Built(torch.arange(4), 2.0), (3, 1))
+    assert [part.tokens.tolist() for part in parts] == [[0, 1, 2], [3]]
+    assert [part.lengths.tolist() for part in parts] == [[0, 2, 4], [6]]

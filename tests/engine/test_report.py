@@ -84,3 +84,27 @@ def test_what_cannot_be_logged_is_named_where_it_is_logged(value: Any) -> None:
     for good in (1, 2.0, True, torch.ones(()), torch.ones(1), np.float32(3)):
         recorder("loss", good)
     assert len(recorder.calls) == 6
+
+
+def test_a_mean_over_samples_is_weighted_by_them_beside_a_loss_of_tokens() -> None:
+    sizes = {"batch_size": 2}, {"batch_size": 1}
+    recorded = [
+        [LogCall("loss", loss, size), LogCall("accuracy", right, size)]
+        for loss, right, size in zip((1.0, 4.0), (0.0, 1.0), sizes, strict=True)
+    ]
+    numbers = numbers_on(CPU, [call.value for calls in recorded for call in calls])
+    options = {"metric_path": no_metrics, "counted": True, "losses": numbers_on(CPU, (1.0, 4.0))}
+    calls = average_calls(recorded, numbers, numbers_on(CPU, (10.0, 30.0)), **options)
+    assert [float(call.value) for call in calls] == pytest.approx([(10 + 120) / 40, 1 / 3])
+
+
+def _share_column(rank: int) -> list[float]:
+    group = Group(dist.new_group([0, 1]), (0, 1), rank)
+    report = StepReport(0.0, 0.0, False, [], {"column": torch.arange(6.0).view(2, 3)[:1, 1]})
+    return (
+        share_report(report if rank else None, group=group, source=1, memory=ReportMemory(), device=CPU).extras["column"].tolist()
+    )
+
+
+def test_a_column_of_one_sample_is_sent(pool: Pool) -> None:
+    assert pool.run(_share_column, world_size=2) == [[1.0]] * 2

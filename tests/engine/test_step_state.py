@@ -104,3 +104,47 @@ def test_a_change_that_does_not_fit_is_told() -> None:
     other.nested = {}
     with pytest.raises(ValueError, match=r"self\.nested\['b'\]\['c'\] on the last pipeline stage"):
         apply_changes(other, pickle.loads(pickle.dumps(before.changes())))
+
+
+class Dice:
+    """A metric that is called and keeps what it saw, of no library's kind."""
+
+    def __init__(self) -> None:
+        self.buffers: list[list[torch.Tensor]] | None = None
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        if self.buffers is None:
+            self.buffers = [[]]
+        self.buffers[0].append(value)
+        return value
+
+
+class LitRecent(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent, self.dice, self.cat = deque(range(1000), maxlen=1000), Dice(), CatMetric()
+
+
+@pytest.mark.parametrize("added", [1, 3, 1000, 1500])
+def test_a_deque_that_overflows_is_sent_and_put_back(added: int) -> None:
+    module, other = LitRecent(), LitRecent()
+    before = StepState(find_owners(module))
+    module.recent.extend(range(1000, 1000 + added))
+    changes = before.changes()
+    form, tensors, numbers = pack(changes)
+    apply_changes(other, unpack(form, tensors, numbers))
+    assert other.recent == module.recent
+    assert other.recent.maxlen == 1000
+    before.restore()
+    assert module.recent == deque(range(1000))
+    assert before.changes() == []
+
+
+def test_a_callable_object_is_watched() -> None:
+    module, other = LitRecent(), LitRecent()
+    for step in range(2):
+        before = StepState(find_owners(module))
+        module.dice(torch.full((2,), float(step)))
+        form, tensors, numbers = pack(before.changes())
+        apply_changes(other, unpack(form, [tensor.clone() for tensor in tensors], numbers))
+    assert repr(other.dice.buffers) == repr(module.dice.buffers)

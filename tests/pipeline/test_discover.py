@@ -116,3 +116,9 @@ def test_a_branch_that_looks_at_values_does_not_hide_such_uses() -> None:
 
     assert call_order(Looks()) is None
     assert find_parts(Looks()).everywhere == ("embedding", "memory")
+
+
+def test_lists_that_the_model_unpacks_are_refused() -> None:
+    model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(4))
+    with pytest.raises(ValueError, match=r"blocks='layers' holds lists of modules, such as 'layers.0', which the model unpacks"):
+        find_parts(nn.ModuleDict({"layers": model}), blocks="layers")

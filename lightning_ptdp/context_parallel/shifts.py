@@ -1,0 +1,88 @@
+"""Shifts along time, which a slice of the sequence cannot honour: the neighbours of the tokens at its chunks' ends are on other ranks.
+
+``logits[:, :-1]`` beside ``labels[:, 1:]`` would leave the pair at every end of a chunk out of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.context_parallel.errors import ContextParallelError
+
+__all__ = ["check_index", "shifting_functions"]
+
+
+def check_index(x: object, index: object, *, length: int, size: int) -> None:
+    """Check that ``x[index]`` drops no tokens at an end of this rank's slice.
+
+    Args:
+        x: Indexed tensor; a hidden state or logits (b, s/c, h), or tokens or labels (b, s/c), are looked at.
+        index: As given to ``x[...]``.
+        length: s, tokens of the whole sequence.
+        size: c.
+
+    Raises:
+        ContextParallelError: It does.
+    """
+    if not _is_slice(x, length // size) or not isinstance(index, tuple):
+        return
+    taken = _along_time(index, x.dim())
+    if taken is None:
+        return
+    start, stop, step = taken.indices(x.size(1))
+    # Half of the tokens or less is no shift.
+    if step == 1 and x.size(1) < 2 * (stop - start) < 2 * x.size(1):
+        ends = ":".join("" if end is None else str(end) for end in (taken.start, taken.stop))
+        _refuse(f"takes tokens [{ends}]", x, length, size)
+
+
+def shifting_functions(length: int, size: int) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    """Return other functions that shift along time, and what refuses that."""
+    return {
+        **{function: partial(_roll, function, length, size) for function in (torch.roll, Tensor.roll)},
+        **{function: partial(_narrow, function, length, size) for function in (torch.narrow, Tensor.narrow)},
+    }
+
+
+def _roll(function: Callable[..., Tensor], length: int, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    dims = kwargs.get("dims", args[-1] if len(args) > 1 else None)
+    dims = (dims,) if isinstance(dims, int) else dims or ()
+    if _is_slice(x, length // size) and any(dim % x.dim() == 1 for dim in dims):
+        _refuse("rolls the tokens", x, length, size)
+    return function(x, *args, **kwargs)
+
+
+def _narrow(function: Callable[..., Tensor], length: int, size: int, x: Tensor, dim: int, start: Any, count: int) -> Tensor:
+    if isinstance(start, int) and dim % max(x.dim(), 1) == 1:
+        start = start % x.size(1) if start < 0 else start
+        check_index(x, (slice(None), slice(start, start + count)), length=length, size=size)
+    return function(x, dim, start, count)
+
+
+def _is_slice(x: object, local: int) -> bool:
+    """Return True for a slice of hidden states or logits, or of tokens or labels."""
+    return isinstance(x, Tensor) and x.dim() == (3 if x.is_floating_point() else 2) and x.size(1) == local
+
+
+def _along_time(index: tuple[Any, ...], dims: int) -> slice | None:
+    """Return the slice that ``index`` has for dimension 1, if it consists of slices and numbers."""
+    plain = [entry if isinstance(entry, (slice, int)) or entry is Ellipsis else None for entry in index]
+    if None in plain:
+        return None
+    if Ellipsis in plain:
+        place = plain.index(Ellipsis)
+        plain[place : place + 1] = [slice(None)] * (dims - len(plain) + 1)
+    return plain[1] if len(plain) > 1 and isinstance(plain[1], slice) else None
+
+
+def _refuse(doing: str, x: Tensor, length: int, size: int) -> None:
+    raise ContextParallelError(
+        f"the step {doing} of a tensor {tuple(x.shape)}, of which each of {size} context ranks holds {x.size(1)} of {length} tokens, in "
+        "two chunks: pairs of neighbours at the chunks' ends would be lost. Shift labels in the dataset or the collate function (batch with "
+        "'input_ids' and shifted 'labels'), or use context_parallel_size=1"
+    )
