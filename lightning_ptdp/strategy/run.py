@@ -18,6 +18,7 @@ from lightning_ptdp.engine import Engine
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.interruption import Interruption
+from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.surroundings import Context, Surroundings
@@ -68,6 +69,7 @@ class RunningStrategy(StrategyBase):
     _run: Run | None = None
     _parallel: ParallelModel | None = None
     _engine: Engine | None = None
+    _guard: ParameterGuard | None = None
     _running_step: str | None = None
 
     def refusal(self, message: str) -> Exception:
@@ -110,11 +112,17 @@ class RunningStrategy(StrategyBase):
         """Around one call of the user's ``hook``, inside ``context()``: under a pipeline it may not ask for collectives, since it runs
         to its end on the last stage only and the other ranks would never come."""
         self._running_step = hook if self.layout.pipeline_parallel_size > 1 else None
+        self._guard_parameters(hook)
         try:
             with context():
                 yield
         finally:
             self._running_step = None
+            self._guard_parameters(None)
+
+    def _guard_parameters(self, hook: str | None) -> None:
+        if self._guard is not None:
+            self._guard.hook = hook
 
     def _alone(self, name: str) -> bool:
         """Return True if the other ranks will not join a collective, because this rank handles an exception that they do not have.
