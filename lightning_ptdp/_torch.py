@@ -24,6 +24,7 @@ __all__ = [
     "all_gather_product",
     "all_gather_single",
     "connect_symmetric_memory",
+    "copy_gradient_hooks",
     "default_store",
     "flight_record",
     "forward_hooks",
@@ -193,6 +194,14 @@ def replaced_total_norm(replacement: Callable[..., torch.Tensor]) -> Iterator[No
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Return True if hooks see the parameter's gradient before or after its accumulation."""
     return any(getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def copy_gradient_hooks(parameter: torch.Tensor, to: torch.Tensor) -> None:
+    """Let ``to`` call the hooks of ``parameter`` on gradients."""
+    for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
+        to.register_hook(hook)
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        to.register_post_accumulate_grad_hook(hook)
 
 
 def adds_to_gradient(parameter: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptdp._torch import untraced
 from lightning_ptdp.own_forward import OwnForward
@@ -75,7 +75,7 @@ class Offloaded(OwnForward):
         tensors = [tensor for _, tensor in tensors_in(inputs)]
         if not tensors:
             return None
-        first, own = tensors[0], [*self.module.parameters(), *self.module.buffers()]
+        first, own = tensors[0], [*dict(nn.Module.named_parameters(self.module)).values(), *self.module.buffers()]
         storages = {tensor.untyped_storage().data_ptr() for tensor in (*own, *tensors[1:])}
         return _Staying(
             device=first.device,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -79,6 +80,12 @@ class ParallelModel:
                 f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced after the model was laid out over the "
                 "ranks, so nothing would sum or save it. Make parameters in __init__ or configure_model, before the optimizer"
             )
+
+    @cached_property
+    def kept(self) -> dict[str, nn.Parameter]:
+        """Parameters of the modules that every pipeline stage keeps, by name."""
+        everywhere = self.cut.parts.everywhere if self.cut is not None else ()
+        return {f"{top}.{name}": one for top in everywhere for name, one in self.module.get_submodule(top).named_parameters()}
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:

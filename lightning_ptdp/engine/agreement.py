@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,17 +12,49 @@ from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.nested import Nested, iterate_tensors
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["BatchMismatchError", "batch_sums", "check_same_batch", "has_same_length"]
+__all__ = [
+    "BatchMismatchError",
+    "KeptModuleError",
+    "batch_sums",
+    "check_kept_alike",
+    "check_same_batch",
+    "has_same_length",
+]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ = 65536
 """Elements of a tensor that are read; a larger one is read in equal steps."""
 _MASK = 2**62 - 1
 _NOTHING = -(2**63)
+_ROUNDING = 1e-5
 
 
 class BatchMismatchError(PTDPError, RuntimeError):
     """Ranks of one replica read different samples."""
+
+
+class KeptModuleError(PTDPError, RuntimeError):
+    """A module that every pipeline stage keeps has become another one on each."""
+
+
+def check_kept_alike(tensors: Mapping[str, Tensor], *, group: Group, device: torch.device) -> None:
+    """Compare the parameters of modules that every stage keeps; collective over the stages.
+
+    Raises:
+        KeptModuleError: They differ. An average of the model's weights does, which each stage forms with the weights that it has.
+    """
+    low = torch.stack([tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]).to(device)
+    high = low.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group.handle)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group.handle)
+    differs = (high - low > _ROUNDING * high).tolist()
+    name = next((name for name, differs_here in zip(tensors, differs, strict=True) if differs_here), None)
+    if name is not None:
+        raise KeptModuleError(
+            f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but has other values on each: a hook or the step changes "
+            "it with weights of which a stage has its own only, as an average of the model's weights (AveragedModel, EMA) does. Use "
+            "pipeline_parallel_size=1 for that"
+        )
 
 
 def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Gradients, ManualGradients, ReplicaBuffers
-from lightning_ptdp.engine.agreement import batch_sums, check_same_batch, has_same_length
+from lightning_ptdp.engine.agreement import batch_sums, check_kept_alike, check_same_batch, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
@@ -183,6 +183,7 @@ class Engine:
         if not self._accumulated:
             self.broadcast_buffers()
         self._accumulated = self.gradients.accumulates
+        self._check_kept()
         self.gradients.begin(clears=clears)
         if self._config.runs_backward:
             return self._scheduled_training_step(context, args, loss_scale)
@@ -192,6 +193,13 @@ class Engine:
         """Give all replicas the buffers of the first one, if the user wants that; collective over the replicas."""
         if self._config.broadcast_buffers:
             self._buffers.broadcast()
+
+    def _check_kept(self) -> None:
+        """Compare what every stage keeps, at batches 1, 2, 4, 8 and so on."""
+        batch, kept = self._step("training_step"), self._parallel.kept
+        if kept and batch and batch & (batch - 1) == 0:
+            self.gradients.parameters_needed()
+            check_kept_alike(kept, group=self._mesh.group("pipeline"), device=self._device)
 
     def _scheduled_training_step(self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float) -> Nested:
         buckets, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches

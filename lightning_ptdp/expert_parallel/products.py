@@ -26,7 +26,7 @@ def stores_as_usual(module: nn.Module) -> bool:
     2f if ``is_concatenated``, else they take turns; ``_apply_gate`` makes f of 2f.
     """
     said = all(hasattr(module, name) for name in _SAID) and not getattr(module, "has_post_expert_norm", False)
-    return said and {name for name, _ in module.named_parameters()} <= _PARAMETERS
+    return said and {name for name, _ in nn.Module.named_parameters(module)} <= _PARAMETERS
 
 
 def inner_width(module: Any) -> int:

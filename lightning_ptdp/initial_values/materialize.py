@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp._peft import original_name
+from lightning_ptdp._torch import copy_gradient_hooks
 from lightning_ptdp.initial_values.initializers import Initializers, why_without_values
 from lightning_ptdp.random import derive_seed, seeded
 
@@ -89,6 +90,7 @@ class Materializer:
                 value = values(owner_name).get_parameter(owner_key)
                 new = nn.Parameter(value.detach().to(self._device), requires_grad=parameter.requires_grad)
                 vars(new).update(vars(parameter))
+                copy_gradient_hooks(parameter, new)
                 self._made[id(parameter)] = new
             module._parameters[key] = self._made[id(parameter)]
         for key, buffer in list(module._buffers.items()):

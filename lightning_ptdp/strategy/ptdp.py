@@ -60,6 +60,7 @@ from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.memory import explain_memory
 from lightning_ptdp.strategy.optimizers import check_held, compare_groups, describe_groups, drop_foreign, make_trials
 from lightning_ptdp.strategy.options import constructor
+from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
 from lightning_ptdp.strategy.sampling import draw_like_replicas
@@ -191,6 +192,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         )
         if self.layout.divides_model:
             module.__dict__[CUT_MARK] = self.layout.describe()
+            self._guard = ParameterGuard(module, self.parallel.records, self.layout.describe())
         self._surroundings = make_surroundings(
             config=self.config, mesh=self.mesh, parallel=self.parallel, seed=self.run.seed, device=self.root_device
         )
@@ -327,7 +329,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
     def __getstate__(self) -> dict[str, object]:
         """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("_run", "_parallel", "_engine", "_saver", "_adopted")
+        of_a_run = ("_run", "_parallel", "_engine", "_saver", "_adopted", "_guard")
         return {**state, **dict.fromkeys(of_a_run), "_surroundings": Surroundings()}
 
 

@@ -18,6 +18,7 @@ from lightning_ptdp.engine import Engine
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.strategy.interruption import Interruption
+from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.surroundings import Context, Surroundings
@@ -68,6 +69,7 @@ class RunningStrategy(StrategyBase):
     _run: Run | None = None
     _parallel: ParallelModel | None = None
     _engine: Engine | None = None
+    _guard: ParameterGuard | None = None
     _running_step: str | None = None
     _answers_for_rank_zero: bool = False
 
@@ -117,11 +119,17 @@ class RunningStrategy(StrategyBase):
             pipeline = self.mesh.group("pipeline")
             self._running_step = hook
             self._answers_for_rank_zero = 0 in pipeline.ranks and pipeline.rank == self.layout.last_stage_rank
+        self._guard_parameters(hook)
         try:
             with context():
                 yield
         finally:
             self._running_step, self._answers_for_rank_zero = None, False
+            self._guard_parameters(None)
+
+    def _guard_parameters(self, hook: str | None) -> None:
+        if self._guard is not None:
+            self._guard.hook = hook
 
     def _alone(self, name: str) -> bool:
         """Return True if the other ranks will not join a collective, because this rank handles an exception that they do not have.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.expert_parallel import Dispatched, dispatch, stores_as_usual, usual_output
@@ -73,7 +73,7 @@ class ExpertsForward(OwnForward):
             return usual_output(self.module, rows, sizes=found.sizes, ends=ends, adds_bias=adds_bias, dtype=dtype)
         if not rows.size(0):
             # Nothing came. The backward has to come here all the same, where it would meet the other ranks.
-            return rows + sum(parameter[:0].sum() for parameter in self.module.parameters())
+            return rows + sum(parameter[:0].sum() for _, parameter in nn.Module.named_parameters(self.module))
         ones = rows.new_ones(rows.size(0), 1)
         result: Tensor = self.original(rows, found.experts_r[:, None], ones)
         return result

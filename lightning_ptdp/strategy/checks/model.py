@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_ptdp._lightning import NAMESPACES, LightningModule
-from lightning_ptdp._torch import forward_hooks
+from lightning_ptdp._torch import forward_hooks, has_gradient_hooks
 from lightning_ptdp._transformers import is_capture
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.fp8 import check_fp8
@@ -26,7 +26,7 @@ from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.requirements import check_installed
 from lightning_ptdp.strategy.surroundings import check_surroundings
-from lightning_ptdp.tensor_parallel import SPLIT_AXES, Alias, Kind, ParallelPlan, Partial, Region, check_captured
+from lightning_ptdp.tensor_parallel import SPLIT_AXES, Alias, Kind, ParallelPlan, Partial, Region, Whole, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = [
@@ -99,6 +99,7 @@ def check_model(
     whole = whole_model(module, config) if whole is None else whole
     _check_libraries(whole)
     check_quantized(whole)
+    hooked = [name for one in (module, whole) for name, p in one.named_parameters() if has_gradient_hooks(p)]
     if convert is not None:
         late = config.meta_init and whole is not module
         whole = _converted(whole, convert, config, late=late)
@@ -120,6 +121,7 @@ def check_model(
             'known: name their modules in a plan, ParallelPlan(tensor={"model.layers.*.mlp.experts": "experts"}), or use '
             f"{asked}_parallel_size=1"
         )
+    _check_gradient_hooks(hooked, kinds)
     if layout.tensor_parallel_size > 1:
         _check_hooks(whole, kinds)
         check_captured(whole, sequence_parallel=layout.sequence_parallel)
@@ -244,6 +246,17 @@ def _check_skipped_layers(model: nn.Module) -> None:
                     f"'{name or type(module).__name__}' skips layers at random (layerdrop={value}), but the stages of a pipeline wait for "
                     "each other's: build it with layerdrop=0.0 (encoder_layerdrop, decoder_layerdrop), or use pipeline_parallel_size=1"
                 )
+
+
+def _check_gradient_hooks(hooked: Collection[str], kinds: Mapping[str, Kind]) -> None:
+    for name, kind in kinds.items():
+        parameter = next((one for one in hooked if one.startswith(f"{name}.")), None)
+        if parameter is not None and not isinstance(kind, Alias | Partial | Region | Whole):
+            raise ValueError(
+                f"'{parameter}' has a hook on its gradient (register_hook), but {kind.axis}_parallel_size splits it: the hook would "
+                "see the gradient of a part. Change gradients in on_before_optimizer_step, which sees those of all parameters, or use "
+                f"{kind.axis}_parallel_size=1"
+            )
 
 
 def _check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:

@@ -1,0 +1,65 @@
+"""Loops over parameters in a user's step, where a rank holds some of them.
+
+A sum over ``self.parameters()`` in ``training_step`` would be that of one pipeline stage, or of parts of matrices. A loop that comes to
+the end of what is here is refused while a step runs. ``next(self.parameters()).device`` is not, nor is anything outside the steps,
+where optimizers and Lightning take what is local. This package's own forwards call ``nn.Module.named_parameters(module)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_ptdp.partial_values import PartialModelError
+from lightning_ptdp.pipeline.placeholders import Placeholder
+from lightning_ptdp.records import Records
+
+__all__ = ["ParameterGuard"]
+
+
+class ParameterGuard:
+    """Guards the modules of which this rank has a part.
+
+    Args:
+        module: The LightningModule, cut.
+        records: Of its parameters.
+        options: Those that divide it, for the message.
+
+    Attributes:
+        hook: The user's step that runs, if any.
+    """
+
+    def __init__(self, module: nn.Module, records: Records, options: str) -> None:
+        self.hook: str | None = None
+        self.options = options
+        split = {parameter for parameter, one in records.items() if one.sharding.local_shape != one.sharding.full_shape}
+        for name, child in module.named_modules():
+            absent = any(isinstance(part, Placeholder) for part in child.modules())
+            if absent or any(parameter in split for parameter in child.parameters()):
+                vars(child)["named_parameters"] = _GuardedParameters(child, name, self)
+
+    def __deepcopy__(self, memo: object) -> ParameterGuard:
+        """Return itself: a copy made during a step would stay in that step."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class _GuardedParameters:
+    """Replacement of a module's ``named_parameters``, which ``parameters`` calls too."""
+
+    module: nn.Module
+    name: str
+    guard: ParameterGuard
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from type(self.module).named_parameters(self.module, *args, **kwargs)
+        if self.guard.hook is not None and kwargs.get("recurse", True):
+            called = ".".join(filter(None, ["self", self.name, "parameters()"]))
+            raise PartialModelError(
+                f"{self.guard.hook} loops over {called}, of which this rank holds a part ({self.guard.options}): a penalty or a norm of "
+                "these would not be the model's. Use the optimizer's weight_decay, change the gradients of optimizer.param_groups in "
+                "on_before_optimizer_step (p.grad.add_(p.detach(), alpha=...)), or use tensor_parallel_size=1 and pipeline_parallel_size=1"
+            )

@@ -1,0 +1,147 @@
+"""Parameters that a rank has not are missed by name in a step, in averages and in gradient hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_ptdp.tensor_parallel import ParallelPlan
+from tests.conformance.blocks import LAYOUTS, ONE, P2, PLAN, LitBlocks, batches
+from tests.conformance.toys import Place, assert_weights, make_trainer, weights
+from tests.pool import Pool
+
+
+class LitPenalty(LitBlocks):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch) + 1e-3 * sum(p.square().sum() for p in self.parameters())
+
+
+class LitBlocksPenalty(LitBlocks):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        penalty = sum(p.square().sum() for name, p in self.h.named_parameters() if "up" in name)
+        return self.loss(batch) + 1e-3 * penalty
+
+
+class LitLogsNorm(LitBlocks):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("norm", torch.stack([p.norm() for p in self.parameters()]).norm() + 0 * self.loss(batch))
+
+
+def refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
+    try:
+        trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
+        trainer.fit(kind(), batches(place, rank), batches(place, rank))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "call"),
+    [
+        (LitPenalty, "p2", "training_step loops over self.parameters()"),
+        (LitPenalty, "t2", "training_step loops over self.parameters()"),
+        (LitBlocksPenalty, "p2v2", "training_step loops over self.h.parameters()"),
+        (LitLogsNorm, "t2", "validation_step loops over self.parameters()"),
+    ],
+)
+def test_loops_over_parameters_in_a_step_are_refused(kind: Any, layout: str, call: str, pool: Pool) -> None:
+    place = LAYOUTS[layout]
+    messages = pool.run(refused, world_size=place.world_size, args=(place, kind))
+    assert f"PartialModelError: {call}, of which this rank holds a part" in messages[-1]
+    assert "weight_decay" in messages[-1]
+
+
+class LitRemedy(LitBlocks):
+    """The penalty of ``LitPenalty`` as the message recommends it; asks for a device and a dtype as many do."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        first = next(self.parameters())
+        return self.loss(batch.to(first.device)).to(first.dtype)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad.add_(parameter.detach(), alpha=2e-3)
+
+
+class LitPlainPenalty(LitPenalty):
+    """In one process."""
+
+
+def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
+    L.seed_everything(1, verbose=False)
+    trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
+    trainer.fit(kind(), batches(place, rank))
+    return weights(trainer)
+
+
+@pytest.mark.parametrize("layout", ["t2p2", "d2p2 sharded"])
+def test_the_recommended_penalty_trains_as_one_process_with_a_loop(layout: str, pool: Pool) -> None:
+    (expected,) = pool.run(train, world_size=1, args=(ONE, LitPlainPenalty))
+    for found in pool.run(train, world_size=LAYOUTS[layout].world_size, args=(LAYOUTS[layout], LitRemedy)):
+        assert_weights(found, expected)
+
+
+class LitAveraged(LitBlocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.h).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update_parameters(self.h)
+
+
+EVERYWHERE = ParallelPlan(
+    blocks="h", tensor=PLAN.tensor, before=PLAN.before, after=PLAN.after, everywhere=("average",)
+)  # fmt: skip
+
+
+def test_an_average_that_each_stage_forms_of_its_own_weights_is_refused(pool: Pool) -> None:
+    place = Place(world_size=2, layout={**P2, "plan": EVERYWHERE})
+    for message in pool.run(refused, world_size=2, args=(place, LitAveraged)):
+        assert message.startswith("KeptModuleError: 'average.module.")
+
+
+class LitHooked(LitBlocks):
+    """Scales the gradient of a weight by ten."""
+
+    def __init__(self, name: str, late: bool) -> None:
+        super().__init__()
+        self.name, self.hooked = name, False
+        if not late:
+            self.configure_model()
+
+    def configure_model(self) -> None:
+        if not self.hooked:
+            self.hooked = True
+            self.get_parameter(self.name).register_hook(lambda gradient: 10 * gradient)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class LitHookedBlock(LitHooked):
+    def __init__(self) -> None:
+        super().__init__("h.2.up.weight", late=False)
+
+
+class LitHookedNorm(LitHooked):
+    def __init__(self) -> None:
+        super().__init__("h.2.norm.weight", late=True)
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("p2", LitHookedBlock), ("t2", LitHookedNorm)])
+def test_gradient_hooks_of_whole_parameters_are_called(layout: str, kind: Any, pool: Pool) -> None:
+    (expected,) = pool.run(train, world_size=1, args=(ONE, kind))
+    for found in pool.run(train, world_size=2, args=(LAYOUTS[layout], kind)):
+        assert_weights(found, expected)
+
+
+def test_a_gradient_hook_of_a_split_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'h\.2\.up\.weight' has a hook on its gradient .*tensor_parallel_size=1"):
+        make_trainer(LAYOUTS["t2"]).strategy.check(LitHookedBlock())
