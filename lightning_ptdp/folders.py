@@ -16,6 +16,8 @@ from lightning_ptdp._lightning import CLIS, LOADERS, UPLOADERS, LightningCLI, re
 
 __all__ = ["parse_folders", "read_folders", "upload_folders"]
 
+_TYPES = "lightning_ptdp_types"  # checkpoint.types.TYPES, which imports torch
+
 Found = tuple[float, str, object, str]
 """When a checkpoint was written, its path, its score, and what it is."""
 
@@ -30,10 +32,17 @@ def _load_file_or_folder(
 ) -> object:
     path = os.fspath(path_or_url).removeprefix("file://") if isinstance(path_or_url, str | os.PathLike) else ""
     if not _is_checkpoint(path):
-        return load(path_or_url, map_location=map_location, weights_only=weights_only)
+        found = load(path_or_url, map_location=map_location, weights_only=weights_only)
+        return found if not isinstance(found, dict) or _TYPES not in found else _with_types(found, path)
     from lightning_ptdp.checkpoint import read_whole
 
     return read_whole(path, map_location, trusted=weights_only is False)
+
+
+def _with_types(found: dict[str, Any], path: str) -> dict[str, Any]:
+    from lightning_ptdp.checkpoint import with_types
+
+    return with_types(found, path)
 
 
 def upload_folders(logger: ModuleType) -> None:

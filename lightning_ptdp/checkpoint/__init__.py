@@ -42,6 +42,7 @@ from lightning_ptdp.checkpoint.reshard import reshard_checkpoint
 from lightning_ptdp.checkpoint.save import save_checkpoint, write_checkpoint
 from lightning_ptdp.checkpoint.single_file import PARAMETER_NAMES, InMemory, write_file
 from lightning_ptdp.checkpoint.state import portable, read_state
+from lightning_ptdp.checkpoint.types import TYPES, with_types
 from lightning_ptdp.checkpoint.verify import verify_checkpoint
 from lightning_ptdp.checkpoint.whole import StoredOptimizers, StoredWeights, is_checkpoint, read_whole
 
@@ -59,6 +60,7 @@ __all__ = [
     "Placed",
     "Stored",
     "StoredOptimizers",
+    "TYPES",
     "StoredWeights",
     "TensorEntry",
     "TensorReader",
@@ -91,5 +93,6 @@ __all__ = [
     "to_lightning_file",
     "verify_checkpoint",
     "write_checkpoint",
+    "with_types",
     "write_file",
 ]

@@ -11,7 +11,7 @@ import torch
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.reader import TensorReader
-from lightning_ptdp.checkpoint.state import read_state
+from lightning_ptdp.checkpoint.state import portable, read_state
 
 __all__ = ["read_full", "to_lightning_file"]
 
@@ -52,7 +52,8 @@ def to_lightning_file(source: str | os.PathLike[str], destination: str | os.Path
     target = Path(os.path.abspath(destination))
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder; name the file to write")
-    checkpoint = {key: value for key, value in read_state(source).items() if key not in ("optimizer_states", "lr_schedulers")}
+    state = {key: portable(value, key) for key, value in read_state(source).items() if not key.startswith("lightning_ptdp")}
+    checkpoint = {key: value for key, value in state.items() if key not in ("optimizer_states", "lr_schedulers")}
     checkpoint.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))
     checkpoint["state_dict"] = read_full(source)
     with files.replacing(target) as part, files.open_synced(part) as stream:

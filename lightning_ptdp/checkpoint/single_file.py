@@ -19,11 +19,13 @@ from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.local import Tensors
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, TensorEntry
+from lightning_ptdp.checkpoint.types import TYPES, Note, plain_value
 
 __all__ = ["PARAMETER_NAMES", "InMemory", "optimizer_by_name", "write_file"]
 
 PARAMETER_NAMES = "lightning_ptdp_parameters"
 """Key of the names of each optimizer's parameters, group by group."""
+_TENSORS = ("state_dict", "optimizer_states")
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
@@ -34,6 +36,7 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
         CheckpointError: The disk does not take it, or ``path`` is a folder with other content.
     """
     files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
+    checkpoint = _plain_where_possible(checkpoint)
     with files.replacing(path) as part:
         try:
             _save(checkpoint, part)
@@ -44,6 +47,29 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
                 raise CheckpointError(f"writing {path} failed: {error}") from error
             warnings.warn(f"{path} is saved without hyperparameters, which cannot be pickled: {error}", stacklevel=2)
             _save(rest, part)
+
+
+def _plain_where_possible(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint with notes on types that ``weights_only=True`` would refuse; objects stay, as in Lightning's own."""
+    found, types = dict(checkpoint), {}
+    for key, value in checkpoint.items():
+        if key in _TENSORS or type(value) is not dict:
+            continue
+        notes: list[Note] = []
+        found[key] = {name: _plain(item, notes, index) for index, (name, item) in enumerate(value.items())}
+        if notes:
+            types[key] = notes
+    return {**found, TYPES: types} if types else found
+
+
+def _plain(value: object, notes: list[Note], index: int) -> Any:
+    own: list[Note] = []
+    try:
+        plain = plain_value(value, "", own, (index,))
+    except CheckpointError:
+        return value
+    notes += own
+    return plain
 
 
 def _save(content: Mapping[str, Any], path: Path) -> None:

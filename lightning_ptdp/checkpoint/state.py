@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,9 @@ from lightning_ptdp.checkpoint.errors import CheckpointError, reading
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_verified
 from lightning_ptdp.checkpoint.objects import separate_objects
 from lightning_ptdp.checkpoint.saved import check_saved, why_unread
-from lightning_ptdp.checkpoint.types import Note, plain_value, restore_types
+from lightning_ptdp.checkpoint.types import TYPES, Note, plain_value, with_types
 
 __all__ = ["dump_state", "portable", "read_state", "read_state_file"]
-
-_TYPES = "lightning_ptdp_types"
-_SHOWN = 5
 
 
 def portable(value: object, key: str = "state") -> Any:
@@ -46,15 +41,15 @@ def dump_state(state: dict[str, Any]) -> bytes:
     Raises:
         CheckpointError: A value cannot be stored; the message names its key.
     """
-    unread: dict[str, list[Note]] = state.get(_TYPES, {})  # where this was read, their classes were not imported
+    unread: dict[str, list[Note]] = state.get(TYPES, {})  # where this was read, their classes were not imported
     content, types = {}, {}
-    for key, value in separate_objects({key: value for key, value in state.items() if key != _TYPES}).items():
+    for key, value in separate_objects({key: value for key, value in state.items() if key != TYPES}).items():
         notes = list(unread.get(key, ()))
         content[key] = plain_value(value, f"state[{key!r}]", notes)
         if notes:
             types[key] = notes
     if types:
-        content[_TYPES] = types
+        content[TYPES] = types
     for key, value in content.items():
         try:  # an object of a registered class may hold what weights_only refuses
             dumped = _dump(value)
@@ -80,28 +75,9 @@ def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> di
     try:
         state = _load(content, map_location)
         _STATE(state)
-        return _with_types(state, folder)
+        return with_types(state, folder)
     except Exception as error:
         raise CheckpointError(f"{folder / STATE_FILE} cannot be read: {why_unread(error)}") from error
-
-
-def _with_types(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    types: dict[str, list[Note]] = dict(state.get(_TYPES, {}))
-    found = {key: value for key, value in state.items() if key != _TYPES}
-    missing: dict[str, list[Note]] = {}
-    for key, notes in types.items():
-        if key in found:
-            found[key], unread = restore_types(found[key], notes)
-            missing |= {key: unread} if unread else {}
-    if not missing:
-        return found
-    names = sorted({note[2] for notes in missing.values() for note in notes})
-    warnings.warn(
-        f"{folder} holds values of {', '.join(names[:_SHOWN])}, which {'is' if len(names) == 1 else 'are'} not imported here: they are "
-        "read as plain values. Import what defines them before the checkpoint is loaded",
-        stacklevel=3,
-    )
-    return {**found, _TYPES: missing}
 
 
 def read_state_file(folder: Path, metadata: CheckpointMetadata) -> bytes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import enum
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -25,7 +26,11 @@ import torch
 from lightning_ptdp.checked_json import Misfit
 from lightning_ptdp.checkpoint.errors import CheckpointError
 
-__all__ = ["KEPT", "Note", "plain_value", "restore_types"]
+__all__ = ["KEPT", "TYPES", "Note", "plain_value", "restore_types", "with_types"]
+
+TYPES = "lightning_ptdp_types"
+"""Key of the notes of a whole checkpoint, by the keys of its entries."""
+_SHOWN = 5
 
 Note = tuple[Any, ...]
 """Place of a value, which kind of type it had, and what else is needed to make it.
@@ -175,6 +180,29 @@ def restore_types(value: Any, notes: Sequence[Note]) -> tuple[Any, list[Note]]:
         return value
 
     return rebuild(value, ()), missing
+
+
+def with_types(checkpoint: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """Return a checkpoint, or the state of one, with the types of which it holds notes; ``where`` is its path.
+
+    Raises:
+        Misfit: The notes are damaged.
+    """
+    found = {key: value for key, value in checkpoint.items() if key != TYPES}
+    missing: dict[str, list[Note]] = {}
+    for key, notes in checkpoint.get(TYPES, {}).items():
+        if key in found:
+            found[key], unread = restore_types(found[key], notes)
+            missing |= {key: unread} if unread else {}
+    if not missing:
+        return found
+    names = sorted({note[2] for notes in missing.values() for note in notes})
+    warnings.warn(
+        f"{where} holds values of {', '.join(names[:_SHOWN])}, which {'is' if len(names) == 1 else 'are'} not imported here: they are "
+        "read as plain values. Import what defines them before the checkpoint is loaded",
+        stacklevel=3,
+    )
+    return {**found, TYPES: missing}
 
 
 def _is_note(note: object) -> bool:

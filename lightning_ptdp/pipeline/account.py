@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.bulletin import Heard
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.status import RankStatus, duration
+from lightning_ptdp.pipeline.status import CAUSE, RankStatus, duration
 
 __all__ = ["LOST", "Account", "place_of", "summary"]
 
 LOST = "lost another rank"
 _MOST_LINES = 16
+_MOST_CHARACTERS = 4000  # of an error, which every rank publishes
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
@@ -69,7 +70,7 @@ class Account:
                 known = f"for {duration(time.monotonic() - self.heard[rank].at)}: {self.heard[rank].status.place()}"
             text.append(f"No answer from rank {rank}, {known}")
         causes = {rank: heard.status for rank, heard in sorted(self.heard.items()) if _is_cause(heard.status)}
-        text += [f"The cause is on rank {rank}: {causes[rank].failure} ({causes[rank].raised_at})" for rank in list(causes)[:1]]
+        text += [f"{CAUSE} {rank}: {causes[rank].failure} ({causes[rank].raised_at})" for rank in list(causes)[:1]]
         return "\n".join(text)
 
     def lost(self) -> str:
@@ -106,8 +107,7 @@ def summary(error: BaseException) -> str:
     """Return the summary of an error for other ranks. For a lost rank it says no more than that, since the place names the rank."""
     if isinstance(error, PeerError) or is_communication_error(error):
         return LOST
-    first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line[:200]}"
+    return f"{type(error).__name__}: {str(error)[:_MOST_CHARACTERS]}"
 
 
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:

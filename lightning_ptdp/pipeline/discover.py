@@ -33,7 +33,8 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     if not sizes:
         raise ValueError(
             f"no repeated container found in {type(model).__name__}: looked for an nn.ModuleList or nn.Sequential with at least two "
-            "members that have parameters. Name it with PTDPStrategy(plan=ParallelPlan(blocks='model.layers'))"
+            "members that have parameters. Name it with PTDPStrategy(plan=ParallelPlan(blocks='model.layers')); a model without one trains "
+            "with pipeline_parallel_size=1"
         )
     best = max(sizes, key=lambda name: sizes[name])
     beside = [name for name in sizes if name != best and sizes[name] >= _SHARE * sizes[best] and not _is_around(name, best)]
@@ -136,7 +137,7 @@ def _called_at(name: str, order: Sequence[str], *, model: nn.Module, blocks: Seq
             raise ValueError(
                 f"'{container}' looks like the repeated container of {type(model).__name__}, but its forward does not call its "
                 f"{len(layers)} members once each and in order; name the container with "
-                "PTDPStrategy(plan=ParallelPlan(blocks='model.layers'))"
+                "PTDPStrategy(plan=ParallelPlan(blocks='model.layers')), or use pipeline_parallel_size=1"
             )
         spans.append((order.index(layers[0]), order.index(layers[-1])))
     for (first, (_, stop)), (second, (start, _)) in pairwise(zip(blocks, spans, strict=True)):

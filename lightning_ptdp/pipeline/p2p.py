@@ -27,6 +27,7 @@ from lightning_ptdp._torch import all_gather_single
 from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm
 from lightning_ptdp.pipeline.progress import StepObserver
+from lightning_ptdp.pipeline.status import cause_first
 from lightning_ptdp.schedule.actions import Channel, Direction, Schedule, receives_ahead
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -245,8 +246,8 @@ class Transport:
             work.wait()
         except RuntimeError as error:
             place = f"rank {self.mesh.rank} ({self.mesh.where})"
-            text = f"{place} waited in action {what} for rank {peer}, which did not answer: {error}\n{self.explain()}"
-            raise PeerError(text.rstrip()) from error
+            text = f"{place} waited in action {what} for rank {peer}, which did not answer: {error}"
+            raise PeerError(cause_first(text, self.explain())) from error
         self.waiting(what, None)
 
     def flush(self) -> None:

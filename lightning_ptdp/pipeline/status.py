@@ -10,7 +10,10 @@ from typing import Literal
 
 from lightning_ptdp.schedule.actions import Action
 
-__all__ = ["LiveStatus", "RankStatus", "duration"]
+__all__ = ["CAUSE", "LiveStatus", "RankStatus", "cause_first", "duration"]
+
+CAUSE = "The cause is on rank"
+_SHOWN = 200  # characters of an error in the line of its rank
 
 Phase = Literal["in", "waits in", "after", ""]
 
@@ -97,13 +100,19 @@ class RankStatus:
         """
         silence = silence_s or 0.0
         if self.failure:
-            return f"failed {duration(silence)} ago ({self.failure}): {self.place()}"
+            return f"failed {duration(silence)} ago ({self.failure.partition(chr(10))[0][:_SHOWN]}): {self.place()}"
         if self.ended:
             return f"had come to its end {duration(silence)} ago"
         if silence > silent_after_s:
             return f"last heard {duration(silence)} ago: {self.place()}"
         told = " (this rank)" if silence_s is None else f" (told {duration(silence)} ago)"
         return f"{self.place()} since {duration(self.age_s + silence)}{told}"
+
+
+def cause_first(message: str, explained: str) -> str:
+    """Return an error's message and what each rank did, behind the cause on another rank if one is known."""
+    rest, found, cause = explained.rpartition(f"\n{CAUSE} ")
+    return f"{CAUSE} {cause}\n{message}\n{rest}" if found else f"{message}\n{explained}".rstrip()
 
 
 def duration(seconds: float) -> str:

@@ -27,7 +27,7 @@ from lightning_ptdp.pipeline.flight import keep_flight_record
 from lightning_ptdp.pipeline.guard import Guard, Judge, Pulse, Sight, give_up
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.progress import StepObserver
-from lightning_ptdp.pipeline.status import LiveStatus, duration
+from lightning_ptdp.pipeline.status import LiveStatus, cause_first, duration
 from lightning_ptdp.schedule.actions import Action
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -140,7 +140,7 @@ class Watchdog(StepObserver):
             if not is_communication_error(error):
                 raise
             place = progress.status().place()
-            raise PeerError(f"{self._name} lost another rank ({place}): {error}\n{self.explain()}".rstrip()) from error
+            raise PeerError(cause_first(f"{self._name} lost another rank ({place}): {error}", self.explain())) from error
         progress.during, self._action = outer, action
         if action is None:
             progress.set("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,33 @@ def test_what_was_there_stays_whole(tmp_path: Path) -> None:
         write_file({"state_dict": {"a": torch.zeros(2)}, "b": Broken()}, path)
     assert torch.load(path)["state_dict"]["a"].tolist() == [1, 1]
     assert sorted(tmp_path.iterdir()) == [path]
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+class LitTyped(LitNet):
+    def __init__(self, root: Path, mode: Mode, loss: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_types_come_back_without_trust(tmp_path: Path) -> None:
+    saves = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    trainer = make_trainer(ONE, max_epochs=1, **saves)
+    trainer.fit(LitTyped(tmp_path, Mode.FAST), loader())
+    path = trainer.checkpoint_callback.best_model_path
+    assert torch.load(path, weights_only=True)["hyper_parameters"]["mode"] == 1
+    assert dict(LitTyped.load_from_checkpoint(path).hparams) == {"root": tmp_path, "mode": Mode.FAST, "loss": None}
+    make_trainer(ONE, max_epochs=2, **saves).fit(LitTyped(tmp_path, Mode.FAST), loader(), ckpt_path=path)
+
+
+def test_objects_are_lightnings(tmp_path: Path) -> None:
+    trainer = make_trainer(ONE, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(LitTyped(tmp_path, Mode.FAST, torch.nn.L1Loss()), loader())
+    found = LitTyped.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, weights_only=False).hparams
+    assert isinstance(found.loss, torch.nn.L1Loss) and found.root == tmp_path
 
 
 def test_hyperparameters_that_cannot_be_pickled_do_not_cost_the_weights(tmp_path: Path) -> None:

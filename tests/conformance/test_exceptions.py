@@ -52,7 +52,7 @@ def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> A
     return f"{info.typename}: {info.value}", said
 
 
-@pytest.mark.parametrize(("name", "rank"), [("p2", 0), ("p2", 1), ("d2", 1)])
+@pytest.mark.parametrize(("name", "rank"), [("p2", 0), ("p2", 1), ("d2 sharded", 1)])
 def test_what_is_saved_on_an_exception_of_one_rank_is_skipped_with_a_sentence(
     name: str, rank: int, pool: Pool, tmp_path: Path
 ) -> None:
@@ -61,9 +61,15 @@ def test_what_is_saved_on_an_exception_of_one_rank_is_skipped_with_a_sentence(
     assert error == "ZeroDivisionError: the user's own mistake"
     assert "on_exception.ckpt is not saved: the exception did not end all ranks at the same step" in said[0]
     error, _ = outcomes[1 - rank]
-    assert error.startswith("PeerError")
-    assert f"\nThe cause is on rank {rank}: ZeroDivisionError: the user's own mistake (test_exceptions.py, line " in error
+    cause = f"The cause is on rank {rank}: ZeroDivisionError: the user's own mistake (test_exceptions.py, line "
+    assert error.startswith(f"PeerError: {cause}"), "the cause comes first, not what the network said"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_holds_everything_saves_on_an_exception_of_another(pool: Pool, tmp_path: Path) -> None:
+    outcomes = pool.run(interrupted, world_size=2, args=(PLACES["d2"], (1,), str(tmp_path)))
+    assert outcomes[0][0].startswith("PeerError: The cause is on rank 1") and not outcomes[0][1]
+    assert torch.load(tmp_path / "on_exception.ckpt")["global_step"] > 0
 
 
 def interrupted_and_resumed(rank: int, place: Place, folder: str, path: str) -> Any:

@@ -18,7 +18,7 @@ from lightning_ptdp._transformers import is_capture
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.fp8 import check_fp8
 from lightning_ptdp.initial_values.initializers import Initializers, why_without_values
-from lightning_ptdp.models.plans import find_plan
+from lightning_ptdp.models.plans import find_plan, suggested_tensor
 from lightning_ptdp.parallelize import parts_of
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
@@ -59,10 +59,13 @@ def plan_of(module: LightningModule, config: PTDPConfig) -> ParallelPlan:
         plan = find_plan(module)
     plan = plan if plan is not None else ParallelPlan()
     if config.tensor_parallel_size > 1 and not plan.tensor:
+        tensor = suggested_tensor(module) if isinstance(module, nn.Module) else {}
+        lines = "".join(f'    "{name}": "{kind}",\n' for name, kind in tensor.items())
+        example = f"{{\n{lines}}}" if lines else '{"model.blocks.*.mlp.up": "column", ...}'
         raise ValueError(
             f"tensor_parallel_size={config.tensor_parallel_size}, but nothing says which modules to shard: give "
-            'PTDPStrategy(plan=ParallelPlan(tensor={"model.blocks.*.mlp.up": "column", ...})), define configure_parallel() on the '
-            "LightningModule, or use tensor_parallel_size=1"
+            f"PTDPStrategy(plan=ParallelPlan(tensor={example})), define configure_parallel() on the LightningModule, or use "
+            f"tensor_parallel_size=1{'. The form of the modules suggests these lines: check them against the forward' if lines else ''}"
         )
     return plan
 

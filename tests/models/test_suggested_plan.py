@@ -1,0 +1,128 @@
+"""A model of which nothing is known is told the lines of a plan that its form suggests, and trains by them."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp import ParallelPlan, PTDPStrategy
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models.plans import suggested_tensor
+from lightning_ptdp.strategy.checks import plan_of
+from tests.pool import Pool
+
+WIDTH = 8
+
+
+class VisionBlock(nn.Module):
+    """As in torchvision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.self_attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, WIDTH), nn.Dropout(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln_1(x)
+        y, _ = self.self_attention(y, y, y, need_weights=False)
+        x = x + y
+        return x + self.mlp(self.ln_2(x))
+
+
+class ResidualBlock(nn.Module):
+    """As in open_clip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 2)
+        self.mlp = nn.Sequential(
+            OrderedDict([("c_fc", nn.Linear(WIDTH, 16)), ("gelu", nn.GELU()), ("c_proj", nn.Linear(16, WIDTH))])
+        )
+
+
+class GatedBlock(nn.Module):
+    """As in litgpt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(WIDTH, 3 * WIDTH), "proj": nn.Linear(WIDTH, WIDTH)})
+        self.mlp = nn.ModuleDict({"fc_1": nn.Linear(WIDTH, 16), "fc_2": nn.Linear(WIDTH, 16), "proj": nn.Linear(16, WIDTH)})
+
+
+def nested() -> nn.Module:
+    """As in x-transformers: a list of norms, a layer and a residual, whose feed-forward parts are sequences in sequences."""
+    part = nn.Module()
+    part.ff = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU()), nn.Dropout(0.0), nn.Linear(16, WIDTH))
+    return nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH)]), part, nn.Identity()])
+
+
+def model(block: Any) -> nn.Module:
+    whole = nn.Module()
+    whole.encoder = nn.Module()
+    whole.encoder.layers = nn.Sequential(OrderedDict((f"layer_{index}", block()) for index in range(2)))
+    whole.head = nn.Linear(WIDTH, 3)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (VisionBlock, {"self_attention": "attention", "mlp.0": "column", "mlp.3": "row"}),
+        (ResidualBlock, {"attn": "attention", "mlp.c_fc": "column", "mlp.c_proj": "row"}),
+        (GatedBlock, {"mlp.fc_1": "column", "mlp.fc_2": "column", "mlp.proj": "row"}),
+        (nested, {"*.ff.*.0": "column", "*.ff.2": "row"}),
+    ],
+)
+def test_parts_are_told_by_their_form(block: Any, expected: dict[str, str]) -> None:
+    found = suggested_tensor(model(block))
+    assert found == {f"encoder.layers.*.{name}": kind for name, kind in expected.items()}
+    assert ParallelPlan(tensor=found).resolve(model(block))
+
+
+def test_what_is_no_feed_forward_part_is_left_out() -> None:
+    def normalized() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, WIDTH))
+
+    assert suggested_tensor(model(normalized)) == {}
+    assert suggested_tensor(model(lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH)))) == {}
+
+
+class LitVision(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(VisionBlock() for _ in range(2)), nn.Linear(WIDTH, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(rank: int, degree: int, plan: ParallelPlan | None) -> float:
+    L.seed_everything(1, verbose=False)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 5, WIDTH, generator=torch.Generator().manual_seed(2)))
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(tensor_parallel_size=degree, plan=plan), accelerator="cpu", devices=degree, max_steps=4, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(LitVision(), torch.utils.data.DataLoader(data, batch_size=4))
+    return float(trainer.callback_metrics["loss"])
+
+
+def test_the_lines_of_the_message_train_like_one_process(pool: Pool) -> None:
+    with pytest.raises(ValueError, match="suggests these lines: check them") as told:
+        plan_of(LitVision(), PTDPConfig(tensor_parallel_size=2))
+    found = re.search(r"ParallelPlan\(tensor=\{.*?\}\)", str(told.value), re.DOTALL)
+    assert found is not None
+    plan: ParallelPlan = eval(found[0], {"ParallelPlan": ParallelPlan})
+    assert fit(0, 1, None) == pytest.approx(pool.run(fit, world_size=2, args=(2, plan))[0], rel=1e-5)
