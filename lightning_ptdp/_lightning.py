@@ -72,6 +72,12 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "ParallelStrategy": "{core}.strategies:ParallelStrategy",
     "LightningModule": "{core}:LightningModule",
     "Callback": "{core}:Callback",
+    "Trainer": "{core}:Trainer",
+    "DummyLogger": "{core}.loggers.logger:DummyLogger",
+    "Writers": tuple(
+        f"{{core}}.callbacks:{name}"
+        for name in ("Checkpoint", "ProgressBar", "ModelSummary", "BasePredictionWriter", "DeviceStatsMonitor", "ThroughputMonitor")
+    ),
     "MisconfigurationException": "{core}.utilities.exceptions:MisconfigurationException",
     "rank_zero_only": "{core}.utilities.rank_zero:rank_zero_only",
     "fabric_rank_zero_only": "{fabric}.utilities.rank_zero:rank_zero_only",

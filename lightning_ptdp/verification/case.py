@@ -1,0 +1,117 @@
+"""One training of a verification: a layout, and what is changed in it to find a cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.world.layout import ParallelLayout
+
+__all__ = ["Case", "smaller_layouts"]
+
+_AXES: Mapping[str, tuple[str, ...]] = {
+    "t": ("tensor_parallel_size", "sequence_parallel", "tensor_overlap", "distribute_saved_activations"),
+    "p": (
+        "pipeline_parallel_size",
+        "virtual_pipeline_size",
+        "schedule",
+        "partition",
+        "microbatch_group_size",
+        "scatter_gather",
+        "channel_ctas",
+    ),
+    "c": ("context_parallel_size", "context_parallel_attention"),
+    "e": ("expert_parallel_size", "expert_tensor_parallel_size"),
+    "d": (
+        "shard_optimizer",
+        "reduce_dtype",
+        "data_parallel_replicas",
+        "inter_node_reduce_dtype",
+        "overlap_parameter_gather",
+        "bucket_mb",
+    ),
+    "m": ("num_microbatches", "micro_batch_size"),
+    "": ("recompute", "recompute_layers", "compile", "compile_options"),
+}
+"""Options by the axis that they belong to; all others hold in one process too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training.
+
+    Attributes:
+        name: In the report.
+        config: The strategy's options.
+        devices: Number of processes.
+        precision: The Trainer's.
+        reads: "loader" (the user's), "replicas" (what each replica of the first training read) or "joined".
+        accumulates: Replicas whose batches one process accumulates over, because they cannot be joined.
+        frozen: Whether random numbers are replaced by constants.
+        statistics: Whether BatchNorm uses its running statistics.
+        blocks: Number of blocks that are kept of each repeated container; None: all.
+    """
+
+    name: str
+    config: PTDPConfig
+    devices: int
+    precision: Any = None
+    reads: str = "loader"
+    accumulates: int = 1
+    frozen: bool = False
+    statistics: bool = False
+    blocks: int | None = None
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The degrees on the devices."""
+        return self.config.layout(self.devices)
+
+    def one_process(self, *, accumulates: int) -> Case:
+        """Return the same training without parallelism."""
+        return replace(self._only("", 1), name="one process", accumulates=accumulates)
+
+    def _only(self, letters: str, devices: int, *, microbatches: int | None = None) -> Case:
+        defaults = {each.name: each.default for each in fields(PTDPConfig)}
+        dropped = [name for letter, names in _AXES.items() if letter not in letters or not letter for name in names]
+        options = {name: defaults[name] for name in dropped}
+        if microbatches is not None:
+            options |= {"num_microbatches": microbatches, "micro_batch_size": None}
+        return replace(self, config=replace(self.config, **options), devices=devices, reads="joined")
+
+
+def smaller_layouts(case: Case, *, microbatches: int, accumulates: int) -> Iterator[tuple[str, Case]]:
+    """Yield (axes, training) with one axis of the layout at a time.
+
+    Args:
+        case: The whole layout.
+        microbatches: Of one step of a replica.
+        accumulates: As in ``Case``; else the batches of all replicas are joined and have the microbatches of all.
+    """
+    layout = case.layout
+    replicas = layout.num_replicas
+    count = microbatches * (1 if accumulates > 1 else replicas)
+    found: list[tuple[str, int, int | None]] = []
+    if microbatches > 1 or replicas > 1:
+        found.append(("m", 1, max(count, 2)))
+    if layout.tensor_parallel_size > 1:
+        found.append(("t", layout.tensor_parallel_size, None))
+    if layout.pipeline_parallel_size > 1:
+        found.append(("p", layout.pipeline_parallel_size, count))
+    if layout.context_parallel_size > 1:
+        found.append(("c", layout.context_parallel_size, None))
+    if replicas > 1:
+        found.append(("de" if layout.size("expert") > 1 else "d", replicas, None))
+    for letters, devices, number in found:
+        splits = "d" in letters
+        yield (
+            letters,
+            replace(
+                case._only(letters, devices, microbatches=number),
+                name=f"{letters} alone",
+                reads="replicas" if splits else "joined",
+                accumulates=1 if splits else accumulates,
+            ),
+        )
