@@ -41,6 +41,7 @@ __all__ = [
     "replace_once",
     "requeue_handler",
     "replace_signal_handlers",
+    "trainer_options",
 ]
 
 REPLACED = "_replaced_by_lightning_ptdp"
@@ -76,7 +77,14 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "DummyLogger": "{core}.loggers.logger:DummyLogger",
     "Writers": tuple(
         f"{{core}}.callbacks:{name}"
-        for name in ("Checkpoint", "ProgressBar", "ModelSummary", "BasePredictionWriter", "DeviceStatsMonitor", "ThroughputMonitor")
+        for name in (
+            "Checkpoint",
+            "ProgressBar",
+            "ModelSummary",
+            "BasePredictionWriter",
+            "DeviceStatsMonitor",
+            "ThroughputMonitor",
+        )
     ),
     "MisconfigurationException": "{core}.utilities.exceptions:MisconfigurationException",
     "rank_zero_only": "{core}.utilities.rank_zero:rank_zero_only",
@@ -174,6 +182,20 @@ def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ra
             for throughput in monitor._throughputs.values():
                 throughput.world_size = replicas
                 throughput.available_flops = monitor.available_flops and monitor.available_flops * ranks
+
+
+def trainer_options(trainer: Trainer) -> dict[str, object]:
+    """Return the arguments that make another Trainer whose steps are those of ``trainer``."""
+    strategy = trainer.strategy
+    names = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps", "max_epochs")
+    return {
+        **{name: getattr(trainer, name) for name in names},
+        "accelerator": "cpu" if strategy.root_device.type == "cpu" else "gpu",
+        "devices": strategy.num_processes,
+        "callbacks": [*trainer.callbacks],
+        "use_distributed_sampler": trainer._accelerator_connector.use_distributed_sampler,
+        "sync_batchnorm": layer_sync(strategy) is not None,
+    }
 
 
 def is_compiled(module: object) -> bool:

@@ -28,12 +28,13 @@ from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["FiniteAction", "GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod"]
+__all__ = ["FiniteAction", "GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod", "Verification"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientDtype = Literal["float32", "parameter"]
 FiniteAction = Literal["raise", "skip"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
+Verification = Literal["first_step"]
 _MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9, "channel_ctas": 32}
 """A TiB; thirty years, which clocks and sockets still take; and what every NCCL takes."""
 
@@ -106,6 +107,7 @@ class PTDPConfig:
         process_group_backend: "nccl" or "gloo"; default by device.
         on_damage: When the checkpoint to continue from is damaged: "previous" (the newest whole one before it in its folder, with a
             warning) or "refuse".
+        verify: "first_step": before training, compare the first step with one process, and end with the reason if they differ.
         async_save: Training waits only until a checkpoint's tensors are copied to host memory; they are written in the background.
 
     The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.
@@ -156,6 +158,7 @@ class PTDPConfig:
     process_group_backend: str | None = None
     on_damage: OnDamage = "previous"
     async_save: bool = False
+    verify: Verification | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

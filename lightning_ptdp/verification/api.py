@@ -15,7 +15,7 @@ from lightning_ptdp.nested import batch_size
 from lightning_ptdp.verification.batches import Captured
 from lightning_ptdp.verification.case import Case, smaller_layouts
 from lightning_ptdp.verification.causes import Evidence, find_causes
-from lightning_ptdp.verification.compare import Difference, Tolerance, compare
+from lightning_ptdp.verification.compare import Difference, compare
 from lightning_ptdp.verification.errors import VerificationError
 from lightning_ptdp.verification.memory import blocks_that_fit
 from lightning_ptdp.verification.record import Record
@@ -82,7 +82,9 @@ def verify(
 def _whole_case(subject: Subject, blocks: int | None) -> Case:
     config, devices = subject.strategy.config, subject.trainer.get("devices")
     if subject.trainer.get("num_nodes", 1) != 1:
-        raise ValueError(f"num_nodes={subject.trainer['num_nodes']}: verify starts processes on this machine only; use num_nodes=1")
+        raise ValueError(
+            f"num_nodes={subject.trainer['num_nodes']}: verify starts processes on this machine only; use num_nodes=1"
+        )
     if torch.cuda.is_initialized():
         raise ValueError("verify forks processes, which cannot use CUDA once this one has: call it before anything uses the GPU")
     if devices is None:
@@ -90,7 +92,7 @@ def _whole_case(subject: Subject, blocks: int | None) -> Case:
         devices = config.tensor_parallel_size * config.pipeline_parallel_size * read
     if not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices={devices!r} must be a number of processes")
-    dropped = {"compile": "none", "compile_options": None, "async_save": False}
+    dropped = {"compile": "none", "compile_options": None, "async_save": False, "verify": None}
     case = Case(name="the layout", config=replace(config, keyed_dropout=True, **dropped), devices=devices, blocks=blocks)
     _ = case.layout  # raises if the degrees do not fit
     return case
@@ -162,7 +164,9 @@ class _Verification:
         except Exception as error:
             if "KeyedDropoutError" not in f"{type(error).__name__} {error}":
                 raise
-            self.notes.append("dropout is switched off: keyed_dropout, which drops the same elements in every layout, cannot be used")
+            self.notes.append(
+                "dropout is switched off: keyed_dropout, which drops the same elements in every layout, cannot be used"
+            )
             self.case = replace(self.case, config=replace(self.case.config, keyed_dropout=False), frozen=True)
             ranks = self._train(self.case)
         found = {rank.replica: rank.batches for rank in reversed(ranks)}
@@ -180,7 +184,7 @@ class _Verification:
 
     def _against_one_process(self, case: Case, ranks: list[Record]) -> _Trained:
         (alone,) = self._train(case.one_process(accumulates=self.accumulates))
-        return _Trained(case, ranks, alone, compare(ranks, alone, Tolerance.of(_eps(alone))))
+        return _Trained(case, ranks, alone, compare(ranks, alone, _eps(alone)))
 
     def _in_double(self, trained: _Trained) -> _Trained:
         """Repeat in float64 what could be rounding, or could hide behind it."""
@@ -199,8 +203,8 @@ class _Verification:
         if double.first is not None:
             self.notes.append("compared in float64")
             return double
-        noise = compare([double.alone], trained.alone, Tolerance.of(eps))
-        compared = compare(trained.ranks, trained.alone, Tolerance.of(eps), noise)
+        noise = compare([double.alone], trained.alone, eps)
+        compared = compare(trained.ranks, trained.alone, eps, noise)
         self.notes.append("equal in float64; in the asked precision the rounding of one process is allowed for")
         return replace(trained, compared=compared)
 
@@ -209,7 +213,7 @@ class _Verification:
     def _explain(self, trained: _Trained) -> tuple[Sequence[tuple[str, str]], Sequence[Any]]:
         assert trained.first is not None
         (again,) = self._train(trained.case.one_process(accumulates=self.accumulates))
-        repeats = not any(one.differs for one in compare([again], trained.alone, Tolerance.of(_eps(again))))
+        repeats = not any(one.differs for one in compare([again], trained.alone, _eps(again)))
         axes: list[tuple[str, str]] = []
         smaller: dict[str, Case] = {}
         first_of: dict[str, Difference] = {}
@@ -220,7 +224,7 @@ class _Verification:
             except (VerificationError, ValueError) as error:
                 axes.append((letters, f"cannot be tried: {str(error).splitlines()[0]}"))
                 continue
-            compared = compare(ranks, trained.alone, Tolerance.of(_eps(trained.alone)))
+            compared = compare(ranks, trained.alone, _eps(trained.alone))
             found = next((one for one in compared if one.differs), None)
             axes.append((letters, "equal" if found is None else f"DIFFERENT, {found}"))
             if found is not None:
@@ -229,7 +233,7 @@ class _Verification:
         def equal_without(what: str) -> bool:
             case = replace(smaller[next(iter(first_of))], **{what: True})
             alone = replace(trained.case, **{what: True}).one_process(accumulates=self.accumulates)
-            found = compare(self._train(case), self._train(alone)[0], Tolerance.of(_eps(trained.alone)))
+            found = compare(self._train(case), self._train(alone)[0], _eps(trained.alone))
             return not any(one.differs for one in found)
 
         evidence = Evidence(
@@ -260,5 +264,3 @@ def _eps(record: Record) -> float:
     """Return the machine epsilon of the widest rounding among the weights and the arithmetic."""
     dtypes = {part.dtype for held in record.start.weights.values() for _, part in held if part.is_floating_point()}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
-
-

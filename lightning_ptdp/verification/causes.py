@@ -105,9 +105,7 @@ def _of_axes(evidence: Evidence) -> Iterator[Cause]:
             "labels in the dataset",
         )
     if not batch_axes and seen.random:
-        yield Cause(
-            name="random numbers", text=f"random numbers are drawn{_places(seen.random)}, and do not belong to a sample"
-        )
+        yield Cause(name="random numbers", text=f"random numbers are drawn{_places(seen.random)}, and do not belong to a sample")
     if not batch_axes and seen.written and evidence.first.step > 0:
         yield _hidden_state(seen.written)
 
@@ -180,7 +178,7 @@ def _parts(tensor: Tensor, count: int) -> Sequence[Tensor]:
 
 def _ratio(difference: Difference) -> float:
     """Return what one process has, divided by what the layout has."""
-    found, _, expected = difference.text.partition(" instead of ")
+    found, _, expected = difference.text.removeprefix("is ").partition(" instead of ")
     return float(expected) / (float(found) or math.nan)
 
 

@@ -48,7 +48,7 @@ class Record:
 
     Attributes:
         rank: Global rank.
-        place: Its coordinates, in words.
+        place: Rank and coordinates, in words.
         replica: Which replica it belongs to.
         peers: Equal for ranks that read the same batches.
         options: Parameter -> options of its group in the optimizer.
@@ -96,7 +96,8 @@ class Recorder:
         strategy = trainer.strategy
         at = strategy.layout.coordinates(strategy.global_rank)
         self.record.rank, self.record.replica = strategy.global_rank, strategy.layout.replica(strategy.global_rank)
-        self.record.place = ", ".join(f"{name} {index}" for name, index in at.items() if strategy.layout.size(name) > 1)
+        places = ", ".join(f"{name} {index}" for name, index in at.items() if strategy.layout.size(name) > 1)
+        self.record.place = f"rank {self.record.rank}" + (f" ({places})" if places else "")
         self.record.peers = f"{self.record.replica} {at['context']}"
         _before(strategy, "batch_to_device", functools.partial(self._capture, trainer))
         clip = module.configure_gradient_clipping
@@ -192,7 +193,10 @@ def _optimized(strategy: Any) -> Sequence[tuple[dict[str, Any], str, tuple[Tenso
     names, placed = strategy._optimizer_records()
     groups = [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
     return [
-        (group, names[tensor], (tensor, placed[names[tensor]])) for group in groups for tensor in group["params"] if tensor in names
+        (group, names[tensor], (tensor, placed[names[tensor]]))
+        for group in groups
+        for tensor in group["params"]
+        if tensor in names
     ]
 
 

@@ -17,8 +17,7 @@ from lightning_ptdp.pipeline.containers import as_names
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.verification.batches import Captured, Replay
 from lightning_ptdp.verification.case import Case
-from lightning_ptdp.verification.errors import VerificationError
-from lightning_ptdp.verification.processes import run_apart
+from lightning_ptdp.verification.processes import run_ranks
 from lightning_ptdp.verification.record import Record, Recorder, make_logger
 from lightning_ptdp.verification.watch import StepWatch
 
@@ -105,16 +104,8 @@ class Subject:
         """
         folder = self.folder / f"{len(list(self.folder.iterdir()))}"
         folder.mkdir()
-        try:
-            run_apart(
-                partial(self._train_here, case, replicas, folder), name=case.name, log=folder / "log.txt", limit_s=self.limit_s
-            )
-        except Exception as error:
-            if getattr(error, "msg", None) is None:
-                raise
-            # torch's launcher: the traceback of the rank that failed first
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raise VerificationError(f"{case.name} failed: {lines[-1]}\n{error}") from None
+        train = partial(self._train_here, case, replicas, folder)
+        run_ranks(train, case.devices, name=case.name, log=folder / "log.txt", limit_s=self.limit_s)
         ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(case.devices)]
         for file in folder.glob("*.pt"):
             file.unlink()
@@ -135,7 +126,11 @@ class Subject:
         if case.statistics:
             recorder.on_train_batch_start = partial(_use_statistics, module)
         trainer = names.Trainer(**self._options(case, recorder, names))
-        data = {"train_dataloaders": self.train_dataloaders, "val_dataloaders": self.val_dataloaders, "datamodule": self.datamodule}
+        data = {
+            "train_dataloaders": self.train_dataloaders,
+            "val_dataloaders": self.val_dataloaders,
+            "datamodule": self.datamodule,
+        }
         if case.reads != "loader":
             data = self._replayed(trainer, replicas)
         trainer.fit(module, **{name: value for name, value in data.items() if value is not None})
@@ -145,7 +140,7 @@ class Subject:
         callbacks = self.trainer.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
         kept = [one for one in callbacks if not isinstance(one, names.Writers) and type(one).__name__ not in _WRITERS]
-        options = {each.name: getattr(case.config, each.name) for each in fields(case.config)} | {"start_method": "fork"}
+        options = {each.name: getattr(case.config, each.name) for each in fields(case.config)} | {"start_method": "popen"}
         endless = {} if given.get("max_steps") or given.get("max_epochs") else {"max_epochs": -1}
         return {
             **given,

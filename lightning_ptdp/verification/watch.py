@@ -25,11 +25,10 @@ from lightning_ptdp.nested import Nested, iterate_tensors
 __all__ = ["Seen", "StepWatch", "digest"]
 
 _RANDOM = frozenset(
-    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson uniform_ normal_ bernoulli_ "
-    "random_ exponential_ geometric_ cauchy_ log_normal_".split()
+    ["rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial", "poisson", "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"]
 )
-_NORMAL = frozenset("randn randn_like normal normal_".split())
-_DROPOUT = frozenset("dropout alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout rrelu".split())
+_NORMAL = frozenset(["randn", "randn_like", "normal", "normal_"])
+_DROPOUT = frozenset(["dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "rrelu"])
 _SKIPPED = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 _LARGEST = 2**22
 """Elements of an attribute that is compared before and after a step."""
@@ -119,7 +118,9 @@ def digest(value: Nested) -> str:
     """Return a checksum of the tensors of a batch."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in iterate_tensors(value):
-        found.update(str(tensor.shape).encode() + tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            str(tensor.shape).encode() + tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()
 
 
