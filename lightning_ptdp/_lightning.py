@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -184,7 +184,7 @@ def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ra
                 throughput.available_flops = monitor.available_flops and monitor.available_flops * ranks
 
 
-def trainer_options(trainer: Trainer) -> dict[str, object]:
+def trainer_options(trainer: Trainer) -> dict[str, Any]:
     """Return the arguments that make another Trainer whose steps are those of ``trainer``."""
     strategy = trainer.strategy
     names = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps", "max_epochs")

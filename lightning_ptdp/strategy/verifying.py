@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -46,7 +47,8 @@ def verify_first_step(strategy: RunningStrategy, trainer: Trainer, arguments: Se
     environment = strategy.cluster_environment
     if environment is not None and strategy.num_processes > 1 and environment.creates_processes_externally:
         return  # started by rank 0, which has verified
-    _, train, validation, datamodule, *_ = [*arguments, None, None, None]
+    given: list[Any] = [*arguments, None, None, None]
+    _, train, validation, datamodule = given[:4]
     report = verify(
         strategy.lightning_module,
         datamodule,

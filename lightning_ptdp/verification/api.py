@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ from lightning_ptdp.verification.batches import Captured
 from lightning_ptdp.verification.case import Case, smaller_layouts
 from lightning_ptdp.verification.causes import Evidence, find_causes
 from lightning_ptdp.verification.compare import Difference, compare
-from lightning_ptdp.verification.errors import VerificationError
 from lightning_ptdp.verification.memory import blocks_that_fit
 from lightning_ptdp.verification.record import Record
-from lightning_ptdp.verification.report import Report
+from lightning_ptdp.verification.report import Cause, Report
 from lightning_ptdp.verification.training import Subject
 
 __all__ = ["verify"]
 
-_DOUBLE = "64-true"
+_DOUBLE_EPS, _HALF_EPS = 1e-10, 1e-4
+"""Machine epsilons between those of the dtypes."""
 _FAR = 1e3
 """A difference of so many tolerances is no rounding."""
 
@@ -100,7 +100,7 @@ def _whole_case(subject: Subject, blocks: int | None) -> Case:
 
 @dataclass
 class _Trained:
-    """A layout and one process that read the same."""
+    """A layout, and one process that read the same."""
 
     case: Case
     ranks: list[Record]
@@ -108,8 +108,8 @@ class _Trained:
     compared: list[Difference]
 
     @property
-    def first(self) -> Difference | None:
-        return next((one for one in self.compared if one.differs), None)
+    def differences(self) -> list[Difference]:
+        return [one for one in self.compared if one.differs]
 
 
 @dataclass
@@ -123,134 +123,128 @@ class _Verification:
 
     def report(self) -> Report:
         self._fit_into_memory()
-        first = self._train_from_loader()
-        draws = any(rank.seen.random for rank in first)
-        case = replace(self.case, reads="replicas", frozen=draws or not self.case.config.keyed_dropout)
-        disagreeing = [rank.seen.draws for rank in first]
-        if case.frozen and not self.case.frozen:
-            places = sorted({place for rank in first for place in rank.seen.random})
+        ranks = self._train_from_loader()
+        places = sorted({place for rank in ranks for place in rank.seen.random})
+        self.case = replace(self.case, reads="replicas", frozen=bool(places) or self.case.frozen)
+        if places:
             self.notes.append(f"random numbers are replaced by constants, equal for all samples ({', '.join(places[:3])})")
-            first = self._train(case)
-            for rank, draws_of_rank in zip(first, disagreeing, strict=True):
-                rank.seen.draws = draws_of_rank  # those of the training with random numbers
-        self.case = case
-        trained = self._against_one_process(case, first)
-        trained = self._in_double(trained)
-        axes, causes = (), ()
-        if trained.first is not None:
-            axes, causes = self._explain(trained)
-        return Report(
-            layout=case.layout.describe(),
-            steps=len(trained.alone.steps),
-            compared=trained.compared,
-            axes=axes,
-            causes=causes,
-            notes=self.notes,
-        )
+            drawn = [rank.seen.draws for rank in ranks]
+            ranks = self._train(self.case)
+            for rank, draws in zip(ranks, drawn, strict=True):
+                rank.seen.draws = draws
+        trained = self._in_double(self._against_one_process(self.case, ranks))
+        axes, causes = self._explain(trained) if trained.differences else ([], [])
+        layout, steps = self.case.layout.describe(), len(trained.alone.steps)
+        return Report(layout=layout, steps=steps, compared=trained.compared, axes=axes, causes=causes, notes=self.notes)
 
     # ---- trainings ----------------------------------------------------------------------------------------------------
 
     def _fit_into_memory(self) -> None:
-        if self.case.blocks is None:
-            blocks = blocks_that_fit(self.subject, self.case)
-            self.case = replace(self.case, blocks=blocks)
-        if self.case.blocks is not None:
-            self.notes.append(f"the model has {self.case.blocks} blocks of each repeated container here")
-            self.case = replace(self.case, config=replace(self.case.config, partition=None))
+        blocks = self.case.blocks or blocks_that_fit(self.subject, self.case)
+        if blocks is not None:
+            self.notes.append(f"the model has {blocks} blocks of each repeated container here")
+            self.case = replace(self.case, blocks=blocks, config=replace(self.case.config, partition=None))
 
     def _train_from_loader(self) -> list[Record]:
         try:
             ranks = self._train(self.case)
-        except Exception as error:
-            if "KeyedDropoutError" not in f"{type(error).__name__} {error}":
+        except ValueError as error:
+            if type(error).__name__ != "KeyedDropoutError":
                 raise
             self.notes.append(
-                "dropout is switched off: keyed_dropout, which drops the same elements in every layout, cannot be used"
+                "dropout is switched off, because keyed_dropout, which drops the same in every layout, cannot be used"
             )
             self.case = replace(self.case, config=replace(self.case.config, keyed_dropout=False), frozen=True)
             ranks = self._train(self.case)
         found = {rank.replica: rank.batches for rank in reversed(ranks)}
-        self.replicas = [found[replica] for replica in sorted(found) if found[replica] is not None]  # type: ignore[misc]
+        self.replicas = [batches for _, batches in sorted(found.items()) if batches is not None]
         try:
             self.batches = [Captured.joined(self.replicas)]
         except ValueError as error:
-            self.accumulates = len(self.replicas)
-            self.batches = [Captured.in_turn(self.replicas)]
+            self.accumulates, self.batches = len(self.replicas), [Captured.in_turn(self.replicas)]
             self.notes.append(f"one process accumulates over the replicas' batches: {error}")
         return ranks
 
     def _train(self, case: Case) -> list[Record]:
         return self.subject.train(case, self.replicas if case.reads == "replicas" else self.batches)
 
+    def _one_process(self, case: Case) -> Record:
+        return self._train(case.one_process(accumulates=self.accumulates))[0]
+
     def _against_one_process(self, case: Case, ranks: list[Record]) -> _Trained:
-        (alone,) = self._train(case.one_process(accumulates=self.accumulates))
+        alone = self._one_process(case)
         return _Trained(case, ranks, alone, compare(ranks, alone, _eps(alone)))
 
     def _in_double(self, trained: _Trained) -> _Trained:
         """Repeat in float64 what could be rounding, or could hide behind it."""
-        eps = _eps(trained.alone)
-        half = eps > 1e-4
-        differing = [one for one in trained.compared if one.differs]
-        near = all(one.error <= _FAR * one.tolerance for one in differing)
-        if eps < 1e-10 or not (half or (differing and near)):
+        eps, differences = _eps(trained.alone), trained.differences
+        near = bool(differences) and all(one.error <= _FAR * one.tolerance for one in differences)
+        if eps < _DOUBLE_EPS or not (near or eps > _HALF_EPS):
             return trained
-        case = replace(trained.case, precision=_DOUBLE)
+        case = replace(trained.case, precision="64-true")
         try:
             double = self._against_one_process(case, self._train(case))
-        except (VerificationError, ValueError) as error:
-            self.notes.append(f"float64 was not possible ({str(error).splitlines()[0]}); tolerances are those of {eps:.0e}")
+        except (RuntimeError, TypeError, ValueError) as error:
+            self.notes.append(
+                f"float64 was not possible ({str(error).partition(chr(10))[0]}): errors up to the tolerances may be hidden"
+            )
             return trained
-        if double.first is not None:
+        if double.differences:
             self.notes.append("compared in float64")
             return double
+        self.notes.append("equal in float64; in the precision that was asked for, the rounding of one process is allowed")
         noise = compare([double.alone], trained.alone, eps)
-        compared = compare(trained.ranks, trained.alone, eps, noise)
-        self.notes.append("equal in float64; in the asked precision the rounding of one process is allowed for")
-        return replace(trained, compared=compared)
+        return replace(trained, compared=compare(trained.ranks, trained.alone, eps, noise))
 
     # ---- reasons ------------------------------------------------------------------------------------------------------
 
-    def _explain(self, trained: _Trained) -> tuple[Sequence[tuple[str, str]], Sequence[Any]]:
-        assert trained.first is not None
-        (again,) = self._train(trained.case.one_process(accumulates=self.accumulates))
-        repeats = not any(one.differs for one in compare([again], trained.alone, _eps(again)))
+    def _explain(self, trained: _Trained) -> tuple[list[tuple[str, str]], list[Cause]]:
+        alone, eps, first = trained.alone, _eps(trained.alone), trained.differences[0]
+        repeats = not any(one.differs for one in compare([self._one_process(trained.case)], alone, eps))
         axes: list[tuple[str, str]] = []
-        smaller: dict[str, Case] = {}
-        first_of: dict[str, Difference] = {}
-        for letters, case in self._smaller(trained.case) if repeats else ():
-            smaller[letters] = case
+        differing: dict[str, tuple[Case, Difference]] = {}
+        losses: list[float] = []
+        count = self._microbatches()
+        smaller = smaller_layouts(trained.case, microbatches=count, accumulates=self.accumulates) if repeats else ()
+        for letters, case in smaller:
             try:
                 ranks = self._train(case)
-            except (VerificationError, ValueError) as error:
-                axes.append((letters, f"cannot be tried: {str(error).splitlines()[0]}"))
+            except (RuntimeError, ValueError) as error:
+                axes.append((letters, f"cannot be tried: {str(error).partition(chr(10))[0]}"))
                 continue
-            compared = compare(ranks, trained.alone, _eps(trained.alone))
-            found = next((one for one in compared if one.differs), None)
-            axes.append((letters, "equal" if found is None else f"DIFFERENT, {found}"))
+            if letters == "m":
+                losses = ranks[0].steps[0].microbatches
+            found = next((one for one in compare(ranks, alone, eps) if one.differs), None)
+            axes.append((letters, f"DIFFERENT, {found}" if found else "equal"))
             if found is not None:
-                first_of[letters] = found
+                differing[letters] = case, found
+        if first.kind == "loss" and first.step == 0 and "m" not in differing:
+            self._name_microbatch(trained.ranks, losses, count)
 
-        def equal_without(what: str) -> bool:
-            case = replace(smaller[next(iter(first_of))], **{what: True})
-            alone = replace(trained.case, **{what: True}).one_process(accumulates=self.accumulates)
-            found = compare(self._train(case), self._train(alone)[0], _eps(trained.alone))
-            return not any(one.differs for one in found)
+        def equal_with_statistics() -> bool:
+            cases = [replace(case, statistics=True) for case in (next(iter(differing.values()))[0], trained.case)]
+            return not any(one.differs for one in compare(self._train(cases[0]), self._one_process(cases[1]), eps))
 
         evidence = Evidence(
-            first=trained.first,
-            layout=trained.ranks,
-            alone=trained.alone,
-            differing=list(first_of),
-            first_of=first_of,
-            parts=self._microbatches() * len(self.replicas),
+            first=first,
+            alone=alone,
+            first_of={letters: found for letters, (_, found) in differing.items()},
+            losses=losses,
             batches=self.batches[0],
             repeats=repeats,
-            equal_without=equal_without,
+            equal_with_statistics=equal_with_statistics,
         )
         return axes, find_causes(evidence)
 
-    def _smaller(self, case: Case) -> Iterator[tuple[str, Case]]:
-        return smaller_layouts(case, microbatches=self._microbatches(), accumulates=self.accumulates)
+    def _name_microbatch(self, ranks: Sequence[Record], losses: Sequence[float], count: int) -> None:
+        for rank in ranks:
+            expected = losses[rank.replica * count :]
+            for index, (loss, other) in enumerate(zip(rank.steps[0].microbatches, expected, strict=False)):
+                if not math.isclose(loss, other, rel_tol=1e-4):
+                    self.notes.append(
+                        f"microbatch {index} on {rank.place} is the first that differs: {loss:.6g} instead of {other:.6g}"
+                    )
+                    return
 
     def _microbatches(self) -> int:
         config = self.case.config

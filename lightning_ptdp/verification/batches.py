@@ -91,33 +91,28 @@ def join(parts: Sequence[Nested]) -> Nested:
 
 
 def _join(parts: Sequence[Any], sizes: Sequence[int]) -> Nested:
-    first = parts[0]
+    first, kind = parts[0], type(parts[0])
     if isinstance(first, Tensor):
-        if [part.shape[:1] for part in parts] == [(size,) for size in sizes]:
-            return _joined_tensor(parts)
+        if len({part.shape[1:] for part in parts}) == 1 and [part.shape[:1] for part in parts] == [(size,) for size in sizes]:
+            return torch.cat(list(parts))
         if all(torch.equal(first, part) for part in parts):
             return first
     elif isinstance(first, Mapping) and all(part.keys() == first.keys() for part in parts):
-        items = {key: _join([part[key] for part in parts], sizes) for key in first}
-        return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
+        named = {key: _join([part[key] for part in parts], sizes) for key in first}
+        return named if kind is dict else kind(named)
     elif isinstance(first, (list, tuple)):
         if [len(part) for part in parts] == list(sizes) and not any(isinstance(item, Tensor) for item in first):
-            return type(first)(item for part in parts for item in part)
+            return kind(item for part in parts for item in part)
         if len({len(part) for part in parts}) == 1:
-            items = [_join(list(each), sizes) for each in zip(*parts, strict=True)]
-            return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+            items = [_join(each, sizes) for each in zip(*parts, strict=True)]
+            return kind(*items) if hasattr(first, "_fields") else kind(items)
     elif dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first) if field.init]
-        return dataclasses.replace(first, **{name: _join([getattr(part, name) for part in parts], sizes) for name in names})
+        whole: Any = first
+        return dataclasses.replace(whole, **{name: _join([getattr(part, name) for part in parts], sizes) for name in names})
     elif all(part == first for part in parts):
         return first
-    raise ValueError(f"the replicas' batches hold {type(first).__name__}s that cannot be joined")
-
-
-def _joined_tensor(parts: Sequence[Tensor]) -> Tensor:
-    if len({part.shape[1:] for part in parts}) > 1:
-        raise ValueError(f"the replicas' batches have tensors of shapes {', '.join(str(tuple(part.shape)) for part in parts)}")
-    return torch.cat(list(parts))
+    raise ValueError(f"the replicas' batches hold a {kind.__name__} that cannot be joined")
 
 
 def _join_all(replicas: Sequence[Sequence[Sequence[Nested]]]) -> list[list[Nested]]:

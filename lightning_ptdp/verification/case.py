@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,29 +11,14 @@ from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["Case", "smaller_layouts"]
 
-_AXES: Mapping[str, tuple[str, ...]] = {
-    "t": ("tensor_parallel_size", "sequence_parallel", "tensor_overlap", "distribute_saved_activations"),
-    "p": (
-        "pipeline_parallel_size",
-        "virtual_pipeline_size",
-        "schedule",
-        "partition",
-        "microbatch_group_size",
-        "scatter_gather",
-        "channel_ctas",
-    ),
-    "c": ("context_parallel_size", "context_parallel_attention"),
-    "e": ("expert_parallel_size", "expert_tensor_parallel_size"),
-    "d": (
-        "shard_optimizer",
-        "reduce_dtype",
-        "data_parallel_replicas",
-        "inter_node_reduce_dtype",
-        "overlap_parameter_gather",
-        "bucket_mb",
-    ),
-    "m": ("num_microbatches", "micro_batch_size"),
-    "": ("recompute", "recompute_layers", "compile", "compile_options"),
+_AXES = {
+    "t": "tensor_parallel_size sequence_parallel tensor_overlap distribute_saved_activations",
+    "p": "pipeline_parallel_size virtual_pipeline_size schedule partition microbatch_group_size scatter_gather channel_ctas",
+    "c": "context_parallel_size context_parallel_attention",
+    "e": "expert_parallel_size expert_tensor_parallel_size",
+    "d": "shard_optimizer reduce_dtype data_parallel_replicas inter_node_reduce_dtype overlap_parameter_gather bucket_mb",
+    "m": "num_microbatches micro_batch_size",
+    " ": "recompute recompute_layers",
 }
 """Options by the axis that they belong to; all others hold in one process too."""
 
@@ -71,15 +56,16 @@ class Case:
 
     def one_process(self, *, accumulates: int) -> Case:
         """Return the same training without parallelism."""
-        return replace(self._only("", 1), name="one process", accumulates=accumulates)
+        return replace(self.only("", 1), name="one process", accumulates=accumulates)
 
-    def _only(self, letters: str, devices: int, *, microbatches: int | None = None) -> Case:
-        defaults = {each.name: each.default for each in fields(PTDPConfig)}
-        dropped = [name for letter, names in _AXES.items() if letter not in letters or not letter for name in names]
-        options = {name: defaults[name] for name in dropped}
+    def only(self, letters: str, devices: int, *, microbatches: int | None = None) -> Case:
+        """Return the training with some axes of the layout, on ``devices``."""
+        options: dict[str, Any] = {each.name: each.default for each in fields(PTDPConfig)}
+        kept = " ".join(names for letter, names in _AXES.items() if letter in letters).split()
+        dropped = {name: options[name] for name in " ".join(_AXES.values()).split() if name not in kept}
         if microbatches is not None:
-            options |= {"num_microbatches": microbatches, "micro_batch_size": None}
-        return replace(self, config=replace(self.config, **options), devices=devices, reads="joined")
+            dropped |= {"num_microbatches": microbatches, "micro_batch_size": None}
+        return replace(self, config=replace(self.config, **dropped), devices=devices, reads="joined", name=f"{letters} alone")
 
 
 def smaller_layouts(case: Case, *, microbatches: int, accumulates: int) -> Iterator[tuple[str, Case]]:
@@ -90,28 +76,14 @@ def smaller_layouts(case: Case, *, microbatches: int, accumulates: int) -> Itera
         microbatches: Of one step of a replica.
         accumulates: As in ``Case``; else the batches of all replicas are joined and have the microbatches of all.
     """
-    layout = case.layout
-    replicas = layout.num_replicas
-    count = microbatches * (1 if accumulates > 1 else replicas)
-    found: list[tuple[str, int, int | None]] = []
+    layout, replicas = case.layout, case.layout.num_replicas
+    count = microbatches if accumulates > 1 else microbatches * replicas
     if microbatches > 1 or replicas > 1:
-        found.append(("m", 1, max(count, 2)))
-    if layout.tensor_parallel_size > 1:
-        found.append(("t", layout.tensor_parallel_size, None))
-    if layout.pipeline_parallel_size > 1:
-        found.append(("p", layout.pipeline_parallel_size, count))
-    if layout.context_parallel_size > 1:
-        found.append(("c", layout.context_parallel_size, None))
+        yield "m", replace(case.only("m", 1, microbatches=max(count, 2)), accumulates=accumulates)
+    for letters, number in (("t", None), ("p", count), ("c", None)):
+        size = layout.size({"t": "tensor", "p": "pipeline", "c": "context"}[letters])
+        if size > 1:
+            yield letters, replace(case.only(letters, size, microbatches=number), accumulates=accumulates)
     if replicas > 1:
-        found.append(("de" if layout.size("expert") > 1 else "d", replicas, None))
-    for letters, devices, number in found:
-        splits = "d" in letters
-        yield (
-            letters,
-            replace(
-                case._only(letters, devices, microbatches=number),
-                name=f"{letters} alone",
-                reads="replicas" if splits else "joined",
-                accumulates=1 if splits else accumulates,
-            ),
-        )
+        letters = "de" if layout.size("expert") > 1 else "d"
+        yield letters, replace(case.only(letters, replicas), reads="replicas")

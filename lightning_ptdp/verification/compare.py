@@ -141,9 +141,10 @@ class _Comparison:
         """Ranks that read the same samples read the same batches, and draw the same numbers in the step of one microbatch."""
         first: dict[tuple[object, ...], tuple[Record, str]] = {}
         for rank in self._found:
-            batches = {("batch", "", index): value for index, value in enumerate(rank.read)}
-            draws = {("random numbers", generator, batch): state for (batch, generator), state in rank.seen.draws.items()}
-            for key, value in {**batches, **draws}.items():
+            read: dict[tuple[Any, ...], str] = {("batch", "", index): value for index, value in enumerate(rank.read)}
+            for (batch, generator), state in rank.seen.draws.items():
+                read["random numbers", generator, batch] = state
+            for key, value in read.items():
                 other, others = first.setdefault((rank.peers, *key), (rank, value))
                 if value != others:
                     text = f"not those of rank {other.rank} for the same samples"
@@ -229,7 +230,8 @@ class _Comparison:
                 yield Difference(kind=kind, step=step, name=name, error=math.inf, text=text)
                 continue
             local, total = len({value for value, _ in own}) > 1, sum(weight for _, weight in own)
-            if local and self._expected.counted and name not in self._expected.steps[0].logged:
+            weighted = len({weight for _, weight in own}) > 1
+            if local and self._expected.counted and not weighted:
                 continue  # means over unknown numbers of tokens
             mean = sum(value * weight for value, weight in own) / total if local and total else own[0][0]
             yield self._value(kind, step, name, mean, expected[name])

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ def run_ranks(function: Callable[[], None], count: int, *, name: str, log: Path,
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    waiting, children = [], []
+    waiting: list[Any] = []
+    children: list[Any] = []
     try:
         for rank in range(count):
             receiver, sender = context.Pipe(duplex=False)
@@ -45,7 +47,7 @@ def run_ranks(function: Callable[[], None], count: int, *, name: str, log: Path,
             children.append(child)
         error: Exception | None = None
         while waiting and error is None:
-            ready = wait(waiting, max(deadline - time.monotonic(), 0))
+            ready: list[Any] = wait(waiting, max(deadline - time.monotonic(), 0))
             if not ready:
                 error = VerificationError(f"{name} was not finished after limit_s={limit_s:g} seconds")
             for receiver in ready:

@@ -93,7 +93,7 @@ class Recorder:
         self.loaders: list[list[Nested]] = []
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        strategy = trainer.strategy
+        self.trainer, strategy = trainer, trainer.strategy
         at = strategy.layout.coordinates(strategy.global_rank)
         self.record.rank, self.record.replica = strategy.global_rank, strategy.layout.replica(strategy.global_rank)
         places = ", ".join(f"{name} {index}" for name, index in at.items() if strategy.layout.size(name) > 1)
@@ -149,7 +149,7 @@ class Recorder:
         trainer.should_stop = trainer.should_stop or len(self.record.steps) >= self.steps
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.record.final = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.record.final |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         if self.captures:
             length = trainer.num_training_batches
             self.record.batches = Captured(
@@ -158,9 +158,12 @@ class Recorder:
         torch.save(self.record, self.folder / f"{self.record.rank}.pt")
 
     def log(self, metrics: dict[str, float], *_: object, **__: object) -> None:
-        """Keep values for the logger: of the step that runs, or of the last one."""
-        step = self.step if self.step.losses or not self.record.steps else self.record.steps[-1]
-        step.logged = {**{name: float(value) for name, value in metrics.items()}, **step.logged}
+        """Keep values for the logger, which gets those of a step behind it."""
+        values = {name: float(value) for name, value in metrics.items()}
+        if self.trainer.validating or not self.record.steps:
+            self.record.final |= values
+        else:
+            self.record.steps[-1].logged = {**values, **self.record.steps[-1].logged}
 
     def _keep_gradients(self, strategy: Any, point: str) -> None:
         last = next(reversed(self.step.gradients.values()), {})

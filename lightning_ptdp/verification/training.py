@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,44 +22,17 @@ from lightning_ptdp.verification.processes import run_ranks
 from lightning_ptdp.verification.record import Record, Recorder, make_logger
 from lightning_ptdp.verification.watch import StepWatch
 
-__all__ = ["Subject", "blocks_of"]
+__all__ = ["Subject"]
 
-_OURS = ("callbacks", "devices", "accumulate_grad_batches", "precision", "strategy", "num_nodes")
 _LEFT_OUT = (
-    "logger",
-    "enable_checkpointing",
-    "enable_progress_bar",
-    "enable_model_summary",
-    "default_root_dir",
-    "profiler",
-    "max_time",
-    "fast_dev_run",
-    "overfit_batches",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "val_check_interval",
-    "check_val_every_n_epoch",
-    "num_sanity_val_steps",
-    "log_every_n_steps",
-    "reload_dataloaders_every_n_epochs",
-    "barebones",
+    "callbacks devices accumulate_grad_batches precision strategy num_nodes logger enable_checkpointing enable_progress_bar "
+    "enable_model_summary default_root_dir profiler max_time fast_dev_run overfit_batches limit_train_batches limit_val_batches "
+    "val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps reload_dataloaders_every_n_epochs barebones"
 )
-"""The Trainer's options that do not change a step."""
+"""The Trainer's options that are ours, or do not change a step."""
 _WRITERS = (
-    "ExportHuggingFace",
-    "LayoutSummary",
-    "LogDatasets",
-    "PipelineTimeline",
-    "PredictionWriter",
-    "RunReport",
-    "SaveOnSignal",
-    "SaveResolvedConfig",
-    "StepProgress",
-    "Throughput",
-    "ValidateAtEnd",
-    "WriteSamples",
+    "ExportHuggingFace LayoutSummary LogDatasets PipelineTimeline PredictionWriter RunReport SaveOnSignal SaveResolvedConfig StepProgress "
+    "Throughput ValidateAtEnd WriteSamples"
 )
 _NEVER = 10**9
 
@@ -114,6 +88,7 @@ class Subject:
     def _train_here(self, case: Case, replicas: Sequence[Captured], folder: Path) -> None:
         names, module = self.strategy._names, self.module
         warnings.filterwarnings("ignore")
+        logging.disable(logging.INFO)
         os.environ["PL_GLOBAL_SEED"] = os.environ.get("PL_GLOBAL_SEED") or str(torch.initial_seed() % 2**32)
         torch.manual_seed(int(os.environ["PL_GLOBAL_SEED"]))
         if case.blocks is not None:
@@ -136,10 +111,10 @@ class Subject:
         trainer.fit(module, **{name: value for name, value in data.items() if value is not None})
 
     def _options(self, case: Case, recorder: Any, names: Any) -> dict[str, Any]:
-        given = {name: value for name, value in self.trainer.items() if name not in (*_OURS, *_LEFT_OUT)}
+        given = {name: value for name, value in self.trainer.items() if name not in _LEFT_OUT.split()}
         callbacks = self.trainer.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        kept = [one for one in callbacks if not isinstance(one, names.Writers) and type(one).__name__ not in _WRITERS]
+        kept = [one for one in callbacks if not isinstance(one, names.Writers) and type(one).__name__ not in _WRITERS.split()]
         options = {each.name: getattr(case.config, each.name) for each in fields(case.config)} | {"start_method": "popen"}
         endless = {} if given.get("max_steps") or given.get("max_epochs") else {"max_epochs": -1}
         return {
@@ -176,7 +151,7 @@ class Subject:
         return {"datamodule": self.datamodule}
 
 
-def blocks_of(module: nn.Module, case: Case) -> tuple[str, ...]:
+def _blocks_of(module: Any, case: Case) -> tuple[str, ...]:
     """Return the names of the repeated containers."""
     plan = case.config.plan
     if plan is None and hasattr(module, "configure_parallel"):
@@ -191,7 +166,7 @@ def _shorten(module: Any, case: Case) -> None:
 
     def built() -> None:
         build()
-        for name in blocks_of(module, case):
+        for name in _blocks_of(module, case):
             members = module.get_submodule(name)._modules
             for key in list(members)[case.blocks :]:
                 del members[key]

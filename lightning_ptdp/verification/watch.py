@@ -24,11 +24,11 @@ from lightning_ptdp.nested import Nested, iterate_tensors
 
 __all__ = ["Seen", "StepWatch", "digest"]
 
-_RANDOM = frozenset(
-    ["rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial", "poisson", "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"]
+_RANDOM = (
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson uniform_ normal_ bernoulli_ "
+    "random_ exponential_ geometric_ cauchy_ log_normal_"
 )
-_NORMAL = frozenset(["randn", "randn_like", "normal", "normal_"])
-_DROPOUT = frozenset(["dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "rrelu"])
+_DROPOUT = "dropout alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout rrelu"
 _SKIPPED = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 _LARGEST = 2**22
 """Elements of an attribute that is compared before and after a step."""
@@ -96,13 +96,13 @@ class StepWatch(TorchFunctionMode):
         self, function: Callable, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
-        if name in _RANDOM:
+        if name in _RANDOM.split():
             place, modules = _caller(self._watched.__code__)
             self.seen.random.add(place)
             self._draws_itself |= not modules
             if self._frozen:
                 return _constant(function, name, args, kwargs)
-        elif name in _DROPOUT and self._frozen and kwargs.get("training", True):
+        elif name in _DROPOUT.split() and self._frozen and kwargs.get("training", True):
             return args[0]
         elif name == "roll" or (name == "__getitem__" and _is_shift(args[1])):
             self.seen.shifts.add(_caller(self._watched.__code__)[0])
@@ -157,7 +157,9 @@ def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[s
             return drawn.copy_(torch.arange(len(drawn)))
         if name in ("bernoulli", "multinomial", "poisson") and args:
             return drawn.copy_(args[0].round()) if name == "bernoulli" else drawn
-        row = torch.linspace(-1, 1, drawn[0].numel()).view_as(drawn[0]) if name in _NORMAL else drawn[0].clone()
+        row = (
+            torch.linspace(-1, 1, drawn[0].numel()).view_as(drawn[0]) if "randn" in name or "normal" in name else drawn[0].clone()
+        )
         return drawn.copy_(row.to(drawn).expand_as(drawn))
 
 
