@@ -159,9 +159,9 @@ class _Verification:
         found = {rank.replica: rank.batches for rank in reversed(ranks)}
         self.replicas = [batches for _, batches in sorted(found.items()) if batches is not None]
         try:
-            self.batches = [Captured.joined(self.replicas)]
+            self.batches = [Captured.of_one_process(self.replicas, joined=True)]
         except ValueError as error:
-            self.accumulates, self.batches = len(self.replicas), [Captured.in_turn(self.replicas)]
+            self.accumulates, self.batches = len(self.replicas), [Captured.of_one_process(self.replicas, joined=False)]
             self.notes.append(f"one process accumulates over the replicas' batches: {error}")
         return ranks
 
@@ -184,7 +184,7 @@ class _Verification:
         case = replace(trained.case, precision="64-true")
         try:
             double = self._against_one_process(case, self._train(case))
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
             self.notes.append(
                 f"float64 was not possible ({str(error).partition(chr(10))[0]}): errors up to the tolerances may be hidden"
             )
@@ -202,14 +202,14 @@ class _Verification:
         alone, eps, first = trained.alone, _eps(trained.alone), trained.differences[0]
         repeats = not any(one.differs for one in compare([self._one_process(trained.case)], alone, eps))
         axes: list[tuple[str, str]] = []
-        differing: dict[str, tuple[Case, Difference]] = {}
+        differing: dict[str, Difference] = {}
         losses: list[float] = []
         count = self._microbatches()
         smaller = smaller_layouts(trained.case, microbatches=count, accumulates=self.accumulates) if repeats else ()
         for letters, case in smaller:
             try:
                 ranks = self._train(case)
-            except (RuntimeError, ValueError) as error:
+            except Exception as error:
                 axes.append((letters, f"cannot be tried: {str(error).partition(chr(10))[0]}"))
                 continue
             if letters == "m":
@@ -217,22 +217,17 @@ class _Verification:
             found = next((one for one in compare(ranks, alone, eps) if one.differs), None)
             axes.append((letters, f"DIFFERENT, {found}" if found else "equal"))
             if found is not None:
-                differing[letters] = case, found
+                differing[letters] = found
         if first.kind == "loss" and first.step == 0 and "m" not in differing:
             self._name_microbatch(trained.ranks, losses, count)
-
-        def equal_with_statistics() -> bool:
-            cases = [replace(case, statistics=True) for case in (next(iter(differing.values()))[0], trained.case)]
-            return not any(one.differs for one in compare(self._train(cases[0]), self._one_process(cases[1]), eps))
 
         evidence = Evidence(
             first=first,
             alone=alone,
-            first_of={letters: found for letters, (_, found) in differing.items()},
+            first_of=differing,
             losses=losses,
             batches=self.batches[0],
             repeats=repeats,
-            equal_with_statistics=equal_with_statistics,
         )
         return axes, find_causes(evidence)
 

@@ -35,7 +35,6 @@ class Case:
         reads: "loader" (the user's), "replicas" (what each replica of the first training read) or "joined".
         accumulates: Replicas whose batches one process accumulates over, because they cannot be joined.
         frozen: Whether random numbers are replaced by constants.
-        statistics: Whether BatchNorm uses its running statistics.
         blocks: Number of blocks that are kept of each repeated container; None: all.
     """
 
@@ -46,7 +45,6 @@ class Case:
     reads: str = "loader"
     accumulates: int = 1
     frozen: bool = False
-    statistics: bool = False
     blocks: int | None = None
 
     @property

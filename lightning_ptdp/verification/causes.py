@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.nested import named_tensors
@@ -28,7 +28,6 @@ class Evidence:
         losses: Of the microbatches of the first step, in one process with as many as the layout has in all.
         batches: Of one process.
         repeats: Whether one process gives the same twice.
-        equal_with_statistics: Whether the first axis that differs is equal if BatchNorm uses its running statistics.
     """
 
     first: Difference
@@ -37,7 +36,6 @@ class Evidence:
     losses: Sequence[float]
     batches: Captured
     repeats: bool
-    equal_with_statistics: Callable[[], bool]
 
 
 def find_causes(evidence: Evidence) -> list[Cause]:
@@ -124,11 +122,11 @@ def _of_batches(evidence: Evidence, axes: str) -> Cause:
         )
     if seen.written and first.step > 0:
         return _hidden_state(seen.written)
-    if seen.written and evidence.equal_with_statistics():
+    statistics = {name for name in seen.written if "running_" in name}
+    if statistics:
         return Cause(
             name="buffers",
-            text=f"BatchNorm has statistics of each {part}: with its running statistics both are equal. Use a normalization of each "
-            "sample, such as GroupNorm",
+            text=f"BatchNorm has statistics of each {part}{_some(statistics)}. Use a normalization of each sample, such as GroupNorm",
         )
     if seen.random:
         return Cause(name="random numbers", text=f"they are drawn in the step{_some(seen.random)}, and do not belong to a sample")

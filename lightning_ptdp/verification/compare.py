@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ptdp.verification.record import Held, Record, StepRecord
 
-__all__ = ["KINDS", "Difference", "Tolerance", "compare"]
+__all__ = ["KINDS", "Difference", "compare"]
 
 KINDS = (
     "batch",
@@ -33,28 +33,7 @@ _FLOOR = 1e-3
 """A tensor is compared with its own size, but at least with this part of the model's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """Largest relative errors of a dtype: those that another order of sums explains.
-
-    Attributes:
-        value: Of losses and logged values.
-        gradient: Of gradients and buffers, by norm.
-        weight: Of the way that a weight went, by norm; optimizers such as Adam divide a gradient by itself, and so its rounding.
-    """
-
-    value: float
-    gradient: float
-    weight: float
-
-    @classmethod
-    def of(cls, eps: float) -> Tolerance:
-        """Return the tolerances of a dtype with this machine epsilon; modules in float64 often compute parts in float32."""
-        eps = max(eps, 1e-8)
-        return cls(value=min(128 * eps, 0.05), gradient=min(1024 * eps, 0.5), weight=min(3 * math.sqrt(eps), 0.5))
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Difference:
     """One compared value.
 
@@ -113,14 +92,21 @@ def compare(found: Sequence[Record], expected: Record, eps: float, noise: Sequen
         measured[one.key] = max(measured.get(one.key, 0.0), one.error)
     compared = [
         replace(one, tolerance=max(one.tolerance, _NOISE * measured.get(one.key, 0.0))) if one.tolerance else one
-        for one in _Comparison(found, expected, Tolerance.of(eps)).run()
+        for one in _Comparison(found, expected, eps).run()
     ]
     return sorted(compared, key=lambda one: (one.step, KINDS.index(one.kind), one.order, -one.error / (one.tolerance or 1)))
 
 
 class _Comparison:
-    def __init__(self, found: Sequence[Record], expected: Record, tolerance: Tolerance) -> None:
-        self._found, self._expected, self._tolerance = found, expected, tolerance
+    """Tolerances, all relative, are those that another order of sums explains. Values are losses and logged values; gradients and buffers
+    are compared by norm; so is the way that a weight went, but optimizers such as Adam divide a gradient by itself, and so its rounding.
+    """
+
+    def __init__(self, found: Sequence[Record], expected: Record, eps: float) -> None:
+        self._found, self._expected = found, expected
+        eps = max(eps, 1e-8)  # modules in float64 often compute parts in float32
+        self._value_tolerance, self._tolerance = min(128 * eps, 0.05), min(1024 * eps, 0.5)
+        self._weight_tolerance = min(3 * math.sqrt(eps), 0.5)
         self._significant: dict[str, Tensor] = {}
 
     def run(self) -> Iterator[Difference]:
@@ -132,7 +118,7 @@ class _Comparison:
         yield from self._options()
         counts = {len(rank.steps) for rank in (*found, expected)}
         if len(counts) > 1:
-            yield Difference(kind="loss", step=min(counts), name="", error=math.inf, text="is that of another number of steps")
+            yield Difference("loss", min(counts), "", math.inf, text="is that of another number of steps")
         for index in range(min(counts)):
             yield from self._step(index, [rank.steps[index] for rank in found], expected.steps[index])
         yield from self._numbers("metric", max(counts), [(rank.final, 1.0) for rank in found], expected.final)
@@ -148,7 +134,7 @@ class _Comparison:
                 other, others = first.setdefault((rank.peers, *key), (rank, value))
                 if value != others:
                     text = f"not those of rank {other.rank} for the same samples"
-                    yield Difference(kind=key[0], step=0, name=key[1], error=math.inf, place=rank.place, text=text)
+                    yield Difference(key[0], 0, key[1], math.inf, place=rank.place, text=text)
 
     def _options(self) -> Iterator[Difference]:
         trained: set[str] = set()
@@ -159,13 +145,13 @@ class _Comparison:
                 wrong = [key for key, value in options.items() if value != expected.get(key, value)]
                 text = ", ".join(f"{key}={options[key]!r} instead of {expected[key]!r}" for key in wrong)
                 error = math.inf if wrong or not expected else 0.0
-                yield Difference(kind="optimizer option", step=-1, name=name, error=error, place=rank.place, text=text)
+                yield Difference("optimizer option", -1, name, error, place=rank.place, text=text)
         for name in sorted(self._expected.options.keys() - trained):
-            yield Difference(kind="optimizer option", step=-1, name=name, error=math.inf, text="is in no rank's optimizer")
+            yield Difference("optimizer option", -1, name, math.inf, text="is in no rank's optimizer")
 
     def _step(self, index: int, found: Sequence[StepRecord], expected: StepRecord) -> Iterator[Difference]:
         yield self._value("loss", index, "", _mean_loss(found), _mean_loss([expected]))
-        tolerance = self._tolerance.gradient
+        tolerance = self._tolerance
         gradients: Mapping[str, Held] = {}
         for order, (point, gradients) in enumerate(expected.gradients.items()):
             ranks = [step.gradients.get(point, {}) for step in found]
@@ -174,14 +160,14 @@ class _Comparison:
         self._mark(gradients)
         ways = self._ways(expected.weights)
         ranks = [self._ways(step.weights) for step in found]
-        yield from self._tensors("weight", index, ranks, ways, self._tolerance.weight, floor=_FLOOR * _rms(ways))
+        yield from self._tensors("weight", index, ranks, ways, self._weight_tolerance, floor=_FLOOR * _rms(ways))
         yield from self._tensors("buffer", index, [step.buffers for step in found], expected.buffers, tolerance)
         logged = [(step.logged, step.losses[-1][1] if step.losses else 1.0) for step in found]
         yield from self._numbers("logged value", index, logged, expected.logged)
 
     def _mark(self, gradients: Mapping[str, Held]) -> None:
         """An element whose gradient is rounding is divided by itself by some optimizers: it is not compared from here on."""
-        part = min(10 * self._tolerance.gradient, 0.01)
+        part = min(10 * self._tolerance, 0.01)
         for name, held in gradients.items():
             counts = held[0][1].abs() >= part * max(_rms({"": held}), _FLOOR * _rms(gradients))
             self._significant[name] = self._significant.get(name, torch.ones_like(counts)) & counts
@@ -214,10 +200,10 @@ class _Comparison:
             known |= tensors.keys()
             for name, held in tensors.items():
                 error = _error(held, expected.get(name, ()), floor)
-                yield Difference(kind=kind, step=step, name=name, error=error, tolerance=tolerance, place=rank.place, **more)
+                yield Difference(kind, step, name, error, tolerance, place=rank.place, **more)
         for name in expected.keys() - known:
             if any(bool(value.any()) for _, value in expected[name]):
-                yield Difference(kind=kind, step=step, name=name, error=math.inf, text="is on no rank", **more)
+                yield Difference(kind, step, name, math.inf, text="is on no rank", **more)
 
     def _numbers(
         self, kind: str, step: int, found: Sequence[tuple[Mapping[str, float], float]], expected: Mapping[str, float]
@@ -227,7 +213,7 @@ class _Comparison:
             own = [(values[name], weight) for values, weight in found if name in values]
             if not own or name not in expected:
                 text = "is logged, but not in one process" if own else "is not logged"
-                yield Difference(kind=kind, step=step, name=name, error=math.inf, text=text)
+                yield Difference(kind, step, name, math.inf, text=text)
                 continue
             local, total = len({value for value, _ in own}) > 1, sum(weight for _, weight in own)
             weighted = len({weight for _, weight in own}) > 1
@@ -240,7 +226,7 @@ class _Comparison:
         same = found == expected or (math.isnan(found) and math.isnan(expected))
         error = 0.0 if same else abs(found - expected) / max(abs(expected), 1e-3)
         text = "" if same else f"is {found:.8g} instead of {expected:.8g}"
-        return Difference(kind=kind, step=step, name=name, error=error, tolerance=self._tolerance.value, text=text)
+        return Difference(kind, step, name, error, self._value_tolerance, text=text)
 
 
 def _mean_loss(ranks: Sequence[StepRecord]) -> float:

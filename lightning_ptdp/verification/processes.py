@@ -63,6 +63,8 @@ def run_ranks(function: Callable[[], None], count: int, *, name: str, log: Path,
             child.kill()
             child.join()
     if error is not None:
+        if not isinstance(error, (ValueError, VerificationError)) and type(error).__name__ != "MisconfigurationException":
+            error = VerificationError(f"{name} failed: {type(error).__name__}: {error}")
         with contextlib.suppress(OSError):
             error.add_note(f"{name} printed:\n{log.read_text(errors='replace')[-_SHOWN:]}")
         raise error

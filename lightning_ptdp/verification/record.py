@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +99,13 @@ class Recorder:
         places = ", ".join(f"{name} {index}" for name, index in at.items() if strategy.layout.size(name) > 1)
         self.record.place = f"rank {self.record.rank}" + (f" ({places})" if places else "")
         self.record.peers = f"{self.record.replica} {at['context']}"
-        _before(strategy, "batch_to_device", functools.partial(self._capture, trainer))
-        clip = module.configure_gradient_clipping
-
-        @functools.wraps(clip)
-        def clipping(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self._keep_gradients(strategy, "on_before_optimizer_step")
-            clip(optimizer, *args, **kwargs)
-            self._keep_gradients(strategy, "configure_gradient_clipping")
-
-        vars(module)["configure_gradient_clipping"] = clipping
+        capture = partial(self._capture, trainer)
+        vars(strategy)["batch_to_device"] = _around(strategy.batch_to_device, before=capture)
+        vars(module)["configure_gradient_clipping"] = _around(
+            module.configure_gradient_clipping,
+            before=lambda *_, **__: self._keep_gradients(strategy, "on_before_optimizer_step"),
+            after=lambda: self._keep_gradients(strategy, "configure_gradient_clipping"),
+        )
 
     def _capture(self, trainer: Any, batch: Nested, *_: object, **options: Any) -> None:
         if trainer.training:
@@ -122,9 +119,9 @@ class Recorder:
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._keep_model(trainer.strategy, self.record.start)
-        for group, name, _ in _optimized(trainer.strategy):
+        for group, name, *_ in _optimized(trainer.strategy):
             self.record.options[name] = {
-                key: value for key, value in group.items() if isinstance(value, (int, float, bool, str, tuple, type(None)))
+                key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple))
             }
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
@@ -168,7 +165,7 @@ class Recorder:
     def _keep_gradients(self, strategy: Any, point: str) -> None:
         last = next(reversed(self.step.gradients.values()), {})
         found = {}
-        for _, name, (tensor, placed) in _optimized(strategy):
+        for _, name, tensor, placed in _optimized(strategy):
             if tensor.grad is None:
                 continue
             held = _held(tensor.grad, placed)
@@ -191,29 +188,28 @@ def make_logger(base: type, log: Callable[..., None]) -> Any:
     return type("VerificationLogger", (base,), {"log_metrics": log_metrics})()
 
 
-def _optimized(strategy: Any) -> Sequence[tuple[dict[str, Any], str, tuple[Tensor, Any]]]:
-    """(group, name, (tensor, its position)) of everything that the optimizer steps on."""
+def _optimized(strategy: Any) -> Iterator[tuple[dict[str, Any], str, Tensor, Any]]:
+    """Yield (group, name, tensor, its position in the full parameter) of everything that the optimizer steps on."""
     names, placed = strategy._optimizer_records()
-    groups = [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
-    return [
-        (group, names[tensor], (tensor, placed[names[tensor]]))
-        for group in groups
-        for tensor in group["params"]
-        if tensor in names
-    ]
+    for group in strategy.optimizers[0].param_groups:
+        for tensor in group["params"]:
+            if tensor in names:
+                yield group, names[tensor], tensor, placed[names[tensor]]
 
 
 def _held(tensor: Tensor, placed: Any) -> Held:
     return [(offset, view.detach().to("cpu", copy=True)) for offset, view in placed.held(tensor)]
 
 
-def _before(owner: Any, name: str, call: Callable[..., None]) -> None:
-    """Have ``owner.name`` call ``call`` first."""
-    plain = getattr(owner, name)
+def _around(
+    function: Callable[..., Any], *, before: Callable[..., None], after: Callable[[], None] | None = None
+) -> Callable[..., Any]:
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if after is not None:
+            after()
+        return result
 
-    @functools.wraps(plain)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        call(*args, **kwargs)
-        return plain(*args, **kwargs)
-
-    vars(owner)[name] = both
+    return called

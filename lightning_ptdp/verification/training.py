@@ -98,17 +98,15 @@ class Subject:
         watch = StepWatch(module, frozen=case.frozen)
         kind = type("VerificationRecorder", (Recorder, names.Callback), {})
         recorder = kind(folder, steps=self.steps, watch=watch, captures=case.reads == "loader")
-        if case.statistics:
-            recorder.on_train_batch_start = partial(_use_statistics, module)
         trainer = names.Trainer(**self._options(case, recorder, names))
-        data = {
-            "train_dataloaders": self.train_dataloaders,
-            "val_dataloaders": self.val_dataloaders,
-            "datamodule": self.datamodule,
-        }
+        train, validation, datamodule = self.train_dataloaders, self.val_dataloaders, self.datamodule
         if case.reads != "loader":
-            data = self._replayed(trainer, replicas)
-        trainer.fit(module, **{name: value for name, value in data.items() if value is not None})
+            train, validation = _replayed(trainer, replicas)
+            if datamodule is not None:
+                loaders = train, validation
+                vars(datamodule).update(train_dataloader=lambda: loaders[0], val_dataloader=lambda: loaders[1])
+                train = validation = None
+        trainer.fit(module, train, validation, datamodule)
 
     def _options(self, case: Case, recorder: Any, names: Any) -> dict[str, Any]:
         given = {name: value for name, value in self.trainer.items() if name not in _LEFT_OUT.split()}
@@ -137,27 +135,16 @@ class Subject:
             "enable_model_summary": False,
         }
 
-    def _replayed(self, trainer: Any, replicas: Sequence[Captured]) -> dict[str, Any]:
-        """Return arguments of ``fit`` with the captured batches in the place of the user's loaders."""
-        first = replicas[0]
-        train = Replay(trainer, [each.train for each in replicas], length=first.length)
-        validation = [
-            Replay(trainer, [[each.validation[index]] for each in replicas], length=len(loader), again=True)
-            for index, loader in enumerate(first.validation)
-        ]
-        if self.datamodule is None:
-            return {"train_dataloaders": train, "val_dataloaders": validation or None}
-        vars(self.datamodule).update(train_dataloader=lambda: train, val_dataloader=lambda: validation)
-        return {"datamodule": self.datamodule}
 
-
-def _blocks_of(module: Any, case: Case) -> tuple[str, ...]:
-    """Return the names of the repeated containers."""
-    plan = case.config.plan
-    if plan is None and hasattr(module, "configure_parallel"):
-        plan = module.configure_parallel()
-    named = None if plan is None else plan.blocks
-    return as_names(named) if named is not None else find_blocks(module)
+def _replayed(trainer: Any, replicas: Sequence[Captured]) -> tuple[Any, Any]:
+    """Return loaders of captured batches for training and validation."""
+    first = replicas[0]
+    train = Replay(trainer, [each.train for each in replicas], length=first.length)
+    validation = [
+        Replay(trainer, [[each.validation[index]] for each in replicas], length=len(loader), again=True)
+        for index, loader in enumerate(first.validation)
+    ]
+    return train, validation or None
 
 
 def _shorten(module: Any, case: Case) -> None:
@@ -166,7 +153,10 @@ def _shorten(module: Any, case: Case) -> None:
 
     def built() -> None:
         build()
-        for name in _blocks_of(module, case):
+        plan = case.config.plan
+        if plan is None and hasattr(module, "configure_parallel"):
+            plan = module.configure_parallel()
+        for name in as_names(plan.blocks) if plan is not None and plan.blocks is not None else find_blocks(module):
             members = module.get_submodule(name)._modules
             for key in list(members)[case.blocks :]:
                 del members[key]
@@ -181,9 +171,3 @@ def _switch_dropout_off(module: nn.Module) -> None:
         for name in ("p", "dropout"):
             if isinstance(vars(child).get(name), float):
                 setattr(child, name, 0.0)
-
-
-def _use_statistics(module: nn.Module, *_: object) -> None:
-    for child in module.modules():
-        if isinstance(child, nn.modules.batchnorm._NormBase):
-            child.eval()
