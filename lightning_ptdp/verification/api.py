@@ -122,6 +122,8 @@ class _Verification:
     accumulates: int = 1
 
     def report(self) -> Report:
+        if self.subject.strategy.config.compile != "none":
+            self.notes.append("blocks are not compiled here")
         self._fit_into_memory()
         ranks = self._train_from_loader()
         places = sorted({place for rank in ranks for place in rank.seen.random})
@@ -173,11 +175,11 @@ class _Verification:
 
     def _against_one_process(self, case: Case, ranks: list[Record]) -> _Trained:
         alone = self._one_process(case)
-        return _Trained(case, ranks, alone, compare(ranks, alone, _eps(alone)))
+        return _Trained(case, ranks, alone, compare(ranks, alone, alone.eps))
 
     def _in_double(self, trained: _Trained) -> _Trained:
         """Repeat in float64 what could be rounding, or could hide behind it."""
-        eps, differences = _eps(trained.alone), trained.differences
+        eps, differences = trained.alone.eps, trained.differences
         near = bool(differences) and all(one.error <= _FAR * one.tolerance for one in differences)
         if eps < _DOUBLE_EPS or not (near or eps > _HALF_EPS):
             return trained
@@ -199,8 +201,16 @@ class _Verification:
     # ---- reasons ------------------------------------------------------------------------------------------------------
 
     def _explain(self, trained: _Trained) -> tuple[list[tuple[str, str]], list[Cause]]:
-        alone, eps, first = trained.alone, _eps(trained.alone), trained.differences[0]
-        repeats = not any(one.differs for one in compare([self._one_process(trained.case)], alone, eps))
+        alone, eps = trained.alone, trained.alone.eps
+        unsteady = [one for one in compare([self._one_process(trained.case)], alone, eps) if one.differs]
+        repeats = {one.kind for one in unsteady} <= {"logged value", "metric"}
+        if unsteady and repeats:
+            names = {one.name for one in unsteady}
+            trained.compared = [one for one in trained.compared if one.name not in names]
+            self.notes.append(f"not the same twice in one process, and left out: {', '.join(sorted(names))}")
+            if not trained.differences:
+                return [], []
+        first = trained.differences[0]
         axes: list[tuple[str, str]] = []
         differing: dict[str, Difference] = {}
         losses: list[float] = []
@@ -247,9 +257,3 @@ class _Verification:
             return config.microbatches(batch_size(self.replicas[0].train[0][0]))
         except (ValueError, IndexError):
             return config.usual_microbatches or 1
-
-
-def _eps(record: Record) -> float:
-    """Return the machine epsilon of the widest rounding among the weights and the arithmetic."""
-    dtypes = {part.dtype for held in record.start.weights.values() for _, part in held if part.is_floating_point()}
-    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)

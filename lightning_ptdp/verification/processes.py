@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -86,6 +87,7 @@ def _run_rank(function: Callable[[], None], rank: int, port: int | None, sender:
         traceback.print_exc()
         error = raised
     try:
-        sender.send(error)
+        pickle.loads(pickle.dumps(error))
     except Exception:
-        sender.send(VerificationError(f"{type(error).__name__}: {error}"))
+        error = VerificationError(f"{type(error).__name__}: {error}")
+    sender.send(error)

@@ -59,6 +59,7 @@ class Record:
         batches: Batches of the replica.
         read: Checksums of the training batches.
         counted: Whether the step returned ``num_tokens``.
+        eps: Machine epsilon of the coarsest dtype of weights and arithmetic.
     """
 
     rank: int = 0
@@ -73,6 +74,7 @@ class Record:
     batches: Captured | None = None
     read: list[str] = field(default_factory=list)
     counted: bool = False
+    eps: float = 0.0
 
 
 class Recorder:
@@ -119,6 +121,9 @@ class Recorder:
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._keep_model(trainer.strategy, self.record.start)
+        coarse = "16" in str(trainer.precision) or trainer.strategy.config.fp8 is not None
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+        self.record.eps = max(torch.finfo(dtype).eps for dtype in dtypes | ({torch.bfloat16} if coarse else set()))
         for group, name, *_ in _optimized(trainer.strategy):
             self.record.options[name] = {
                 key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple))

@@ -103,22 +103,13 @@ class Report:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 3.5), dpi=160, layout="constrained")
-        axes = figure.add_subplot()
+        axes = figure.add_subplot(ylabel="error / tolerance", yscale="log", title=f"{self}".partition("\n")[0])
         for kind in KINDS:
-            steps: dict[int, float] = {}
-            for one in self.compared:
-                if one.kind == kind and one.tolerance and math.isfinite(one.error):
-                    steps[one.step] = max(steps.get(one.step, 1e-6), _excess(one))
-            if steps:
-                axes.plot(list(steps), list(steps.values()), "o-", label=kind)
-        axes.axhline(1.0, color="0.4", linestyle="--", linewidth=1)
-        axes.set_yscale("log")
-        axes.set_xticks(range(self.steps + 1))
-        axes.set_xlabel("step")
-        axes.set_ylabel("error / tolerance")
-        axes.set_title(str(self).partition("\n")[0], fontsize=9)
-        if axes.lines[1:]:
-            axes.legend(fontsize=7)
+            points = [(one.step, _excess(one)) for one in self.compared if one.kind == kind and 0 < one.error < math.inf]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o", markersize=3, label=kind)
+        axes.axhline(1.0, color="0.4", linestyle="--")
+        figure.legend(loc="outside right upper")
         figure.savefig(path)
 
 

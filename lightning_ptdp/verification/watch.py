@@ -96,22 +96,19 @@ class StepWatch(TorchFunctionMode):
         self, function: Callable, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
-        if name in _RANDOM.split():
-            place, modules = _caller(self._watched.__code__)
-            self.seen.random.add(place)
-            self._draws_itself |= not modules
-            if self._frozen:
-                return _constant(function, name, args, kwargs)
-        elif name in _DROPOUT.split() and self._frozen and kwargs.get("training", True):
+        draws = name in _RANDOM.split()
+        if self._frozen and name in _DROPOUT.split() and kwargs.get("training", True):
             return args[0]
-        elif name == "roll" or (name == "__getitem__" and _is_shift(args[1])):
-            self.seen.shifts.add(_caller(self._watched.__code__)[0])
-        elif name != "__get__" and any(isinstance(each, nn.Parameter) for each in args):
-            place, modules = _caller(self._watched.__code__)
-            held = {id(parameter) for module in modules[:1] for parameter in module.parameters()}
-            if any(isinstance(each, nn.Parameter) and id(each) not in held for each in args):
+        if draws or _is_shift(name, args) or (name != "__get__" and any(isinstance(each, nn.Parameter) for each in args)):
+            place, inside = _caller(self._watched.__code__)
+            if draws:
+                self.seen.random.add(place)
+                self._draws_itself |= not inside
+            elif _is_shift(name, args):
+                self.seen.shifts.add(place)
+            elif not inside:
                 self.seen.parameters.add(place)
-        return function(*args, **kwargs)
+        return _constant(function, name, args, kwargs) if draws and self._frozen else function(*args, **kwargs)
 
 
 def digest(value: Nested) -> str:
@@ -124,24 +121,23 @@ def digest(value: Nested) -> str:
     return found.hexdigest()
 
 
-def _caller(end: object) -> tuple[str, list[nn.Module]]:
-    """Return the user's line that called torch, and the modules that are being called, the innermost first."""
+def _caller(end: object) -> tuple[str, bool]:
+    """Return the user's line that called torch, and whether a module is being called."""
     frame: FrameType | None = sys._getframe(2)
-    place, modules = "", []
+    place, inside = "", False
     while frame is not None and frame.f_code is not end:
         file = frame.f_code.co_filename
-        own = not file.startswith(_SKIPPED) or "/models/" in file
-        if own and not place:
+        if not place and (not file.startswith(_SKIPPED) or "/models/" in file):
             place = f"{Path(file).name}:{frame.f_lineno}, in {frame.f_code.co_name}"
-        if frame.f_code.co_name == "_call_impl" and isinstance(frame.f_locals.get("self"), nn.Module):
-            modules.append(frame.f_locals["self"])
+        inside |= frame.f_code.co_name == "_call_impl"
         frame = frame.f_back
-    return place, modules
+    return place, inside
 
 
-def _is_shift(index: object) -> bool:
-    slices = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(one, slice) and one.step is None and (one.start == 1 or one.stop == -1) for one in slices)
+def _is_shift(name: str, args: Sequence[Any]) -> bool:
+    index = args[1] if name == "__getitem__" else ()
+    slices = [one for one in (index if isinstance(index, tuple) else (index,)) if isinstance(one, slice)]
+    return name == "roll" or any(one.step is None and (one.start == 1 or one.stop == -1) for one in slices)
 
 
 def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -152,15 +148,9 @@ def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[s
         drawn = function(*args, **kwargs)
     if not isinstance(drawn, Tensor) or not drawn.dim():
         return drawn
+    row = torch.linspace(-1, 1, drawn[0].numel()).view_as(drawn[0]) if "randn" in name or "normal" in name else drawn[0].clone()
     with torch.no_grad():
-        if name == "randperm":
-            return drawn.copy_(torch.arange(len(drawn)))
-        if name in ("bernoulli", "multinomial", "poisson") and args:
-            return drawn.copy_(args[0].round()) if name == "bernoulli" else drawn
-        row = (
-            torch.linspace(-1, 1, drawn[0].numel()).view_as(drawn[0]) if "randn" in name or "normal" in name else drawn[0].clone()
-        )
-        return drawn.copy_(row.to(drawn).expand_as(drawn))
+        return drawn.copy_(torch.arange(len(drawn)) if name == "randperm" else row.to(drawn).expand_as(drawn))
 
 
 def _generators() -> dict[str, str]:

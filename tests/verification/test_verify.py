@@ -14,7 +14,7 @@ from lightning_ptdp import PTDPError, PTDPStrategy, verify
 from lightning_ptdp.verification import Report, VerificationError
 from tests.parity import LitValidated, Run
 from tests.verification import toys
-from tests.verification.toys import Lit, LitAdam, LitCounted, LitNoisy, loader, tokens
+from tests.verification.toys import Lit, LitAdam, LitClocked, LitCounted, LitNoisy, loader, tokens
 
 D2: dict[str, Any] = {"devices": 2}
 M2 = {"num_microbatches": 2}
@@ -92,6 +92,12 @@ def test_a_wrong_module_is_found_with_its_cause(module: Any, layout: dict[str, A
     assert not found.equal
     assert [one.name for one in found.causes][:1] == [cause], str(found)
     assert cause in str(found)
+
+
+def test_a_logged_time_is_left_out_and_said() -> None:
+    found = report(LitClocked(), M2)
+    assert found.equal, str(found)
+    assert any("clock" in note for note in found.notes)
 
 
 def test_the_report_has_a_picture(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import lightning.pytorch as L
@@ -108,6 +109,14 @@ class LitNoisy(Lit):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(self(batch["x"]), batch["y"] + torch.randn_like(batch["y"]))
+
+
+class LitClocked(Lit):
+    """Logs the time."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.log("clock", time.monotonic())
+        return super().training_step(batch, batch_idx)
 
 
 # ---- wrong in some layout ---------------------------------------------------------------------------------------------
