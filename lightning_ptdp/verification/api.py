@@ -64,6 +64,8 @@ def verify(
     """
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
+    most = trainer.get("max_steps") or -1
+    steps = min(steps, most) if most > 0 else steps
     with tempfile.TemporaryDirectory(prefix="ptdp-verify-") as folder:
         subject = Subject(
             module=module,

@@ -122,7 +122,7 @@ def _of_batches(evidence: Evidence, axes: str) -> Cause:
         )
     if seen.written and first.step > 0:
         return _hidden_state(seen.written)
-    statistics = {name for name in seen.written if "running_" in name}
+    statistics = {name for name in seen.written if "num_batches_tracked" in name or "running_" in name}
     if statistics:
         return Cause(
             name="buffers",

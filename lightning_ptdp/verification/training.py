@@ -144,7 +144,7 @@ def _replayed(trainer: Any, replicas: Sequence[Captured]) -> tuple[Any, Any]:
         Replay(trainer, [[each.validation[index]] for each in replicas], length=len(loader), again=True)
         for index, loader in enumerate(first.validation)
     ]
-    return train, validation or None
+    return train, validation
 
 
 def _shorten(module: Any, case: Case) -> None:
