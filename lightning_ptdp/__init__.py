@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_ptdp.models import LitCausalLM, LitMaskedLM
     from lightning_ptdp.strategy import PTDPStrategy, plan
     from lightning_ptdp.tensor_parallel import ParallelPlan
+    from lightning_ptdp.verification import verify
 
 __all__ = [
     "LitCausalLM",
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "generate",
     "plan",
+    "verify",
 ]
 
 _check_at_import()
@@ -46,6 +48,7 @@ def __getattr__(name: str) -> object:
         "Sampling": "generation",
         "generate": "generation",
         "plan": "strategy",
+        "verify": "verification",
     }
     if name not in rooms:
         raise AttributeError(f"module 'lightning_ptdp' has no attribute '{name}'")

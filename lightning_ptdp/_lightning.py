@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -44,6 +44,7 @@ __all__ = [
     "replace_once",
     "requeue_handler",
     "replace_signal_handlers",
+    "trainer_options",
 ]
 
 REPLACED = "_replaced_by_lightning_ptdp"
@@ -75,6 +76,19 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "ParallelStrategy": "{core}.strategies:ParallelStrategy",
     "LightningModule": "{core}:LightningModule",
     "Callback": "{core}:Callback",
+    "Trainer": "{core}:Trainer",
+    "DummyLogger": "{core}.loggers.logger:DummyLogger",
+    "Writers": tuple(
+        f"{{core}}.callbacks:{name}"
+        for name in (
+            "Checkpoint",
+            "ProgressBar",
+            "ModelSummary",
+            "BasePredictionWriter",
+            "DeviceStatsMonitor",
+            "ThroughputMonitor",
+        )
+    ),
     "MisconfigurationException": "{core}.utilities.exceptions:MisconfigurationException",
     "rank_zero_only": "{core}.utilities.rank_zero:rank_zero_only",
     "fabric_rank_zero_only": "{fabric}.utilities.rank_zero:rank_zero_only",
@@ -181,6 +195,20 @@ def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ra
             for throughput in monitor._throughputs.values():
                 throughput.world_size = replicas
                 throughput.available_flops = monitor.available_flops and monitor.available_flops * ranks
+
+
+def trainer_options(trainer: Trainer) -> dict[str, Any]:
+    """Return the arguments that make another Trainer whose steps are those of ``trainer``."""
+    strategy = trainer.strategy
+    names = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps", "max_epochs")
+    return {
+        **{name: getattr(trainer, name) for name in names},
+        "accelerator": "cpu" if strategy.root_device.type == "cpu" else "gpu",
+        "devices": strategy.num_processes,
+        "callbacks": [*trainer.callbacks],
+        "use_distributed_sampler": trainer._accelerator_connector.use_distributed_sampler,
+        "sync_batchnorm": layer_sync(strategy) is not None,
+    }
 
 
 def is_compiled(module: object) -> bool:

@@ -28,13 +28,22 @@ from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["CheckpointFormat", "FiniteAction", "GradientDtype", "PTDPConfig", "ReduceDtype", "StartMethod"]
+__all__ = [
+    "CheckpointFormat",
+    "FiniteAction",
+    "GradientDtype",
+    "PTDPConfig",
+    "ReduceDtype",
+    "StartMethod",
+    "Verification",
+]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientDtype = Literal["float32", "parameter"]
 FiniteAction = Literal["raise", "skip"]
 CheckpointFormat = Literal["auto", "file", "folder"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
+Verification = Literal["first_step"]
 _MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9, "channel_ctas": 32}
 """A TiB; thirty years, which clocks and sockets still take; and what every NCCL takes."""
 
@@ -113,6 +122,7 @@ class PTDPConfig:
         async_save: Training waits only until a checkpoint's tensors are copied to host memory; they are written in the background.
         checkpoint_format: "folder" (every rank writes its part), "file" (rank 0 writes Lightning's single file), or "auto": a file where
             every rank holds the whole model and optimizer, saves wait, and ``ptdp`` does not run the training; else a folder.
+        verify: "first_step": before training, compare the first step with one process, and end with the reason if they differ.
 
     The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.
 
@@ -164,6 +174,7 @@ class PTDPConfig:
     on_damage: OnDamage = "previous"
     async_save: bool = False
     checkpoint_format: CheckpointFormat = "auto"
+    verify: Verification | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

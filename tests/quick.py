@@ -21,6 +21,7 @@ THOROUGH: Final = frozenset(
         "cli/test_launcher",
         "cli/test_run",
         "cli/test_serving",
+        "cli/test_verify",
         "cli/test_walk",
         "conformance/test_buffers",
         "conformance/test_checkpoint_hooks",
@@ -107,6 +108,8 @@ THOROUGH: Final = frozenset(
         "test_precision",
         "test_resume",
         "test_sharded_parity",
+        "verification/test_first_step",
+        "verification/test_verify",
     ]
 )
 """Modules that took more than 6 s of a whole run."""

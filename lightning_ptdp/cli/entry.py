@@ -24,8 +24,9 @@ __all__ = ["VERBS", "main"]
 # verb: (module with a function run(verb, arguments), what it does). Nothing here may import torch: help must be quick.
 _RUN = "lightning_ptdp.cli.run"
 _BENCH = "lightning_ptdp.cli.bench"
+_VERIFY = "lightning_ptdp.cli.verify"
 _WRITE = "lightning_ptdp.cli.generate"
-_CONFIGURED = (_RUN, _BENCH)
+_CONFIGURED = (_RUN, _BENCH, _VERIFY)
 VERBS = {
     "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
     "validate": (_RUN, "evaluate a checkpoint on the validation data"),
@@ -39,6 +40,7 @@ VERBS = {
     "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one and where its values come from"),
     "plan": ("lightning_ptdp.cli.plan", "the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8"),
     "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
+    "verify": (_VERIFY, "compare some steps of a layout with one process: ptdp verify --config gpt/nano"),
     "bench": (_BENCH, "measure training steps: ptdp bench --config gpt/nano [--compare 't2 p2, p4']"),
     "doctor": ("lightning_ptdp.cli.doctor", "check the installation, devices, process groups and folders, and measure the links"),
     "completion": ("lightning_ptdp.cli.completion", 'completions for bash, zsh and fish: eval "$(ptdp completion bash)"'),

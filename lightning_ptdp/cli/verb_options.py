@@ -31,6 +31,7 @@ DESCRIPTIONS = {
     "test": "Evaluate a checkpoint (--ckpt_path) with the module's test_step.",
     "predict": "Write what predict_step gives for every validation sample, as JSON lines: a GPT's loss and perplexity, a BERT's tokens.",
     "bench": "Measure training steps of a configuration: real steps on random tokens, without loggers, callbacks and validation.",
+    "verify": "Compare some training steps of a configuration with one process, and say why they differ; exit code 0 if they are equal.",
     "prepare": "Make the tokenizer and the token chunks of a configuration's data, without training.",
 }
 CONFIGURED = tuple(DESCRIPTIONS)
@@ -63,6 +64,14 @@ _OPTIONS = {
     ),
     "predict": (
         VerbOption(name="output", type=str | None, text="File to write to, a line a sample; null: the lines are printed."),
+    ),
+    "verify": (
+        VerbOption(name="steps", type=int, default=3, text="Optimizer steps that are compared."),
+        VerbOption(
+            name="blocks", type=int | None, text="Blocks of the model that are kept; null: as many as one process can hold."
+        ),
+        VerbOption(name="limit_s", type=float, default=600.0, text="Limit of each training, in seconds."),
+        VerbOption(name="output", type=str | None, text="Picture (.png) of the errors."),
     ),
     "bench": (
         VerbOption(name="warmup", type=int, default=3, text="Steps before the measured ones; at least 1."),

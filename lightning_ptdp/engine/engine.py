@@ -159,6 +159,11 @@ class Engine:
         if self._checks is not None and not self.gradients.accumulates:
             self._checks.complete(optimizer, losses=self._losses, norm=None if scaled else self.gradients.norm)
 
+    @property
+    def microbatch_losses(self) -> Sequence[Tensor]:
+        """Losses of the last batch's microbatches, on the rank that has them; times their tokens where these are counted."""
+        return self._losses
+
     def close(self) -> None:
         """Detach from the module."""
         self.gradients.close()

@@ -67,6 +67,7 @@ from lightning_ptdp.strategy.sampling import draw_like_replicas
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
 from lightning_ptdp.strategy.surroundings import make_surroundings
+from lightning_ptdp.strategy.verifying import check_verifiable, verify_first_step
 from lightning_ptdp.strategy.world import World
 from lightning_ptdp.summary import StrategySummary, summarize
 from lightning_ptdp.surroundings import Context, Surroundings
@@ -116,6 +117,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             for source in (arguments[1], *arguments[3:4]):  # the train dataloader, the datamodule
                 check_data(source, self.config, self.layout)
                 check_packing(self.lightning_module, source, self.config)
+        if fits(trainer) and self.config.verify is not None:
+            check_verifiable(self)
+            verify_first_step(self, trainer, arguments)
 
     def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:
         """Check a module (and data module) against the layout without starting anything.

@@ -33,8 +33,8 @@ from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert
 Run = Callable[..., tuple[int, str, str]]
 
 VERBS = [
-    "fit", "validate", "test", "predict", "prepare", "generate", "chat", "convert", "ckpt", "recipes", "plan", "timeline", "bench",
-    "doctor", "completion",
+    "fit", "validate", "test", "predict", "prepare", "generate", "chat", "convert", "ckpt", "recipes", "plan", "timeline", "verify",
+    "bench", "doctor", "completion",
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ _ORDER = re.compile(r"^ *<!-- test: (?P<order>.+?) -->$")
 _LANGUAGES = ("python", "bash", "yaml")
 _DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")
 _ONE_PROCESS = ["--trainer.devices=1", *(f"--trainer.strategy.{degree}=1" for degree in _DEGREES)]
-_USES_A_RECIPE = ("fit", "validate", "test", "predict", "prepare", "bench")
+_USES_A_RECIPE = ("fit", "validate", "test", "predict", "prepare", "bench", "verify")
 
 
 class BlockFailure(AssertionError):

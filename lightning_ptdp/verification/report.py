@@ -1,0 +1,119 @@
+"""Result of a verification: a table, a picture, and the reasons for a difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ptdp.columns import columns
+from lightning_ptdp.verification.compare import KINDS, Difference
+
+__all__ = ["Cause", "Report"]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A reason for a difference.
+
+    Attributes:
+        name: "random numbers", "parameters in the step", "gradients changed by hand", "optimizer groups", "optimizer", "buffers",
+            "label shift", "uneven labels", "sum over samples", "coupled samples" or "hidden state".
+        text: What was seen, and what helps.
+    """
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Comparison of a layout with one process.
+
+    Attributes:
+        layout: In short form.
+        steps: Number of optimizer steps.
+        compared: Everything that was compared, in the order of the training.
+        axes: (axes, result) of smaller layouts; tried after a difference only.
+        causes: Reasons for a difference, the likeliest first.
+        notes: How the comparison was made, where that was not as asked.
+    """
+
+    layout: str
+    steps: int
+    compared: Sequence[Difference]
+    axes: Sequence[tuple[str, str]] = ()
+    causes: Sequence[Cause] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Return True if no value differs by more than rounding."""
+        return self.first is None
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The values that differ, the first in the training first."""
+        return [one for one in self.compared if one.differs]
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference."""
+        return next((one for one in self.compared if one.differs), None)
+
+    def __str__(self) -> str:
+        verdict = "equal to" if self.equal else "DIFFERENT from"
+        lines = [f"{self.layout} is {verdict} one process in {self.steps} steps", "", self._table()]
+        if self.first is not None:
+            found = self.differences
+            lines += ["", f"first difference: {self.first}"]
+            lines += [f"             then: {one}" for one in found[1:_SHOWN]]
+            lines += [f"                   and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        lines += ["", *(f"{axes} alone: {result}" for axes, result in self.axes)] if self.axes else []
+        lines += ["", *(f"why: {cause}" for cause in self.causes)] if self.causes else []
+        if not self.equal and not self.causes:
+            lines += ["", "why: none of the known causes was found"]
+        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
+        return "\n".join(lines)
+
+    def _table(self) -> str:
+        rows = [("", "compared", "largest error", "tolerance", "where")]
+        for kind in KINDS:
+            values = [one for one in self.compared if one.kind == kind]
+            if not values:
+                continue
+            worst = max(values, key=_excess)
+            where = f"{worst.name} step {worst.step}".strip() if worst.error else ""
+            error = "differs" if worst.error == math.inf else f"{worst.error:.1e}"
+            rows.append((kind, str(len(values)), error, f"{worst.tolerance:.0e}" if worst.tolerance else "exact", where))
+        return columns(rows, words=(0, 4))
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture (PNG): the largest error of each kind in each step, as a multiple of its tolerance.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 3.5), dpi=160, layout="constrained")
+        axes = figure.add_subplot(ylabel="error / tolerance", yscale="log", title=f"{self}".partition("\n")[0])
+        for kind in KINDS:
+            points = [(one.step, _excess(one)) for one in self.compared if one.kind == kind and 0 < one.error < math.inf]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o", markersize=3, label=kind)
+        axes.axhline(1.0, color="0.4", linestyle="--")
+        figure.legend(loc="outside right upper")
+        figure.savefig(path)
+
+
+def _excess(one: Difference) -> float:
+    if not one.tolerance:
+        return math.inf if one.error else 0.0
+    return one.error / one.tolerance if one.error == one.error else math.inf

@@ -1,0 +1,52 @@
+"""``PTDPStrategy(verify="first_step")``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.verification import VerificationError
+from tests.verification.toys import Lit, Summed, loader
+
+
+def trainer(folder: Path, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        strategy=PTDPStrategy(num_microbatches=2, verify="first_step"),
+        accelerator="cpu",
+        max_steps=2,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def test_a_difference_ends_before_training(tmp_path: Path) -> None:
+    started = trainer(tmp_path, devices=1)
+    with pytest.raises(VerificationError, match="sum over samples"):
+        started.fit(Summed(), loader())
+    assert started.global_step == 0
+
+
+def test_an_equal_layout_trains(tmp_path: Path) -> None:
+    started, module = trainer(tmp_path, devices=1, gradient_clip_val=0.1), Lit()
+    started.fit(module, loader())
+    assert started.global_step == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_is_refused_where_it_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match=r"verify='first_step' forks processes .* num_nodes=2"):
+        trainer(tmp_path, devices=1, num_nodes=2).fit(Lit(), loader())
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="verify"):
+        PTDPStrategy(verify="always")

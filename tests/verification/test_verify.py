@@ -1,0 +1,146 @@
+"""``lightning_ptdp.verify``: right modules are equal, wrong ones are found, with their cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptdp import PTDPError, PTDPStrategy, verify
+from lightning_ptdp.verification import Report, VerificationError
+from tests.parity import LitValidated, Run
+from tests.verification import toys
+from tests.verification.toys import Lit, LitAdam, LitClocked, LitCounted, LitNoisy, loader, tokens
+
+D2: dict[str, Any] = {"devices": 2}
+M2 = {"num_microbatches": 2}
+P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+T2 = {"tensor_parallel_size": 2}
+C2 = {"context_parallel_size": 2}
+LIMIT = 120.0
+
+
+def report(module: Any, layout: dict[str, Any], **trainer: Any) -> Report:
+    layout = dict(layout)
+    devices = layout.pop("devices", None)
+    data = {"train_dataloaders": loader(shuffle=True), "val_dataloaders": loader(8)}
+    options = {**data, "devices": devices, "accelerator": "cpu", "limit_s": LIMIT, **trainer}
+    return verify(module, strategy=PTDPStrategy(**layout), **options)
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "trainer"),
+    [
+        (Lit, M2, {}),
+        (Lit, T2, {"gradient_clip_val": 0.1}),
+        (Lit, {**T2, **P2}, {}),
+        (LitAdam, {**D2, "shard_optimizer": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        (LitCounted, D2, {}),
+        (LitCounted, {**P2, "devices": 4}, {}),
+        (lambda: LitValidated(Run()), C2, {"train_dataloaders": tokens(), "val_dataloaders": tokens(8)}),
+        (lambda: Lit(dropout=0.5), {**P2, "virtual_pipeline_size": 2}, {}),
+        (LitNoisy, M2, {}),
+        (LitAdam, P2, {"precision": "bf16-true"}),
+    ],
+    ids=["m", "t, clipped", "t p", "d sharded", "d tokens", "d p tokens", "c", "dropout", "noise", "bf16"],
+)
+def test_a_right_module_is_equal(module: Any, layout: dict[str, Any], trainer: dict[str, Any]) -> None:
+    found = report(module(), layout, **trainer)
+    assert found.equal, str(found)
+    kinds = {one.kind for one in found.compared}
+    assert {"loss", "gradient", "weight", "logged value", "metric", "optimizer option", "initial value"} <= kinds
+
+
+def test_a_gpt_is_equal_with_tokens_and_warm_up() -> None:
+    layout = {**T2, **P2, "virtual_pipeline_size": 2, "num_microbatches": 4}
+    data = {"train_dataloaders": tokens(), "val_dataloaders": tokens(8)}
+    found = report(LitValidated(Run()), layout, gradient_clip_val=0.05, **data)
+    assert found.equal, str(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "cause"),
+    [
+        (toys.EntropyNoise, M2, "random numbers"),
+        (toys.UnseededGenerator, D2, "random numbers"),
+        (lambda: Lit(norm=nn.BatchNorm1d), D2, "buffers"),
+        (toys.Penalty, T2, "parameters in the step"),
+        (toys.ClippedByHand, T2, "gradients changed by hand"),
+        (toys.Shifted, C2, "label shift"),
+        (toys.Contrastive, M2, "coupled samples"),
+        (toys.Summed, D2, "sum over samples"),
+        (toys.ScaledRate, P2, "optimizer groups"),
+        (toys.Counting, M2, "hidden state"),
+        (toys.Uncounted, D2, "uneven labels"),
+        (toys.Normalized, T2, "optimizer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
+)
+def test_a_wrong_module_is_found_with_its_cause(module: Any, layout: dict[str, Any], cause: str) -> None:
+    try:
+        data = {"train_dataloaders": tokens(), "val_dataloaders": None} if layout is C2 else {}
+        found = report(module(), layout, **data)
+    except (PTDPError, ValueError) as error:
+        # The strategy may refuse some of them by name instead.
+        if cause not in ("parameters in the step", "label shift", "optimizer", "gradients changed by hand"):
+            raise
+        pytest.skip(f"refused: {error}")
+    assert not found.equal
+    assert [one.name for one in found.causes][:1] == [cause], str(found)
+    assert cause in str(found)
+
+
+def test_a_logged_time_is_left_out_and_said() -> None:
+    found = report(LitClocked(), M2)
+    assert found.equal, str(found)
+    assert any("clock" in note for note in found.notes)
+
+
+def test_the_report_has_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = report(toys.Summed(), M2)
+    found.draw(tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "m alone" in str(found)
+
+
+def test_fewer_blocks_are_said() -> None:
+    found = report(Lit(), P2, blocks=2)
+    assert found.equal, str(found)
+    assert any("2 blocks" in note for note in found.notes)
+    assert not any("blocks.2" in one.name for one in found.compared)
+
+
+class Waiting(Lit):
+    def loss(self, batch: Any) -> Any:
+        if self.global_rank == 1:
+            torch.distributed.new_group([1]).wait()  # fails on one rank only
+        return super().loss(batch)
+
+
+def test_nothing_is_left_and_the_module_is_untouched() -> None:
+    module, here = Lit(), psutil.Process()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    children = set(here.children(recursive=True))
+    with pytest.raises((PTDPError, Exception)):
+        report(Waiting(), D2)
+    assert report(module, D2).equal
+    assert set(here.children(recursive=True)) <= children
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
+    assert "training_step" not in vars(module)
+
+
+def test_a_late_training_is_ended() -> None:
+    with pytest.raises(VerificationError, match="limit_s"):
+        report(Lit(), D2, limit_s=0.2)
+
+
+def test_impossible_layouts_are_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        report(Lit(), {**T2, "devices": 3})
+    with pytest.raises(ValueError, match="steps=0"):
+        verify(Lit(), strategy=PTDPStrategy(), steps=0)

@@ -1,0 +1,226 @@
+"""Small LightningModules, right and wrong ones, with their data."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ptdp.tensor_parallel import ParallelPlan
+from tests.parity import LitTiny, PaddedTokens, Run
+
+WIDTH, LENGTH = 8, 4
+
+
+class Samples(Dataset):
+    """Sequences of numbers; the labels of later samples are ignored more often."""
+
+    def __init__(self, count: int = 24) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(count, LENGTH, WIDTH, generator=generator)
+        self.y = torch.randn(count, LENGTH, WIDTH, generator=generator)
+        self.labels = torch.randint(0, WIDTH, (count, LENGTH), generator=generator)
+        for index in range(count):
+            self.labels[index, LENGTH - index % 4 :] = -100
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": self.y[index], "labels": self.labels[index]}
+
+
+def loader(count: int = 24, batch: int = 4, **options: Any) -> DataLoader:
+    return DataLoader(Samples(count), batch_size=batch, **options)
+
+
+def tokens(count: int = 16) -> DataLoader:
+    return DataLoader(PaddedTokens(count), batch_size=4)
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = norm(WIDTH if norm is nn.LayerNorm else LENGTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Lit(L.LightningModule):
+    """An ordinary module."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def configure_parallel(self) -> ParallelPlan:
+        return ParallelPlan(blocks="blocks", tensor={"blocks.*.up": "column", "blocks.*.down": "row"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["y"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch["x"]), batch["y"]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class LitAdam(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class LitCounted(Lit):
+    """Ignores labels, and says how many there are."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch["x"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        self.log("train_loss", loss)
+        return {"loss": loss, "num_tokens": (batch["labels"] != -100).sum()}
+
+
+class LitNoisy(Lit):
+    """Draws noise for each sample in the step."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["y"] + torch.randn_like(batch["y"]))
+
+
+class LitClocked(Lit):
+    """Logs the time."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.log("clock", time.monotonic())
+        return super().training_step(batch, batch_idx)
+
+
+# ---- wrong in some layout ---------------------------------------------------------------------------------------------
+
+
+class EntropyNoise(Lit):
+    """No seed decides what it draws."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["y"]) * (1 + os.urandom(1)[0] / 255)
+
+
+class UnseededGenerator(Lit):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        noise = np.random.default_rng().standard_normal(batch["y"].shape)
+        return F.mse_loss(self(batch["x"]), batch["y"] + torch.tensor(noise, dtype=torch.float32))
+
+
+class Penalty(Lit):
+    """Reads a parameter, of which a rank holds a part."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) + self.blocks[0].up.weight.abs().amax()
+
+
+class ClippedByHand(Lit):
+    """Clips by the norm of what is here."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        for gradient in gradients:
+            gradient.mul_(0.01 / norm)
+
+
+class Shifted(LitTiny):
+    """Shifts its labels itself."""
+
+    def __init__(self) -> None:
+        super().__init__(Run())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(batch["input_ids"])[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+class Contrastive(Lit):
+    """The other samples of the batch are negatives."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        similar = self(batch["x"]).flatten(1) @ batch["y"].flatten(1).T
+        return F.cross_entropy(similar, torch.arange(len(similar)))
+
+
+class Summed(Lit):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return 1e-2 * F.mse_loss(self(batch["x"]), batch["y"], reduction="sum")
+
+
+class ScaledRate(Lit):
+    """The rule of linear scaling."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+
+
+class Counting(Lit):
+    """A plain attribute counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        self.calls += 1
+        return super().loss(batch) / (1 + (self.calls - 1) // 2)
+
+
+class Uncounted(LitCounted):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+class NormalizedSGD(torch.optim.SGD):
+    """Divides each parameter's gradient by its norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.div_(p.grad.norm() + 1e-3)
+        super().step()
+        return loss
+
+
+class Normalized(Lit):
+    def configure_optimizers(self) -> Any:
+        return NormalizedSGD(self.parameters(), lr=0.1)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return loader(shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return loader(8)
