@@ -225,7 +225,11 @@ def main() -> None:
             found.append((job, one))
     told = list(rows(found, machine))
     if of_host:
-        told += beside(context, tell_host_time, bool(machine.name), limit_s=of_host) or []
+        of_host_time = beside(context, tell_host_time, bool(machine.name), limit_s=of_host)
+        if isinstance(of_host_time, list):
+            told += of_host_time
+        else:
+            print(f"{HOST}: {of_host_time or f'no answer in {of_host:.0f} s'}")
     report(f"GPU: {machine.name or 'none'}", told)
 
 

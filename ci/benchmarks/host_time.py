@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import torch
@@ -88,7 +89,14 @@ def middle_rank(schedule: str, count: int) -> tuple[Step, Step]:
     ours = Ours(sizes, [Scale() for _ in range(RANKS)], batch)
     ours.transport.known = AllKnown()
     torchs = Torchs(sizes, [Scale() for _ in range(RANKS)], batch)
+    # Needed until torch 2.15: a stage asks its neighbours whether they know all shapes, and fake groups deliver zeros, which means no.
+    with mock.patch.object(dist, "recv", _answer_yes):
+        torchs.step()
     return ours.step, torchs.step
+
+
+def _answer_yes(vote: Tensor, *_: object, **__: object) -> None:
+    vote.fill_(1)
 
 
 def alone(count: int) -> tuple[Step, Step]:

@@ -72,10 +72,12 @@ class ModelSpaceRestoring(ModelSpace):
         if self._names.writes_elsewhere(self.checkpoint_io, checkpoint_path) and not os.path.isdir(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         path = Path(self.broadcast(local_path(checkpoint_path)))
-        if path.is_file():
-            return super().load_checkpoint(path, weights_only=weights_only)
         trainer = getattr(self.lightning_module, "_trainer", None)
         resuming = trainer is not None and fits(trainer) and str(trainer.ckpt_path) == str(checkpoint_path)
+        if path.is_file():
+            found = super().load_checkpoint(path, weights_only=weights_only)
+            _check_trained(found, path, resuming)
+            return found
         if resuming:
             path = self._settled(path)
         with self.waiting_in(f"verifying the checkpoint {path}"):
@@ -83,11 +85,7 @@ class ModelSpaceRestoring(ModelSpace):
         if resuming and self.global_rank == 0:
             self._keeper.go_on_from(path)
         state = read_state(path)
-        if resuming and "optimizer_states" not in state:
-            raise CheckpointError(
-                f"{path} holds weights and no state of training, which cannot be continued: start a new training from it with "
-                "InitFrom(path) among the Trainer's callbacks (ptdp fit --init_from)"
-            )
+        _check_trained(state, path, resuming)
         if "optimizer_states" in state:
             state["optimizer_states"] = StoredOptimizers(state["optimizer_states"], path)
         return {**state, "state_dict": StoredWeights(path)}
@@ -270,6 +268,14 @@ class ModelSpaceRestoring(ModelSpace):
             with self.waiting_in(f"loading optimizer {index}"):
                 load_indexed_optimizer(state, optimizer, names=names, shardings=shardings, of_groups=of_groups[index])
                 self._take_masters(optimizer)
+
+
+def _check_trained(state: Mapping[str, object], path: Path, resuming: bool) -> None:
+    if resuming and "optimizer_states" not in state:
+        raise CheckpointError(
+            f"{path} holds weights and no state of training, which cannot be continued: start a new training from it with "
+            "InitFrom(path) among the Trainer's callbacks (ptdp fit --init_from)"
+        )
 
 
 def _open_file(path: PathLike) -> InMemory:

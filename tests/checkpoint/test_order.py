@@ -55,7 +55,13 @@ def test_a_copy_keeps_the_order_and_a_rewritten_one_its_place(tmp_path: Path) ->
 
 def _fit(folder: Path, steps: int, ckpt_path: Path | None = None, **saves: Any) -> L.Trainer:
     saver = ModelCheckpoint(folder, filename="{step}", **{"every_n_train_steps": 1, "save_top_k": -1} | saves)
-    trainer = make_trainer(Place(), callbacks=[saver], enable_checkpointing=True, max_epochs=-1, max_steps=steps)
+    trainer = make_trainer(
+        Place(layout={"checkpoint_format": "folder"}),
+        callbacks=[saver],
+        enable_checkpointing=True,
+        max_epochs=-1,
+        max_steps=steps,
+    )
     trainer.fit(LitNet(), loader(), ckpt_path=None if ckpt_path is None else str(ckpt_path))
     return trainer
 

@@ -36,7 +36,11 @@ def train(folder: Path, barrier: Any, told: Any) -> None:
     )
     try:
         trainer = make_trainer(
-            Place(), callbacks=[Together(barrier), saver], enable_checkpointing=True, max_steps=8, max_epochs=None
+            Place(layout={"checkpoint_format": "folder"}),
+            callbacks=[Together(barrier), saver],
+            enable_checkpointing=True,
+            max_steps=8,
+            max_epochs=None,
         )
         trainer.fit(LitNet(), loader())
         told.put("")

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_ptdp.data_parallel import ManualOptimizationError
@@ -163,3 +164,13 @@ def see_nothing(rank: int) -> str:
 
 def test_a_backward_that_replicas_cannot_follow_is_refused(pool: Pool) -> None:
     assert all("call self.manual_backward(loss) instead" in told for told in pool.run(see_nothing, world_size=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "word"),
+    [({"shard_optimizer": True}, "shard_optimizer=True"), ({"reduce_dtype": "bfloat16"}, "reduce_dtype='bfloat16'")],
+)
+def test_what_replicas_cannot_do_by_hand_is_refused_before_launch(layout: dict[str, Any], word: str) -> None:
+    trainer = make_trainer(Place(world_size=2, layout=layout | {"start_method": "fork"}))
+    with pytest.raises(MisconfigurationException, match=rf"manual optimization\) with {word}"):
+        trainer.fit(LitGAN(), loader())

@@ -24,7 +24,9 @@ def train(rank: int, path: str, make_logger: Any, log_model: Any) -> Any:
     L.seed_everything(1, verbose=False)
     logger = make_logger(path, log_model)
     saver = ModelCheckpoint(dirpath=Path(path, "checkpoints"), filename="{epoch}", save_top_k=-1, save_last=True)
-    trainer = make_trainer(Place(), logger=logger, callbacks=[saver], enable_checkpointing=True)
+    trainer = make_trainer(
+        Place(layout={"checkpoint_format": "folder"}), logger=logger, callbacks=[saver], enable_checkpointing=True
+    )
     trainer.fit(LitNet(), loader())
     return getattr(logger, "run_id", None) or logger.experiment.uploaded
 
