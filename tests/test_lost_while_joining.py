@@ -92,6 +92,13 @@ def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size:
     os._exit(0)
 
 
+def _begin(parent: Connection, what: Callable[..., None], *args: Any) -> None:
+    """Wait for leave to run: on a busy machine processes start seconds apart, and the limits of joining are as short."""
+    parent.send("started")
+    parent.recv()
+    what(*args)
+
+
 @dataclass(frozen=True)
 class Rank:
     process: Any
@@ -123,10 +130,14 @@ def ranks() -> Iterator[Callable[..., list[Rank]]]:
         for rank in come:
             here, there = context.Pipe()
             limit = limit_of_0_s if limit_of_0_s and rank == 0 else limit_s
-            process = context.Process(target=what, args=(rank, there, port, limit, world_size), daemon=True)
+            process = context.Process(target=_begin, args=(there, what, rank, there, port, limit, world_size), daemon=True)
             process.start()
             there.close()
             started.append(Rank(process, here))
+        for one in started:
+            assert one.says() == "started"
+        for one in started:
+            one.connection.send("join")
         return started
 
     yield start
