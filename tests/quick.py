@@ -52,6 +52,7 @@ THOROUGH: Final = frozenset(
         "docs/test_blocks",
         "docs/test_messages",
         "engine/test_host_reads",
+        "engine/test_label_counts",
         "engine/test_logged_values",
         "exchange/test_export",
         "exchange/test_streaming",
@@ -105,6 +106,7 @@ THOROUGH: Final = frozenset(
         "test_precision",
         "test_resume",
         "test_sharded_parity",
+        "test_step_random",
     ]
 )
 """Modules that took more than 6 s of a whole run."""
