@@ -58,6 +58,7 @@ THOROUGH: Final = frozenset(
         "docs/test_blocks",
         "docs/test_messages",
         "engine/test_host_reads",
+        "engine/test_label_counts",
         "engine/test_logged_values",
         "exchange/test_export",
         "exchange/test_streaming",
@@ -113,6 +114,7 @@ THOROUGH: Final = frozenset(
         "test_sharded_parity",
         "verification/test_first_step",
         "verification/test_verify",
+        "test_step_random",
     ]
 )
 """Modules that took more than 6 s of a whole run."""

@@ -156,6 +156,8 @@ class ContextParallel(Surrounding):
         )
 
     def _check(self, running: ContextForward, expects_attention: bool) -> None:
+        if running.shifts is not None and running.shifted_targets is None:
+            raise running.shifts
         if expects_attention and not running.attended:
             raise ContextParallelError(
                 "the step called no attention that context parallelism could replace, so every rank attended to its slice only. It "

@@ -49,6 +49,7 @@ class Interceptor:
         padded: The batch holds padding, on whatever rank (``batch.is_padded``).
         differentiates: The forward began with gradients enabled.
         attended: A call was replaced.
+        shifts: The error about tokens or labels that the step shifts, if it does.
         draws_alike: Says whether all ranks of the group draw from one stream of random numbers now.
     """
 
@@ -58,6 +59,7 @@ class Interceptor:
     padded: bool
     differentiates: bool
     attended: bool = False
+    shifts: ContextParallelError | None = None
     draws_alike: Callable[[], bool] = bool
 
     def mode(self) -> Replacing:
@@ -110,7 +112,12 @@ class Interceptor:
         Raises:
             ContextParallelError: It shifts the sequence, or picks a token in the middle.
         """
-        check_index(x, index, length=self.length, size=self.group.size)
+        try:
+            check_index(x, index, length=self.length, size=self.group.size)
+        except ContextParallelError as error:
+            if x.is_floating_point():
+                raise
+            self.shifts = error  # labels may be shifted to count those of a model that shifts them itself
         token = pick_token(x, index, length=self.length, group=self.group)
         return x[index] if token is None else token
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def _narrow(function: Callable[..., Tensor], length: int, size: int, x: Tensor, 
     return function(x, dim, start, count)
 
 
-def _is_slice(x: object, local: int) -> bool:
+def _is_slice(x: object, local: int) -> TypeGuard[Tensor]:
     """Return True for a slice of hidden states or logits, or of tokens or labels."""
     return isinstance(x, Tensor) and x.dim() == (3 if x.is_floating_point() else 2) and x.size(1) == local
 
@@ -83,6 +83,6 @@ def _along_time(index: tuple[Any, ...], dims: int) -> slice | None:
 def _refuse(doing: str, x: Tensor, length: int, size: int) -> None:
     raise ContextParallelError(
         f"the step {doing} of a tensor {tuple(x.shape)}, of which each of {size} context ranks holds {x.size(1)} of {length} tokens, in "
-        "two chunks: pairs of neighbours at the chunks' ends would be lost. Shift labels in the dataset or the collate function (batch with "
-        "'input_ids' and shifted 'labels'), or use context_parallel_size=1"
+        "two chunks: pairs of neighbours at the chunks' ends would be lost. Shift labels in the dataset or the collate function, or use "
+        "context_parallel_size=1"
     )

@@ -25,6 +25,7 @@ from lightning_ptdp.engine.label_counts import describe_uneven, expected_tokens,
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, replay, weigh_over_replicas
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
+from lightning_ptdp.engine.step_habits import StepHabits
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.nested import Nested, batch_size
 from lightning_ptdp.parallelize import ParallelModel
@@ -104,7 +105,7 @@ class Engine:
         self._losses: Sequence[Tensor] = []  # of the last batch's microbatches, on the rank that has them
         self._factor: float | Tensor = 1.0
         self._expected_tokens = 0
-        self._is_uneven = self._told_uneven = False
+        self._is_uneven = self._told_uneven = self._inspected = False
         self._accumulated = False  # the batch before did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None
@@ -223,7 +224,10 @@ class Engine:
             self._expected_tokens = expected_tokens(args[0], sum(job.sizes))
             job.spread = None if self._told_uneven else label_spread(args[0], job.sizes, device=self._device)
         job.expected_tokens = power_above(self._expected_tokens * replicas * windows)
+        habits = self._habits(job)
         report = self._run(job, "training_step")
+        if habits is not None:
+            habits.warn_of_writes(job.count)
         if report.spread:
             self._is_uneven |= is_uneven(*report.spread)
         self._warn_of_uneven(args[0], sum(job.sizes), counted=report.counted)
@@ -306,6 +310,18 @@ class Engine:
             *numbers, self._expected_tokens, most, least = numbers
             self._is_uneven |= is_uneven(most, least)
         check_same_batch(numbers)
+
+    def _habits(self, job: LightningJob) -> StepHabits | None:
+        """In the first batch that is cut, on one replica: what the module is like before."""
+        recomputes = self._config.recompute in ("full", "selective")
+        if self._inspected or not (job.count > 1 or recomputes):
+            return None
+        self._inspected = True
+        if any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor")):
+            return None
+        job.inspects = job.count > 1
+        is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
+        return StepHabits(self._module, self._owners, recomputes=recomputes, tells_own=is_last)
 
     def _warn_of_uneven(self, batch: Nested, samples: int, *, counted: bool) -> None:
         if self._is_uneven and not counted and not self._told_uneven and self._mesh.rank == 0:

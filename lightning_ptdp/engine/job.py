@@ -15,6 +15,7 @@ from lightning_ptdp.engine.batch import merge_outputs, signature
 from lightning_ptdp.engine.context_report import PartReports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
+from lightning_ptdp.engine.step_habits import warn_of_loss
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.nested import Nested, map_tensors
 from lightning_ptdp.random import derive_seed
@@ -75,6 +76,7 @@ class LightningJob:
         buckets: Who is told when gradients are complete, if anybody is.
         expected_tokens: By what a loss that counts its tokens is divided, beside the multiplication by them; a power of two.
         spread: Numbers of labels to read with the report (``label_spread``), if anybody wants them.
+        inspects: Look at the first loss and name what microbatches change about it.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduces: Whether this step completes an optimizer step.
@@ -99,6 +101,7 @@ class LightningJob:
     buckets: GradientBuckets | None = None
     expected_tokens: float = 1.0
     spread: Tensor | None = None
+    inspects: bool = False
     scale: float = 1.0
     loss_scale: Tensor | float = 1.0
     reduces: bool = False
@@ -170,6 +173,9 @@ class LightningJob:
         if self.training and self._is_skipped(output):
             return None
         loss, tokens = loss_and_weight(output) if self.training else (torch.zeros((), device=self.device), num_tokens(output))
+        if self.inspects and tokens is None:
+            self.inspects = False
+            warn_of_loss(loss, self.sizes[microbatch])
         if part is not None and tokens is None:
             share = self._shares[microbatch] = part.share(loss.detach())
             loss = counted_loss(loss, share) * share

@@ -22,6 +22,7 @@ SHIFTS = {
     "brackets": lambda logits, ids: (logits[:, :-1], ids[:, 1:]),
     "ellipsis": lambda logits, ids: (logits[..., :-1, :], ids[..., 1:]),
     "narrow": lambda logits, ids: (logits.narrow(1, 0, ids.size(1) - 1), torch.narrow(ids, 1, 1, ids.size(1) - 1)),
+    "labels padded": lambda logits, ids: (logits, F.pad(ids[:, 1:], (0, 1), value=-100)),
     "roll": lambda logits, ids: (logits, ids.roll(-1, 1)),
 }
 

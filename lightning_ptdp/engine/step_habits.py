@@ -1,0 +1,110 @@
+"""Habits of a step whose result depends on the microbatches, found in the first batch of a fit and told once by name.
+
+Nothing is computed for it: tensors know how often they were written, and a loss knows the operations that it ends with.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.engine.step_state import Owner, StepState
+
+__all__ = ["StepHabits", "warn_of_loss"]
+
+_NORMS = (nn.modules.batchnorm._NormBase,)
+_SUM = 2
+"""Of torch's losses: ``reduction="sum"``."""
+_THROUGH = frozenset(("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"))
+_SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
+_SHOWN = 3
+_PAGE = 'docs/microbatches.md, "What a microbatch changes"'
+
+
+class StepHabits:
+    """The tensors of a module before a batch.
+
+    Args:
+        module: This rank's part of the LightningModule.
+        owners: What the step may leave something on.
+        recomputes: Blocks run again in the backward.
+        tells_own: Name the LightningModule's own attributes too, which all stages hold.
+    """
+
+    def __init__(self, module: nn.Module, owners: Sequence[Owner], *, recomputes: bool, tells_own: bool) -> None:
+        self._module, self._recomputes = module, recomputes
+        tensors = [(name, value) for name, value in _tensors(module) if not value.is_inference() and (tells_own or "." in name)]
+        self._versions = {name: (value, value._version) for name, value in tensors}
+        self._state = StepState([owner for owner in owners if tells_own and not owner.name])
+
+    def warn_of_writes(self, count: int) -> None:
+        """Name what the step has written, in ``count`` microbatches."""
+        written = dict.fromkeys(self._written(known=() if self._recomputes else _NORMS))
+        if not written:
+            return
+        more = f" and {len(written) - _SHOWN} more" if len(written) > _SHOWN else ""
+        again = " and recomputation runs blocks again" if self._recomputes else ""
+        warnings.warn(
+            f"training_step writes {', '.join([*written][:_SHOWN])}{more}: it runs once for each of {count} microbatches{again}, and one "
+            "reads what the one before left there, not the batch before. Write it in on_train_batch_end, or use num_microbatches=1 "
+            f"({_PAGE})",
+            stacklevel=2,
+        )
+
+    def _written(self, known: tuple[type[nn.Module], ...]) -> Iterator[str]:
+        now = dict(_tensors(self._module))
+        for name, (value, version) in self._versions.items():
+            owner = self._module.get_submodule(name.rpartition(".")[0])
+            if not isinstance(owner, known) and (now.get(name) is not value or value._version != version):
+                yield f"self.{name}"
+        for change in self._state.changes():
+            if change.how == "set" and len(change.path) == 2 and isinstance(change.value, Tensor):
+                yield change.name
+
+
+def warn_of_loss(loss: Tensor, samples: int) -> None:
+    """Say of the loss of a microbatch of ``samples`` that it is a sum, or compares its samples with each other."""
+    if any(_is_sum(node) for node in _ends(loss.grad_fn, _THROUGH)):
+        warnings.warn(
+            "the loss is a sum, such as reduction='sum', over one microbatch, but microbatches are averaged. If it grows with the batch, "
+            "it and its gradient are smaller than in one process by the number of microbatches: return a mean, or a dictionary with the "
+            f"mean as 'loss' and its 'num_tokens' ({_PAGE})",
+            stacklevel=2,
+        )
+    if samples > 1 and any(_compares_samples(node, samples) for node in _ends(loss.grad_fn, _SCALED)):
+        warnings.warn(
+            f"the loss tells each of {samples} samples from the others of its microbatch (contrastive, in-batch negatives), of which there "
+            f"are fewer than in the batch. Use num_microbatches=1 or a larger micro_batch_size ({_PAGE})",
+            stacklevel=2,
+        )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _ends(node: Any, through: frozenset[str]) -> Iterator[Any]:
+    """Yield the operations that the loss ends with, behind those that keep its meaning."""
+    if node is None:
+        return
+    if node.name() not in through:
+        yield node
+        return
+    for before, _ in node.next_functions:
+        yield from _ends(before, through)
+
+
+def _is_sum(node: Any) -> bool:
+    return bool(node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM)
+
+
+def _compares_samples(node: Any, samples: int) -> bool:
+    if node.name() != "NllLossBackward0" or tuple(node._saved_self.shape) != (samples, samples):
+        return False
+    target: Tensor = node._saved_target
+    return torch.equal(target, torch.arange(samples, device=target.device))

@@ -1,0 +1,143 @@
+"""Steps whose result depends on the microbatches are told of by name, once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.pool import Pool
+
+
+class LitPlain(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.teacher, self.seen, self.outputs = nn.Linear(4, 4).requires_grad_(False), 0, list[Tensor]()
+        self.register_buffer("queue", torch.zeros(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        self.seen += len(x)
+        prediction = self.net(x)
+        self.outputs.append(prediction.detach())
+        return self.loss(prediction, y)
+
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(prediction, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.01)
+
+
+class LitCarried(LitPlain):
+    hidden: Tensor | None = None
+
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        self.hidden = prediction.detach().mean(0)
+        return super().loss(prediction, y)
+
+
+class LitQueue(LitPlain):
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.queue.copy_(prediction[0])
+        return super().loss(prediction, y)
+
+
+class LitTeacher(LitPlain):
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9)
+        return super().loss(prediction, y)
+
+
+class LitSum(LitPlain):
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(prediction, y, reduction="sum")
+
+
+class LitSummed(LitPlain):
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        return (prediction - y).square().sum() + prediction.mean()
+
+
+class LitContrastive(LitPlain):
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        logits, target = prediction @ y.T, torch.arange(len(y))
+        return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+class LitDivided(LitPlain):
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(prediction, y, reduction="sum") / len(y)
+
+
+def fit(rank: int, kind: type[LitPlain], layout: dict[str, Any], size: int) -> list[str]:
+    L.seed_everything(1, verbose=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = L.Trainer(
+            strategy=PTDPStrategy(**layout),
+            accelerator="cpu",
+            devices=size,
+            max_steps=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 4)), batch_size=8))
+    return [str(one.message) for one in told if "docs/microbatches.md" in str(one.message)]
+
+
+M2 = {"num_microbatches": 2}
+CASES: dict[type[LitPlain], str | None] = {
+    LitPlain: None,
+    LitDivided: None,
+    LitCarried: "training_step writes self.hidden:",
+    LitQueue: "training_step writes self.queue:",
+    LitTeacher: "training_step writes self.teacher.weight:",
+    LitSum: "the loss is a sum",
+    LitSummed: "the loss is a sum",
+    LitContrastive: "the loss tells each of 4 samples from the others",
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_what_a_microbatch_changes_is_told_once(kind: type[LitPlain], pool: Pool) -> None:
+    expected = CASES[kind]
+    (told,) = pool.run(fit, world_size=1, args=(kind, M2, 1))
+    assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), told
+
+
+@pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitQueue])
+def test_under_a_pipeline_too(kind: type[LitPlain], pool: Pool) -> None:
+    layout = {**M2, "pipeline_parallel_size": 2}
+    told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
+    expected = CASES[kind]
+    assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), told
+
+
+def test_nothing_is_told_without_microbatches(pool: Pool) -> None:
+    for kind in CASES:
+        assert pool.run(fit, world_size=1, args=(kind, {}, 1)) == [[]]
+
+
+class LitNormed(LitPlain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+
+
+def test_state_that_a_recomputed_block_changes_is_told(pool: Pool) -> None:
+    ((text,),) = pool.run(fit, world_size=1, args=(LitNormed, {**M2, "recompute": "full"}, 1))
+    assert text.startswith("training_step writes self.net.0.1.num_batches_tracked")
+    assert "recomputation runs blocks again" in text
