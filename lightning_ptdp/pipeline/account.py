@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from lightning_ptdp._torch import is_communication_error
 from lightning_ptdp.pipeline.bulletin import Heard
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.status import CAUSE, RankStatus, duration
+from lightning_ptdp.pipeline.status import RankStatus, duration
 
 __all__ = ["LOST", "Account", "place_of", "summary"]
 
@@ -70,7 +70,7 @@ class Account:
                 known = f"for {duration(time.monotonic() - self.heard[rank].at)}: {self.heard[rank].status.place()}"
             text.append(f"No answer from rank {rank}, {known}")
         causes = {rank: heard.status for rank, heard in sorted(self.heard.items()) if _is_cause(heard.status)}
-        text += [f"{CAUSE} {rank}: {causes[rank].failure} ({causes[rank].raised_at})" for rank in list(causes)[:1]]
+        text += [f"The cause is on rank {rank}: {causes[rank].failure} ({causes[rank].raised_at})" for rank in list(causes)[:1]]
         return "\n".join(text)
 
     def lost(self) -> str:

@@ -10,9 +10,9 @@ from typing import Literal
 
 from lightning_ptdp.schedule.actions import Action
 
-__all__ = ["CAUSE", "LiveStatus", "RankStatus", "cause_first", "duration"]
+__all__ = ["LiveStatus", "RankStatus", "cause_first", "duration"]
 
-CAUSE = "The cause is on rank"
+_CAUSE = "The cause is on rank"
 _SHOWN = 200  # characters of an error in the line of its rank
 
 Phase = Literal["in", "waits in", "after", ""]
@@ -111,8 +111,8 @@ class RankStatus:
 
 def cause_first(message: str, explained: str) -> str:
     """Return an error's message and what each rank did, behind the cause on another rank if one is known."""
-    rest, found, cause = explained.rpartition(f"\n{CAUSE} ")
-    return f"{CAUSE} {cause}\n{message}\n{rest}" if found else f"{message}\n{explained}".rstrip()
+    rest, found, cause = explained.rpartition(f"\n{_CAUSE} ")
+    return f"{_CAUSE} {cause}\n{message}\n{rest}" if found else f"{message}\n{explained}".rstrip()
 
 
 def duration(seconds: float) -> str:
