@@ -223,7 +223,8 @@ def is_profiling(hook: object) -> bool:
 
 def logs_graph(trainer: Trainer) -> bool:
     """Return True if a logger of the Trainer records the graph of the module's forward when a fit starts."""
-    return any(getattr(logger, "_log_graph", None) is True for logger in trainer.loggers)  # other loggers may answer to any name
+    # Other loggers may answer to any name.
+    return any(vars(logger).get("_log_graph") for logger in trainer.loggers)
 
 
 def replace_signal_handlers(
