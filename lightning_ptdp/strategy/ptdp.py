@@ -253,10 +253,10 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
-            # Lightning's own message recommends manual optimization, which the schedule cannot honour either.
+            # Lightning's own message recommends manual optimization, which a schedule cannot honour.
             raise self.refusal(
                 "configure_optimizers returned several optimizers; the ptdp strategy trains with one. Use parameter groups of one "
-                "optimizer, or manual optimization in one process without microbatches"
+                "optimizer, or manual optimization with data parallelism alone and without microbatches"
             ) from error
 
     def _prepare_optimization(self, trainer: Trainer) -> None:
