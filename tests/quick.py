@@ -40,6 +40,7 @@ THOROUGH: Final = frozenset(
         "conformance/test_optimization",
         "conformance/test_outputs",
         "conformance/test_parameter_groups",
+        "conformance/test_partial_parameters",
         "conformance/test_resuming",
         "conformance/test_same_batches",
         "conformance/test_samplers",

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.blocks import LAYOUTS, ONE, P2, PLAN, LitBlocks, batches
 from tests.conformance.toys import Place, assert_weights, make_trainer, weights
-from tests.pool import Pool
+from tests.pool import Pool, WorkerFailure
 
 
 class LitPenalty(LitBlocks):
@@ -32,10 +32,14 @@ class LitLogsNorm(LitBlocks):
         self.log("norm", torch.stack([p.norm() for p in self.parameters()]).norm() + 0 * self.loss(batch))
 
 
+def run(rank: int, place: Place, kind: type[LitBlocks]) -> None:
+    trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
+    trainer.fit(kind(), batches(place, rank), batches(place, rank))
+
+
 def refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
     try:
-        trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
-        trainer.fit(kind(), batches(place, rank), batches(place, rank))
+        run(rank, place, kind)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -52,9 +56,9 @@ def refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
 )
 def test_loops_over_parameters_in_a_step_are_refused(kind: Any, layout: str, call: str, pool: Pool) -> None:
     place = LAYOUTS[layout]
-    messages = pool.run(refused, world_size=place.world_size, args=(place, kind))
-    assert f"PartialModelError: {call}, of which this rank holds a part" in messages[-1]
-    assert "weight_decay" in messages[-1]
+    with pytest.raises(WorkerFailure) as error:  # under a pipeline the stages before the last one leave the step before the loop
+        pool.run(run, world_size=place.world_size, args=(place, kind))
+    assert f"PartialModelError: {call}, of which this rank holds a part" in str(error.value)
 
 
 class LitRemedy(LitBlocks):
