@@ -9,6 +9,7 @@ __all__ = ["CHOSEN", "THOROUGH", "is_quick"]
 THOROUGH: Final = frozenset(
     [
         "bench/test_gpu_benchmark",
+        "bench/test_smoke",
         "callbacks/test_expert_load",
         "callbacks/test_save_on_signal",
         "checkpoint/test_layout_pairs",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -39,7 +40,8 @@ class ParameterGuard:
         for name, child in module.named_modules():
             absent = any(isinstance(part, Placeholder) for part in child.modules())
             if absent or any(parameter in split for parameter in child.parameters()):
-                vars(child)["named_parameters"] = _GuardedParameters(child, name, self)
+                # A method, because torch's compiler looks for one.
+                vars(child)["named_parameters"] = MethodType(_GuardedParameters(name, self), child)
 
     def __deepcopy__(self, memo: object) -> ParameterGuard:
         """Return itself: a copy made during a step would stay in that step."""
@@ -50,12 +52,11 @@ class ParameterGuard:
 class _GuardedParameters:
     """Replacement of a module's ``named_parameters``, which ``parameters`` calls too."""
 
-    module: nn.Module
     name: str
     guard: ParameterGuard
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from type(self.module).named_parameters(self.module, *args, **kwargs)
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from type(module).named_parameters(module, *args, **kwargs)
         if self.guard.hook is not None and kwargs.get("recurse", True):
             called = ".".join(filter(None, ["self", self.name, "parameters()"]))
             raise PartialModelError(

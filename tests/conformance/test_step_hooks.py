@@ -18,15 +18,15 @@ EVERYWHERE = list(PLACES)
 
 
 class LitPlain(LitNet):
-    """Notes the norm of what ``on_after_backward`` sees where the whole gradient is there."""
+    """Notes the norm of the gradient that ``on_after_backward`` sees."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
 
     def on_after_backward(self) -> None:
-        gradients = [p.grad.detach().clone() for p in self.parameters() if p.grad is not None]
-        self.seen.append(float(torch.cat([g.flatten() for g in gradients]).norm()) if gradients else 0.0)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.seen.append(float(torch.nn.utils.get_total_norm(gradients)))
 
     def configure_optimizers(self) -> Any:
         groups = [{"params": [p for p in self.parameters() if (p.dim() > 1) is matrices]} for matrices in (True, False)]
