@@ -77,7 +77,7 @@ class StepRandomness(Surrounding):
         undo = contextlib.ExitStack()
         for number, name in self._blocks.items():
             block = module.get_submodule(name)
-            enter, leave = partial(self._enter, number), self._leave
+            enter, leave = partial(self._enter, number), partial(self._leave)  # a method cannot be marked as untraced
             if is_compiled(block):
                 enter, leave = untraced(enter), untraced(leave)
             undo.enter_context(block.register_forward_pre_hook(enter, prepend=True))
