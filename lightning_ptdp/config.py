@@ -121,7 +121,8 @@ class PTDPConfig:
             warning) or "refuse".
         async_save: Training waits only until a checkpoint's tensors are copied to host memory; they are written in the background.
         checkpoint_format: "folder" (every rank writes its part), "file" (rank 0 writes Lightning's single file), or "auto": a file where
-            every rank holds the whole model and optimizer, saves wait, and ``ptdp`` does not run the training; else a folder.
+            every rank holds the whole model and optimizer, saves wait, no callback has ``needs_checkpoint_folders = True``
+            (ExportHuggingFace, SaveOnSignal), and ``ptdp`` does not run the training; else a folder.
         verify: "first_step": before training, compare the first step with one process, and end with the reason if they differ.
 
     The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.

@@ -42,6 +42,8 @@ class ExportHuggingFace(pl.Callback):
         CheckpointError: (when fit begins, or when it is written) What is wrong with the model or the folder.
     """
 
+    needs_checkpoint_folders = True  # an export can then be made again from each checkpoint, by to_huggingface
+
     def __init__(
         self,
         folder: str | os.PathLike[str],

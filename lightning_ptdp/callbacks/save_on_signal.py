@@ -42,6 +42,8 @@ class SaveOnSignal(pl.Callback):
         KeyboardInterrupt: (after the save) Likewise.
     """
 
+    needs_checkpoint_folders = True  # whose metadata tell which run left them, and when
+
     def __init__(self, name: str = "on_signal.ckpt") -> None:
         self._name = name
         self._notes = SignalNotes()

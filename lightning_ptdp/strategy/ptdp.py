@@ -103,6 +103,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         """Check everything that is known before processes start; ``arguments`` are those of the Trainer's function."""
         if trainer is None or self.lightning_module is None:
             return
+        self.note_callbacks(trainer.callbacks)
         if fits(trainer):
             self.check_processes()
             self._choose(trainer, [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None])
@@ -148,6 +149,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         """The model (``parallelize``), its values, the optimizer, and last the gradients."""
         fitting = fits(trainer)
         self.accelerator.setup(trainer)
+        self.note_callbacks(trainer.callbacks)  # again, with those of configure_callbacks
         check_trainer(self, trainer)
         replicas = self.layout.data_parallel_size
         count_replicas(trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas)
@@ -221,6 +223,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         view = contextlib.nullcontext({}) if parallel.whole is None else self._whole_view(parallel.whole)
         with view as foreign:
             self._make_optimizers(trainer)
+        parallel.check(frozen=self.layout.divides_model)  # before check_held, which knows no names
         names = {**{parameter: record.name for parameter, record in records.items()}, **foreign}
         descriptions = [describe_groups(optimizer, names) for optimizer in self.optimizers]
         trials = [make_trials(one, foreign, records, config=self.config, layout=self.layout) for one in self.optimizers]

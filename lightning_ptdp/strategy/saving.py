@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,7 @@ class ModelSpaceSaving(ModelSpace):
     Attributes:
         ranks_failed: Whether the ranks that this process forked or spawned last ended with an exception.
         returns_weights: Whether the process that forks or spawns the ranks gets the trained weights.
+        folder_callback: The class of a callback that needs checkpoint folders; "" if there is none.
         run_facts: Facts about the run for the metadata of its checkpoints, in JSON types.
     """
 
@@ -61,6 +62,7 @@ class ModelSpaceSaving(ModelSpace):
     _is_training: bool = False  # else nobody would wait for a save in the background
     ranks_failed = False
     returns_weights = True
+    folder_callback = ""
     run_facts: Mapping[str, object] = MappingProxyType({})
 
     def lightning_module_state_dict(self) -> Checkpoint:
@@ -81,33 +83,44 @@ class ModelSpaceSaving(ModelSpace):
             return {"groups": merge_groups(gather(groups)), **history}
 
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: object = None) -> None:
-        """Write a checkpoint folder; entered by all ranks. After an exception there is a warning instead where that cannot be.
+        """Write a checkpoint; entered by all ranks. After an exception there is a warning instead where that cannot be.
 
         Raises:
             CheckpointError: It could not be written; what was there before is whole.
-            TypeError: ``storage_options`` is given, which DCP does not take.
+            TypeError: ``storage_options`` is given, which only Lightning's plugin takes, for a URL.
         """
         if why := self._why_impossible():
             warnings.warn(f"the checkpoint {filepath} is not saved: {why}", stacklevel=2)
             return
-        if self._parallel is None or (self.writes_file and self._names.writes_elsewhere(self.checkpoint_io, filepath)):
-            super().save_checkpoint(self._with_names(checkpoint), filepath, storage_options)
+        if self._parallel is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if storage_options is not None:
+        elsewhere = self.writes_file and self._names.writes_elsewhere(self.checkpoint_io, filepath)
+        if storage_options is not None and not elsewhere:
             raise TypeError("storage_options is not supported: checkpoints are written by torch.distributed.checkpoint")
         doing = f"saving the checkpoint {filepath}"
         with self.waiting_in(doing):
-            if self.writes_file:
-                self._save_file(checkpoint, filepath, doing)
-            else:
+            if not self.writes_file:
                 self._save(checkpoint, filepath, doing)
+                return
+            alone = self._alone("saving")  # then the others do not come, and are not needed
+            with contextlib.nullcontext() if alone else same_outcome(doing):
+                if elsewhere:
+                    super().save_checkpoint(self._with_names(checkpoint), filepath, storage_options)
+                elif self.global_rank == 0:
+                    write_file(self._with_names(checkpoint), Path(os.path.abspath(local_path(filepath))))
 
     @property
     def writes_file(self) -> bool:
         """Return True if checkpoints are Lightning's single files."""
         if self.config.checkpoint_format != "auto":
             return self.config.checkpoint_format == "file"
-        return not self.run_facts and not self.why_no_file()
+        return not (self.run_facts or self.folder_callback or self.why_no_file())
+
+    def note_callbacks(self, callbacks: Iterable[object]) -> None:
+        """Look for a callback whose attribute ``needs_checkpoint_folders`` is true."""
+        found = (type(one).__name__ for one in callbacks if getattr(one, "needs_checkpoint_folders", False))
+        self.folder_callback = next(found, "")
 
     def why_no_file(self) -> str:
         """Return the option with which no rank has all that is saved, or saves do not wait; "" if there is none."""
@@ -119,15 +132,9 @@ class ModelSpaceSaving(ModelSpace):
             return "shard_optimizer=True cuts the optimizer's states"
         return "master_weights=True keeps float32 copies beside the parameters" if self._adopted else ""
 
-    def _save_file(self, checkpoint: Checkpoint, filepath: PathLike, doing: str) -> None:
-        alone = self._alone("saving")  # then the others do not come, and are not needed
-        with contextlib.nullcontext() if alone else same_outcome(doing):
-            if self.global_rank == 0:
-                write_file(self._with_names(checkpoint), Path(os.path.abspath(local_path(filepath))))
-
     def _with_names(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the names of the optimizers' parameters, by which other layouts find theirs."""
-        if self._parallel is None or "optimizer_states" not in checkpoint:
+        if "optimizer_states" not in checkpoint:
             return checkpoint
         return {**checkpoint, PARAMETER_NAMES: self._names_of_groups()}
 

@@ -108,6 +108,36 @@ def test_a_folder_where_it_is_asked_for(tmp_path: Path) -> None:
     assert is_checkpoint(path)
 
 
+class Reader(L.Callback):
+    """Reads checkpoint folders."""
+
+    needs_checkpoint_folders = True
+
+
+class LitWithReader(LitNet):
+    """Brings the callback itself."""
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [Reader()]
+
+
+@pytest.mark.parametrize("format", ["auto", "file"])
+@pytest.mark.parametrize("module", [LitNet, LitWithReader])
+def test_a_folder_where_a_callback_needs_it_and_no_file_is_asked_for(module: type[LitNet], format: str, tmp_path: Path) -> None:
+    own: list[L.Callback] = [Reader()] if module is LitNet else []
+    place = Place(layout={"checkpoint_format": format})
+    trainer = make_trainer(place, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path, callbacks=own)
+    trainer.fit(module(), loader())
+    assert is_checkpoint(trainer.checkpoint_callback.best_model_path) == (format == "auto")
+
+
+def test_a_plugin_that_writes_files_beside_a_callback_that_needs_folders_is_refused(tmp_path: Path) -> None:
+    options = {"plugins": [Counting()], "callbacks": [Reader()], "default_root_dir": tmp_path}
+    trainer = make_trainer(ONE, enable_checkpointing=True, **options)
+    with pytest.raises(MisconfigurationException, match=r"Counting.*Reader needs them, unless checkpoint_format='file'"):
+        trainer.fit(LitNet(), loader())
+
+
 @pytest.mark.parametrize(
     ("place", "options", "words"),
     [

@@ -240,7 +240,10 @@ def _check_checkpoint_plugin(strategy: ModelSpaceSaving, trainer: Trainer) -> No
         if isinstance(plugin, strategy._names.AsyncCheckpointIO)
         else "on_save_checkpoint for what it adds"
     )
-    why = strategy.why_no_file() or f"checkpoint_format={strategy.config.checkpoint_format!r}"
+    asked = f"checkpoint_format={strategy.config.checkpoint_format!r}"
+    if strategy.folder_callback and strategy.config.checkpoint_format == "auto":
+        asked = f"{strategy.folder_callback} needs them, unless checkpoint_format='file'"
+    why = strategy.why_no_file() or asked
     raise strategy.refusal(
         f"plugins=[{type(plugin).__name__}()] writes one file, but checkpoints are folders here, into which every rank writes its part by "
         f"torch's Distributed Checkpoint ({why}). Leave it out, and use {instead}"
