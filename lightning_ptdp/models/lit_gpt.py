@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -115,7 +116,7 @@ class LitGPT(LitTokens):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Move the biases of routers that are balanced by them, once a step of the optimizer."""
         if self.config.num_experts is not None and self.config.balance == "bias":
-            self._built().balance(partial(self.trainer.strategy.reduce, reduce_op="sum"))
+            self._built().balance(partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum"))
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         model = self._built()
