@@ -107,7 +107,7 @@ class LitGPT(LitTokens):
             ("balance_loss", "z_loss") if self.config.capacity_factor is None else ("balance_loss", "z_loss", "dropped_share")
         )
         for name, mean in zip(logged, means / self.config.layers_with_experts, strict=False):
-            self.log(f"train_{name}", mean, batch_size=counted_b.size(0))
+            self.log(f"train_{name}", mean)
         added = self.config.z_loss_coefficient * square
         if self.config.balance == "loss":
             added = added + self.config.balance_coefficient * balance
