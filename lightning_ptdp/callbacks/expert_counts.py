@@ -175,7 +175,7 @@ class ExpertCounts:
                 table[row, :number] = self._layers[name].counts
                 table[row, width:] = self._layers[name].entropy
         self._clear()
-        rows = trainer.strategy.reduce(table, reduce_op="sum").tolist()
+        rows = trainer.strategy.reduce(table, dist.group.WORLD, "sum").tolist()
         return ExpertLoads(
             layers=tuple(
                 LayerLoad(

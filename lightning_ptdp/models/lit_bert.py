@@ -111,7 +111,7 @@ class LitBert(pl.LightningModule):
         )
         losses = self._losses(masked, output.order, batch)
         for name in ("loss", "masked_loss", "order_loss"):
-            self.log(f"train_{name}", losses[name], prog_bar=True, batch_size=batch["input_ids"].size(0))
+            self.log(f"train_{name}", losses[name], prog_bar=True)
         return {"loss": losses["loss"], "num_tokens": losses["num_tokens"]}
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:

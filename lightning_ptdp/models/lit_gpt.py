@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -106,7 +107,7 @@ class LitGPT(LitTokens):
             ("balance_loss", "z_loss") if self.config.capacity_factor is None else ("balance_loss", "z_loss", "dropped_share")
         )
         for name, mean in zip(logged, means / self.config.layers_with_experts, strict=False):
-            self.log(f"train_{name}", mean, batch_size=counted_b.size(0))
+            self.log(f"train_{name}", mean)
         added = self.config.z_loss_coefficient * square
         if self.config.balance == "loss":
             added = added + self.config.balance_coefficient * balance
@@ -115,7 +116,7 @@ class LitGPT(LitTokens):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Move the biases of routers that are balanced by them, once a step of the optimizer."""
         if self.config.num_experts is not None and self.config.balance == "bias":
-            self._built().balance(partial(self.trainer.strategy.reduce, reduce_op="sum"))
+            self._built().balance(partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum"))
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         model = self._built()

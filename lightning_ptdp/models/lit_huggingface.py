@@ -238,7 +238,7 @@ class _LitHuggingFace(LitTokens):
         step = self.mean_loss(losses_bs, batch, "train_loss")
         if balance is None:
             return step
-        self.log("train_balance_loss", balance, batch_size=losses_bs.size(0))
+        self.log("train_balance_loss", balance)
         assert self.model is not None
         return {**step, "loss": step["loss"] + self.model.config.get_text_config().router_aux_loss_coef * balance}
 

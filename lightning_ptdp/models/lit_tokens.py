@@ -85,7 +85,9 @@ class LitTokens(pl.LightningModule):
         # Not reduction="mean", which is 0/0 where no token counts; and summed in float32, since bf16 loses
         # small addends and fp16 overflows after some thousand tokens.
         loss = losses_bs.sum(dtype=torch.promote_types(losses_bs.dtype, torch.float32)) / num_tokens.clamp(min=1)
-        self.log(name, loss, prog_bar=True, sync_dist=sync_dist, batch_size=batch["labels"].size(0))
+        # For the mean of an evaluation's batches; a training step's microbatches are weighted by their tokens instead.
+        samples = batch["labels"].size(0) if sync_dist else None
+        self.log(name, loss, prog_bar=True, sync_dist=sync_dist, batch_size=samples)
         return {"loss": loss, "num_tokens": num_tokens}
 
 

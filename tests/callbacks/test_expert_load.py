@@ -247,7 +247,7 @@ def test_what_was_taken_or_set_aside_is_not_counted_again() -> None:
     module.configure_model()
     for layer in module.layers:
         layer.experts.reset_parameters()
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device="cpu", reduce=lambda table, reduce_op: table))
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device="cpu", reduce=lambda table, *_: table))
     some, others = torch.randint(VOCABULARY, (2, 16, LENGTH), generator=torch.Generator().manual_seed(1))
 
     def loads(ids: Tensor) -> list[tuple[float, ...]]:

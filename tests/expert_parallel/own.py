@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -81,7 +82,7 @@ class LitUsual(L.LightningModule):
         return loss + 0.2 * balance + 0.02 * square
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.model.balance(partial(self.trainer.strategy.reduce, reduce_op="sum"))
+        self.model.balance(partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum"))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)

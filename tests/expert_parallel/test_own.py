@@ -23,6 +23,7 @@ LAYOUTS = {
     "e2": (2, {E: 2}),
     "e4 m2": (4, {E: 4, M: 2}),
     "t2 e2": (4, {T: 2, E: 2}),
+    "p2": (2, {P: 2, M: 2}),
     "p2 v2 e2": (4, {P: 2, V: 2, E: 2, M: 2}),
     "p2 e2 zb_h1 recompute": (4, {P: 2, E: 2, M: 2, "schedule": "zb_h1", "recompute": "full"}),
     "d2 e2 zero": (4, {E: 2, Z: True}),
