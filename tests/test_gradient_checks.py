@@ -9,6 +9,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
+from lightning_ptdp.checkpoint.agreement import own_rank
 from lightning_ptdp.engine.gradient_checks import NonFiniteError
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
@@ -22,7 +23,7 @@ class LitPoisoned(LitNet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         self.calls = getattr(self, "calls", 0) + 1
-        poisoned = self.trainer.global_rank == self.trainer.world_size - 1 and self.calls == 4
+        poisoned = own_rank() == self.trainer.world_size - 1 and self.calls == 4
         loss = output["loss"] if isinstance(output, dict) else output
         return loss * float("nan") if poisoned else loss
 

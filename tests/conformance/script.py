@@ -58,9 +58,9 @@ class LitScript(L.LightningModule):
         return ParallelPlan(tensor={"net.*.0": "column", "net.*.2": "row"} if SETTINGS.get("deep") else {})
 
     def training_step(self, batch, batch_idx):
-        if self.global_step == 2 and self.global_rank in SETTINGS.get("fail_on_ranks", []):
+        if self.global_step == 2 and torch.distributed.get_rank() in SETTINGS.get("fail_on_ranks", []):
             raise ZeroDivisionError("the user's own mistake")
-        if self.global_step == 2 and self.global_rank in SETTINGS.get("terminate_ranks", []):
+        if self.global_step == 2 and torch.distributed.get_rank() in SETTINGS.get("terminate_ranks", []):
             os.kill(os.getpid(), signal.SIGTERM)
         if SETTINGS.get("collective"):
             eval(SETTINGS["collective"], {"self": self})

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from lightning_ptdp.checkpoint.agreement import own_rank
 from lightning_ptdp.strategy import PTDPStrategy, strategy_class
 from tests.conformance.toys import FEATURES, P2, LitNet, Losses, Place, assert_weights, layers, loader, make_trainer, weights
 from tests.pool import Pool, WorkerFailure
@@ -103,7 +104,7 @@ class LitFails(LitNet):
     """The user's mistake, on one rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 2 and self.global_rank == 1:
+        if batch_idx == 2 and own_rank() == 1:
             raise ZeroDivisionError("the user's own mistake")
         return super().training_step(batch, batch_idx)
 

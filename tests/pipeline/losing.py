@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lightning_ptdp.checkpoint.agreement import own_rank
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.queued import HOST, habits
 
@@ -26,7 +27,7 @@ class Loses(LitNet):
         self.victim, self.how = victim, how
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1 and self.trainer.global_rank == self.victim:
+        if batch_idx == 1 and own_rank() == self.victim:
             HOST.drain()
             if self.how == "raise":
                 raise ValueError("a bad batch")

@@ -22,6 +22,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptdp.callbacks import ExpertLoad
+from lightning_ptdp.checkpoint import single_file
+from lightning_ptdp.checkpoint.agreement import own_rank
 from lightning_ptdp.checkpoint.sums import SummingFile
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.watchdog import Watchdog
@@ -67,7 +69,7 @@ class _Loses(LitNet):
         self.victim, self.how = victim, how
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1 and self.trainer.global_rank == self.victim:
+        if batch_idx == 1 and own_rank() == self.victim:
             os.kill(os.getpid(), self.how)
         return super().training_step(batch, batch_idx)
 
@@ -141,12 +143,13 @@ def _train_experts(rank: int, parent: Connection, victim: int, where: str) -> No
     trainer.fit(_LosesInExperts(victim), DataLoader(TensorDataset(ids), batch_size=4))
 
 
-def _save(rank: int, parent: Connection, victim: int, in_background: bool, where: str) -> None:
+def _save(rank: int, parent: Connection, victim: int, layout: dict[str, Any], where: str) -> None:
     """The victim freezes while it writes."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    place = Place(world_size=2, layout={"timeout_s": SAVE_LIMIT_S, "async_save": in_background})
+    place = Place(world_size=2, layout={"timeout_s": SAVE_LIMIT_S, **layout})
     if rank == victim:
         SummingFile.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
+        single_file._save = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     saving = ModelCheckpoint(where, every_n_train_steps=1, save_top_k=-1)
     make_trainer(place, max_steps=4, enable_checkpointing=True, callbacks=[saving]).fit(LitNet(), loader())
 
@@ -239,10 +242,17 @@ def test_parameters_that_are_gathered_behind_the_optimizer_step_too(tmp_path: Pa
     assert re.match(r"PeerError: rank 0 \(.*\) lost another rank \(optimizer step 0\):", said), said
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["synchronous", "in the background"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_peer_that_freezes_while_it_saves_is_named(victim: int, in_background: bool, tmp_path: Path) -> None:
-    said = _said_by_survivor(_save, victim, in_background, str(tmp_path))
+@pytest.mark.parametrize(
+    ("victim", "layout"),
+    [
+        *((victim, {"checkpoint_format": "folder"}) for victim in (0, 1)),
+        *((victim, {"async_save": True}) for victim in (0, 1)),
+        (0, {"checkpoint_format": "file"}),  # rank 0 alone writes it
+    ],
+    ids=["0-synchronous", "1-synchronous", "0-in the background", "1-in the background", "0-single file"],
+)
+def test_a_peer_that_freezes_while_it_saves_is_named(victim: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    said = _said_by_survivor(_save, victim, layout, str(tmp_path))
     assert re.match(rf"PeerError: rank {1 - victim} \(.*\) lost another rank \(.+\): ", said), said
     assert re.search(rf"No answer from rank {victim}, for [\d.]+ s: ", said), said
 
