@@ -54,6 +54,7 @@ class _GuardedParameters:
 
     name: str
     guard: ParameterGuard
+    __name__ = "named_parameters"  # by which pickle finds the method
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from type(module).named_parameters(module, *args, **kwargs)
