@@ -177,11 +177,15 @@ class PTDPConfig:
     checkpoint_format: CheckpointFormat = "auto"
     verify: Verification | None = None
 
+    @property
+    def smallest_world_size(self) -> int:
+        """Return the number of processes of the smallest world that holds the model."""
+        read = math.lcm(self.context_parallel_size, self.expert_parallel_size)
+        return self.tensor_parallel_size * self.pipeline_parallel_size * read
+
     def __post_init__(self) -> None:
         check_types(self)
-        # One replica of the smallest world that holds it: all checks that do not need the world's size.
-        read = math.lcm(self.context_parallel_size, self.expert_parallel_size)
-        self.layout(self.tensor_parallel_size * self.pipeline_parallel_size * read)
+        self.layout(self.smallest_world_size)  # all checks that do not need the world's size
         if self.num_microbatches is not None and self.micro_batch_size is not None:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and micro_batch_size={self.micro_batch_size}: give one of them, the other "

@@ -90,8 +90,7 @@ def _whole_case(subject: Subject, blocks: int | None) -> Case:
     if torch.cuda.is_initialized():
         raise ValueError("verify forks processes, which cannot use CUDA once this one has: call it before anything uses the GPU")
     if devices is None:
-        read = math.lcm(config.context_parallel_size, config.expert_parallel_size)
-        devices = config.tensor_parallel_size * config.pipeline_parallel_size * read
+        devices = config.smallest_world_size
     if not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices={devices!r} must be a number of processes")
     dropped = {"compile": "none", "compile_options": None, "async_save": False, "verify": None}
