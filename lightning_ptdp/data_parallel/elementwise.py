@@ -62,7 +62,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTrial:
-    """What the ranks know about one parameter group.
+    """Facts that the ranks agree on about one parameter group.
 
     Attributes:
         cuts: How its parameters are shared.

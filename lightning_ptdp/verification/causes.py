@@ -19,7 +19,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of a difference.
+    """Facts about a difference from which causes are derived.
 
     Attributes:
         first: The first difference.

@@ -66,7 +66,7 @@ class Difference:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What is compared, whatever the rank."""
+        """Values to compare that do not depend on the rank."""
         return self.kind, self.step, self.name, self.point
 
     def __str__(self) -> str:

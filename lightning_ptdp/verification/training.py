@@ -39,7 +39,7 @@ _NEVER = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is verified.
+    """Module, data and Trainer options to verify.
 
     Attributes:
         module: The LightningModule; trained in forked processes only.
