@@ -24,7 +24,7 @@ _Fills = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SliceDraws:
-    """Return replacements of torch's drawing functions for one rank.
+    """Replacements of torch's drawing functions on one rank.
 
     Attributes:
         length: Tokens of the whole sequence; a slice (b, s/c, ...) has its share of them along dimension 1.

@@ -66,7 +66,7 @@ class Difference:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Values to compare that do not depend on the rank."""
+        """Return what identifies the compared value on every rank."""
         return self.kind, self.step, self.name, self.point
 
     def __str__(self) -> str:
