@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -15,13 +14,14 @@ from torch.optim import Optimizer
 from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Gradients, ManualGradients, ReplicaBuffers
-from lightning_ptdp.engine.agreement import batch_sums, check_kept_alike, check_same_batch, has_same_length
+from lightning_ptdp.engine.agreement import check_kept_alike, has_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
+from lightning_ptdp.engine.batch_agreement import BatchAgreement
 from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_checks import GradientChecks
 from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens
-from lightning_ptdp.engine.label_counts import describe_uneven, expected_tokens, is_uneven, label_spread, power_above
+from lightning_ptdp.engine.label_counts import power_above
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, replay, weigh_over_replicas
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
@@ -59,6 +59,7 @@ class Engine:
     Attributes:
         observers: Are told of every action, wait and reduction.
         gradients: This rank's gradients, and what the optimizer steps on.
+        agreement: Facts about a batch on which the ranks agree before its step.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class Engine:
         self._manual: ManualGradients | None = None
         self._losses: Sequence[Tensor] = []  # of the last batch's microbatches, on the rank that has them
         self._factor: float | Tensor = 1.0
-        self._expected_tokens = 0
-        self._is_uneven = self._told_uneven = self._inspected = False
+        self.agreement = BatchAgreement(mesh, sizes=self._sizes, device=device)
+        self._inspected = False
         self._accumulated = False  # the batch before did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None
@@ -221,16 +222,14 @@ class Engine:
         )
         replicas = self._mesh.group("replica_sum").size
         if self._mesh.layout.world_size == 1:
-            self._expected_tokens = expected_tokens(args[0], sum(job.sizes))
-            job.spread = None if self._told_uneven else label_spread(args[0], job.sizes, device=self._device)
-        job.expected_tokens = power_above(self._expected_tokens * replicas * windows)
+            job.spread = self.agreement.collect_alone(args[0], job.sizes)
+        job.expected_tokens = power_above(self.agreement.expected_tokens * replicas * windows)
         habits = self._habits(job)
         report = self._run(job, "training_step")
         if habits is not None:
             habits.warn_of_writes(job.count)
-        if report.spread:
-            self._is_uneven |= is_uneven(*report.spread)
-        self._warn_of_uneven(args[0], sum(job.sizes), counted=report.counted)
+        self.agreement.note_spread(report.spread)
+        self.agreement.warn_of_uneven(args[0], counted=report.counted)
         self._losses = job.losses
         scale = job.expected_tokens / (report.weight * windows) if report.counted and report.weight else None
         self._factor = 1 / self._mesh.group("replica_sum").size
@@ -283,34 +282,6 @@ class Engine:
         self._replicas_in_step &= same
         return same
 
-    def to_agree(self, batch: Nested, *, training: bool) -> Tensor | None:
-        """Numbers of a batch of which ``agreed`` takes the maximum over the world, or in evaluation over the replica; None: no rank
-        needs those of another."""
-        layout, parts = self._mesh.layout, list[Tensor]()
-        if layout.model_parallel_size > 1:
-            replica, replicas = (layout.replica(self._mesh.rank), layout.num_replicas) if training else (0, 1)
-            parts.append(batch_sums(batch, replica=replica, replicas=replicas, device=self._device))
-        if training and layout.world_size > 1:
-            try:
-                sizes = self._sizes(batch)
-            except ValueError:  # nothing cuts the batch
-                sizes = ()
-            tokens = expected_tokens(batch, sum(sizes))
-            parts.append(torch.tensor([tokens]).to(self._device, non_blocking=True))
-            parts.append(label_spread(batch, () if self._told_uneven else sizes, device=self._device))
-        return torch.cat(parts) if parts else None
-
-    def agreed(self, numbers: Sequence[int], *, training: bool) -> None:
-        """Take the maximum over the ranks.
-
-        Raises:
-            BatchMismatchError: On all ranks: those of a replica read different batches.
-        """
-        if training and numbers:
-            *numbers, self._expected_tokens, most, least = numbers
-            self._is_uneven |= is_uneven(most, least)
-        check_same_batch(numbers)
-
     def _habits(self, job: LightningJob) -> StepHabits | None:
         """In the first batch that is cut, on one replica: what the module is like before."""
         recomputes = self._config.recompute in ("full", "selective")
@@ -322,11 +293,6 @@ class Engine:
         job.inspects = job.count > 1
         is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
         return StepHabits(self._module, self._owners, recomputes=recomputes, tells_own=is_last)
-
-    def _warn_of_uneven(self, batch: Nested, samples: int, *, counted: bool) -> None:
-        if self._is_uneven and not counted and not self._told_uneven and self._mesh.rank == 0:
-            warnings.warn(describe_uneven(batch, samples), stacklevel=2)
-        self._told_uneven |= self._is_uneven
 
     def _sizes(self, batch: Nested) -> tuple[int, ...]:
         """Samples of the microbatches."""
@@ -352,8 +318,7 @@ class Engine:
             tokens = num_tokens(output)
         elif weighs or self._config.check_finite is not None:
             loss, tokens = loss_and_weight(output)
-            if self._is_uneven:
-                self._warn_of_uneven(args[0], batch_size(args[0]), counted=tokens is not None)
+            self.agreement.warn_of_uneven(args[0], counted=tokens is not None)
             self._losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
         factor: float | Tensor = 1 / group.size
         if weighs and tokens is not None:

@@ -28,9 +28,9 @@ class ScheduledSteps(RunningStrategy):
         """Forward, and under a schedule backward too, of one batch."""
         values = (*args, *kwargs.values())
         with self._during("step"):
-            numbers = self.engine.to_agree(values[0], training=True)
+            numbers = self.engine.agreement.collect(values[0], training=True)
         agreed = self._agree("step", dist.group.WORLD if self.layout.world_size > 1 else None, numbers)
-        self.engine.agreed(agreed, training=True)
+        self.engine.agreement.take(agreed, training=True)
         with self._during("step"):
             if self.layout.world_size > 1:
                 self.run.validation_clock.agree(self.reduce_boolean_decision)
@@ -129,9 +129,9 @@ class ScheduledSteps(RunningStrategy):
     def _evaluate(self, hook: str, context: Callable[[], Context], args: Sequence[Nested]) -> Nested:
         # Replicas may have different numbers of batches: only the ranks of one agree. The others of a fit would wait for them.
         interrupts = self.layout.num_replicas == 1 or not fits(self.lightning_module.trainer)
-        numbers = self.engine.to_agree(args[0], training=False)
+        numbers = self.engine.agreement.collect(args[0], training=False)
         agreed = self._agree(hook, self.mesh.group("model").handle, numbers, interrupts=interrupts)
-        self.engine.agreed(agreed, training=False)
+        self.engine.agreement.take(agreed, training=False)
         with self._during(hook):
             return self.engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
 
