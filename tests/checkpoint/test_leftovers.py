@@ -17,13 +17,12 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.checkpoint import CheckpointError, Keeper, complete_checkpoints, files, newest_checkpoint, read_metadata
 from lightning_ptdp.checkpoint.claims import Claim
 from lightning_ptdp.checkpoint.files import discard, part_name
+from tests.checkpoint.every_step import fit_saving
 from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step_of
-from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
 
 def _die(*_: Any, **__: Any) -> None:
@@ -66,30 +65,18 @@ def _elsewhere(part: Path) -> Iterator[BaseProcess]:
         process.join()
 
 
-def _fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> None:
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = make_trainer(
-        Place(layout={"checkpoint_format": "folder"}),
-        callbacks=[saver],
-        enable_checkpointing=True,
-        max_epochs=-1,
-        max_steps=steps,
-    )
-    trainer.fit(LitNet(), loader(), ckpt_path=None if ckpt_path is None else str(ckpt_path))
-
-
 @pytest.mark.parametrize("given", [newest_checkpoint, lambda folder: folder / "latest", lambda folder: folder])
 def test_a_save_that_was_complete_is_finished_before_training_goes_on_from_it(
     tmp_path: Path, given: Callable[[Path], Path]
 ) -> None:
     L.seed_everything(1, verbose=False)
-    _fit(tmp_path, 1)
-    _run_killed(functools.partial(_fit, tmp_path, 2, tmp_path / "step=1.ckpt"), files, "replace")
+    fit_saving(tmp_path, 1)
+    _run_killed(functools.partial(fit_saving, tmp_path, 2, tmp_path / "step=1.ckpt"), files, "replace")
     newest = newest_checkpoint(tmp_path)
     assert newest is not None
     assert newest.name.startswith("step=2.ckpt.tmp-")
     written = read_metadata(newest).created
-    _fit(tmp_path, 3, given(tmp_path))
+    fit_saving(tmp_path, 3, given(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["latest", "step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
     assert os.readlink(tmp_path / "latest") == "step=3.ckpt"
     assert read_metadata(tmp_path / "step=2.ckpt").created == written
@@ -100,11 +87,11 @@ def test_a_torn_save_is_gone_after_the_next_training_also_one_from_the_beginning
     from lightning_ptdp.checkpoint import save as save_module
 
     L.seed_everything(1, verbose=False)
-    _run_killed(functools.partial(_fit, tmp_path, 1), save_module, name)
+    _run_killed(functools.partial(fit_saving, tmp_path, 1), save_module, name)
     assert len(os.listdir(tmp_path)) == 2
     assert complete_checkpoints(tmp_path) == []
     (tmp_path / "step=1.ckpt.gone").mkdir()
-    _fit(tmp_path, last)
+    fit_saving(tmp_path, last)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step=1.ckpt", "step=1.ckpt.gone", "step=2.ckpt"]
 
 

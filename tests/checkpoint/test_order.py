@@ -6,12 +6,10 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.checkpoint import (
     Keeper,
@@ -23,7 +21,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.cli.resume import find_newest
 from lightning_ptdp.sharding import Sharding
-from tests.conformance.toys import LitNet, Place, loader, make_trainer
+from tests.checkpoint.every_step import fit_saving
 
 HOUR, DAY = 3600.0, 86400.0
 CLOCK = time.time
@@ -53,30 +51,17 @@ def test_a_copy_keeps_the_order_and_a_rewritten_one_its_place(tmp_path: Path) ->
     assert newest_checkpoint(shutil.copytree(tmp_path / "runs", tmp_path / "copy")) == tmp_path / "copy" / "b"
 
 
-def _fit(folder: Path, steps: int, ckpt_path: Path | None = None, **saves: Any) -> L.Trainer:
-    saver = ModelCheckpoint(folder, filename="{step}", **{"every_n_train_steps": 1, "save_top_k": -1} | saves)
-    trainer = make_trainer(
-        Place(layout={"checkpoint_format": "folder"}),
-        callbacks=[saver],
-        enable_checkpointing=True,
-        max_epochs=-1,
-        max_steps=steps,
-    )
-    trainer.fit(LitNet(), loader(), ckpt_path=None if ckpt_path is None else str(ckpt_path))
-    return trainer
-
-
 def test_what_goes_on_is_newer_wherever_it_is_saved_and_so_is_a_new_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second machine whose clock is a day behind goes on in another folder; then the user goes back, and begins again."""
     L.seed_everything(1, verbose=False)
-    _fit(tmp_path / "one", 3)
+    fit_saving(tmp_path / "one", 3)
     monkeypatch.setattr(time, "time", lambda: CLOCK() - DAY)
-    _fit(tmp_path / "two", 5, newest_checkpoint(tmp_path))
+    fit_saving(tmp_path / "two", 5, newest_checkpoint(tmp_path))
     assert newest_checkpoint(tmp_path) == tmp_path / "two" / "step=5.ckpt"
-    _fit(tmp_path / "two", 3, tmp_path / "two" / "step=4.ckpt", every_n_train_steps=2)
-    trainer = _fit(tmp_path / "two", 2, every_n_train_steps=2)
+    fit_saving(tmp_path / "two", 3, tmp_path / "two" / "step=4.ckpt", every_n_train_steps=2)
+    trainer = fit_saving(tmp_path / "two", 2, every_n_train_steps=2)
     found = newest_checkpoint(tmp_path)
     assert found is not None
     assert found.parent == tmp_path / "two"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.tensor_parallel import ParallelPlan
-from tests.conformance.toys import Place
+from tests.conformance.toys import Place, make_trainer
 
 VOCABULARY, WIDTH, DEPTH, LENGTH = 24, 8, 4, 5
 PLAN = ParallelPlan(
@@ -72,3 +72,13 @@ def batches(place: Place, rank: int, count: int = 32) -> DataLoader:
     replicas = place.world_size // (t * p)
     own = [row for index, row in enumerate(data) if index % replicas == rank // t % replicas]
     return DataLoader(own, batch_size=8 // replicas)
+
+
+def run_refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
+    """Return the error that a fit with validation ends with, if it does."""
+    trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
+    try:
+        trainer.fit(kind(), batches(place, rank), batches(place, rank))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.conformance.blocks import LAYOUTS, ONE, LitBlocks, batches
+from tests.conformance.blocks import LAYOUTS, ONE, LitBlocks, batches, run_refused
 from tests.conformance.toys import Losses, Place, assert_weights, make_trainer, weights
 from tests.pool import Pool
 
@@ -186,14 +186,6 @@ class LitClipping(LitBlocks):
         return ClippingSGD(self.parameters(), lr=0.0)
 
 
-def refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
-    try:
-        make_trainer(place, use_distributed_sampler=False).fit(kind(), batches(place, rank))
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 @pytest.mark.parametrize(
     ("kind", "layout", "words"),
     [
@@ -214,5 +206,5 @@ def test_groups_and_optimizers_that_would_train_otherwise_are_refused(
     kind: type[LitBlocks], layout: str, words: str, pool: Pool
 ) -> None:
     place = LAYOUTS[layout]
-    for message in pool.run(refused, world_size=place.world_size, args=(place, kind)):
+    for message in pool.run(run_refused, world_size=place.world_size, args=(place, kind)):
         assert message.startswith(words)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_ptdp.tensor_parallel import ParallelPlan
-from tests.conformance.blocks import LAYOUTS, ONE, P2, PLAN, LitBlocks, batches
+from tests.conformance.blocks import LAYOUTS, ONE, P2, PLAN, LitBlocks, batches, run_refused
 from tests.conformance.toys import Place, assert_weights, make_trainer, weights
 from tests.pool import Pool, WorkerFailure
 
@@ -35,14 +35,6 @@ class LitLogsNorm(LitBlocks):
 def run(rank: int, place: Place, kind: type[LitBlocks]) -> None:
     trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
     trainer.fit(kind(), batches(place, rank), batches(place, rank))
-
-
-def refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
-    try:
-        run(rank, place, kind)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 @pytest.mark.parametrize(
@@ -107,7 +99,7 @@ EVERYWHERE = ParallelPlan(
 
 def test_an_average_that_each_stage_forms_of_its_own_weights_is_refused(pool: Pool) -> None:
     place = Place(world_size=2, layout={**P2, "plan": EVERYWHERE})
-    for message in pool.run(refused, world_size=2, args=(place, LitAveraged)):
+    for message in pool.run(run_refused, world_size=2, args=(place, LitAveraged)):
         assert message.startswith("KeptModuleError: 'average.module.")
 
 
