@@ -14,7 +14,7 @@ from tests.queued import HOST, RaceError
 
 
 def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
-    """Send a tensor, use it before waiting for it, and return what was observed.
+    """Send a tensor, use it before waiting for it, and return the observations.
 
     These are the message of the race error, the receiver's memory before the wait, the values after it, and the calls.
     """
